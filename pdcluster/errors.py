@@ -1,0 +1,115 @@
+"""Every error pdcluster raises on purpose, as one tree.
+
+    PdclusterError
+    ├─ BadRequest            the caller must change the request      400
+    │  ├─ UnknownModel                                               404
+    │  └─ RequestTooLarge                                            413
+    ├─ Overloaded            capacity exists but is busy             429
+    ├─ Unavailable           no node can serve this at all           503
+    ├─ DeadlineExceeded      a stage ran out of time                 504
+    ├─ Cancelled             the client left                         499
+    ├─ ConfigError           bad flag, file or environment; at start
+    ├─ ModelError            a checkpoint we cannot serve exactly; at load
+    ├─ ProtocolError         a peer sent something wrong: dropped and counted
+    ├─ TransferError         KV did not arrive (retryable on other pages)
+    │  └─ PeerUnreachable
+    ├─ NodeLost              the node behind an attempt is gone (retryable)
+    └─ IntegrityError        our own bookkeeping is broken: a bug
+
+A message names the thing, the value and the way out. This module translates nothing: a library's errors are translated where the library is called.
+"""
+
+from __future__ import annotations
+
+
+class PdclusterError(Exception):
+    """Base of all deliberate errors; `code` is the stable word for metrics, wire and API."""
+
+    code = "internal"
+    http_status = 500
+    retryable = False
+
+
+class BadRequest(PdclusterError):
+    """The request can never succeed as sent. `param` names the offending field, when there is one."""
+
+    code = "invalid_request"
+    http_status = 400
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModel(BadRequest):
+    code = "model_not_found"
+    http_status = 404
+
+
+class RequestTooLarge(BadRequest):
+    code = "request_too_large"
+    http_status = 413
+
+
+class Overloaded(PdclusterError):
+    """Capacity exists but is busy; the caller may retry after `retry_after_s` seconds."""
+
+    code = "overloaded"
+    http_status = 429
+    retryable = True
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(PdclusterError):
+    code = "unavailable"
+    http_status = 503
+
+
+class DeadlineExceeded(PdclusterError):
+    """`stage` says which clock ran out: queue, handshake, transfer, liveness or request."""
+
+    code = "deadline_exceeded"
+    http_status = 504
+
+    def __init__(self, message: str, stage: str = "request") -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+class Cancelled(PdclusterError):
+    code = "cancelled"
+    http_status = 499
+
+
+class ConfigError(PdclusterError):
+    code = "bad_config"
+
+
+class ModelError(PdclusterError):
+    code = "unsupported_model"
+
+
+class ProtocolError(PdclusterError):
+    code = "protocol"
+
+
+class TransferError(PdclusterError):
+    code = "transfer_failed"
+    retryable = True
+
+
+class PeerUnreachable(TransferError):
+    code = "peer_unreachable"
+
+
+class NodeLost(PdclusterError):
+    code = "node_lost"
+    http_status = 503
+    retryable = True
+
+
+class IntegrityError(PdclusterError):
+    code = "integrity"

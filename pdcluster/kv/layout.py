@@ -1,0 +1,51 @@
+"""The shape of KV pages: what one page holds, in which order, in how many bytes. Pure arithmetic; the tensors are in `kv.pool`.
+
+Page-major: [page][layer][K, V][kv head][token][dim], so that a page is one contiguous run for a transfer, and a head range of a page is
+contiguous per (layer, K or V).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+DType = Literal["float32", "bfloat16"]
+ITEM_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int
+    dtype: DType
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV over all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.token_bytes * self.page_tokens
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that hold num_tokens tokens."""
+        return -(-num_tokens // self.page_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """All that two nodes must agree on before one may attend to the other's KV. Compared when a node joins."""
+
+    model: str
+    weights: str
+    protocol: int
+    hash_block_tokens: int
+    layout: KVLayout
+
+    def digest(self) -> str:
+        """16 hex digits that are equal exactly when every field is."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()

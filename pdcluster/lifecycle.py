@@ -1,0 +1,94 @@
+"""Who may go from which state to which: every state machine of the system, as a table. Everything about states lives here, and nothing else.
+
+An event that the table does not hold raises IllegalTransition and changes nothing; terminal states have no events. The tables say what is
+allowed, their users say when: `dispatch` owns Attempt, `transfer.session` owns Writing and Reading.
+
+    Attempt   one dispatch of a request, seen by the router
+    Writing   one ticket, seen by the prefill node that writes under it
+    Reading   one ticket, seen by the decode node that issued it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import TypeVar
+
+
+class Attempt(Enum):
+    PREFILLING = auto()
+    """Prefill sent; no token yet."""
+    STREAMING = auto()
+    """The first token was sampled."""
+    DONE = auto()
+    FAILED = auto()
+    CANCELLED = auto()
+
+
+class Writing(Enum):
+    OPEN = auto()
+    """Chunks may be pushed."""
+    COMMITTED = auto()
+    """Every write is done and Commit is sent, again until it is answered."""
+    DRAINING = auto()
+    """Given up; writes that were submitted may still run, so source pages stay pinned."""
+    ACKED = auto()
+    """Terminal: the reader verified and took the pages."""
+    ABORTED = auto()
+    """Terminal: no write can land any more, and AbortAck says so."""
+
+
+class Reading(Enum):
+    OPEN = auto()
+    """The writer may write."""
+    VERIFIED = auto()
+    """Terminal: every leg verified, the pages belong to the row alone."""
+    ABORTING = auto()
+    """Abort sent; the writer may still write, so the pages are quarantined."""
+    RECLAIMED = auto()
+    """Terminal: AbortAck or a fence proved that the writer can write no more."""
+
+
+class IllegalTransition(Exception):
+    """An event that is not allowed in this state: a bug of ours, or a peer out of step."""
+
+
+State = TypeVar("State", bound=Enum)
+Table = Mapping[tuple[State, str], State]
+
+ATTEMPT: Table[Attempt] = {
+    (Attempt.PREFILLING, "token"): Attempt.STREAMING,
+    (Attempt.PREFILLING, "fail"): Attempt.FAILED,
+    (Attempt.PREFILLING, "cancel"): Attempt.CANCELLED,
+    (Attempt.STREAMING, "token"): Attempt.STREAMING,
+    (Attempt.STREAMING, "finish"): Attempt.DONE,
+    (Attempt.STREAMING, "fail"): Attempt.FAILED,
+    (Attempt.STREAMING, "cancel"): Attempt.CANCELLED,
+}
+
+WRITING: Table[Writing] = {
+    (Writing.OPEN, "commit"): Writing.COMMITTED,
+    (Writing.OPEN, "abort"): Writing.DRAINING,
+    (Writing.COMMITTED, "resend"): Writing.OPEN,
+    (Writing.COMMITTED, "ack"): Writing.ACKED,
+    (Writing.COMMITTED, "abort"): Writing.DRAINING,
+    (Writing.DRAINING, "drained"): Writing.ABORTED,
+}
+
+READING: Table[Reading] = {
+    (Reading.OPEN, "verify"): Reading.VERIFIED,
+    (Reading.OPEN, "abort"): Reading.ABORTING,
+    (Reading.ABORTING, "reclaim"): Reading.RECLAIMED,
+}
+
+
+def advance(table: Table[State], state: State, event: str) -> State:
+    """The state after `event`; raises IllegalTransition when the table does not allow it."""
+    try:
+        return table[state, event]
+    except KeyError:
+        raise IllegalTransition(f"{type(state).__name__} {state.name} does not allow {event!r}") from None
+
+
+def is_terminal(table: Table[State], state: State) -> bool:
+    return not any(source is state for source, _ in table)

@@ -1,0 +1,371 @@
+"""Every message between router, prefill node and decode node, as frozen msgspec structs of plain values.
+
+They know no torch, no protobuf, no HTTP and no sockets. Sizes and ranges are checked by `wire.codec` when a frame is decoded.
+Durations are seconds; times never cross a machine (a deadline travels as seconds that are left). Positions of output tokens count
+from 0 over the whole request, whatever attempt produced them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+Role = Literal["prefill", "decode", "mixed"]
+FinishReason = Literal["stop", "length", "eos"]
+
+HASH_BYTES = 16
+
+
+def pack_tokens(tokens: Iterable[int]) -> bytes:
+    """Token ids as little-endian int32, 4 bytes each."""
+    return array("i", tokens).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """Inverse of `pack_tokens`; raises ValueError when the length is no multiple of 4."""
+    values = array("i")
+    values.frombytes(packed)
+    return values.tolist()
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of everything that is sent as a frame of its own."""
+
+
+class Value(msgspec.Struct, frozen=True, array_like=True):
+    """Base of parts of messages."""
+
+
+# ---------------------------------------------------------------- what is asked of a node
+
+
+class Sampling(Value, frozen=True, array_like=True):
+    """How output tokens are chosen. temperature 0 is greedy; None switches a filter off.
+
+    seed and choice key the counter-based generator together with the token's position, so any node draws the same numbers.
+    logprobs: number of alternatives reported beside each output token's own logprob (0: only its own), None for none.
+    """
+
+    max_tokens: int
+    seed: int
+    choice: int = 0
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class Work(Value, frozen=True, array_like=True):
+    """One attempt of one request, as every leg needs to know it.
+
+    token_ids: packed int32 of the prompt and of all tokens emitted by earlier attempts; num_prompt of them are the prompt.
+    hashes: the chained block hashes of token_ids, HASH_BYTES each, full hash blocks only.
+    """
+
+    request: str
+    attempt: int
+    token_ids: bytes
+    num_prompt: int
+    hashes: bytes
+    sampling: Sampling
+    deadline_s: float
+
+
+class Endpoint(Value, frozen=True, array_like=True):
+    """How to reach one boot of one node. adverts: (backend name, opaque bytes that backend's `connect` understands), best first."""
+
+    node: str
+    incarnation: str
+    address: str
+    adverts: tuple[tuple[str, bytes], ...] = ()
+
+
+class Ticket(Value, frozen=True, array_like=True):
+    """A slot's write permit. The writer may write the KV of tokens [cached_tokens, num_tokens) into `pages`, and nothing else.
+
+    pages: packed int32 ids in the reader's region `region`, in token order from token 0 on (the first cached_tokens/page_tokens of them are
+    already filled and must not be written). nonce is random and names the ticket on the wire.
+    """
+
+    nonce: int
+    request: str
+    attempt: int
+    reader: Endpoint
+    writer: Endpoint
+    region: int
+    pages: bytes
+    page_tokens: int
+    page_bytes: int
+    num_tokens: int
+    cached_tokens: int
+    deadline_s: float
+
+
+# ---------------------------------------------------------------- router → node
+
+
+class Hello(Message, frozen=True, array_like=True):
+    """First frame of a link, again after every reconnect: who speaks, and what it believes is open there."""
+
+    kind: Literal["router", "node"]
+    open: tuple[tuple[str, int, int], ...] = ()
+    """(request, attempt, next output position expected) for each attempt the router still waits for."""
+
+
+class Ping(Message, frozen=True, array_like=True):
+    """Renews the sender's lease. A router that stops pinging is gone after `lease_s` of the node's config."""
+
+
+class Prefill(Message, frozen=True, array_like=True):
+    """Compute the prompt's KV and sample the first token. remote: the KV goes to a decode node once its ticket is delivered;
+    otherwise the node goes on decoding itself (mode local)."""
+
+    work: Work
+    remote: bool
+
+
+class Reserve(Message, frozen=True, array_like=True):
+    """Reserve a slot for KV that `writer` will push. writer.address is where the node can send it an Abort; its adverts are not used."""
+
+    work: Work
+    writer: Endpoint
+
+
+class Deliver(Message, frozen=True, array_like=True):
+    """Hand a ticket to the prefill node. Its attempt may be later than the Prefill's: parked KV is sent again without recompute."""
+
+    ticket: Ticket
+
+
+class Cancel(Message, frozen=True, array_like=True):
+    """Stop this attempt (and earlier ones) of the request, on whichever leg it runs. Idempotent."""
+
+    request: str
+    attempt: int
+    reason: str
+
+
+class Release(Message, frozen=True, array_like=True):
+    """The prefill node may drop the KV it keeps parked for this request."""
+
+    request: str
+
+
+class FetchFile(Message, frozen=True, array_like=True):
+    """Ask for a piece of one of the model card's files (tokenizer.json, chat template, …)."""
+
+    name: str
+    offset: int
+
+
+# ---------------------------------------------------------------- node → router
+
+
+class TokenLogprobs(Value, frozen=True, array_like=True):
+    """Natural-log probabilities at one position: of the token itself, and of the most likely ones, best first."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class TokenRow(Value, frozen=True, array_like=True):
+    """New output tokens of one attempt, the first of them at `position`."""
+
+    request: str
+    attempt: int
+    position: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Timings(Value, frozen=True, array_like=True):
+    """Seconds spent on one node by one attempt; a leg fills what it knows.
+
+    queue: arrival → first scheduled; prefill: first scheduled → first token; transfer: first write submitted → last write done;
+    exposed: first token → commit acknowledged; decode: first decode step → last token.
+    """
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    transfer_bytes: int = 0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+    cached_tokens: int = 0
+    backend: str = ""
+
+
+class Welcome(Message, frozen=True, array_like=True):
+    """Answer to Hello. `lost`: those attempts of Hello.open that this boot of the node does not know (any more)."""
+
+    role: Role
+    lost: tuple[tuple[str, int], ...] = ()
+
+
+class Scheduled(Message, frozen=True, array_like=True):
+    """The prefill node took the request out of its queue: now is the time to reserve."""
+
+    request: str
+    attempt: int
+
+
+class Reserved(Message, frozen=True, array_like=True):
+    ticket: Ticket
+
+
+class Refused(Message, frozen=True, array_like=True):
+    """Not accepted, nothing is held. `leg` says which message is answered. retryable False: no node of this size can ever take it."""
+
+    request: str
+    attempt: int
+    leg: Literal["prefill", "reserve", "deliver"]
+    reason: str
+    retry_after_s: float
+    retryable: bool = True
+
+
+class Tokens(Message, frozen=True, array_like=True):
+    """One frame per step and router with every row's new tokens."""
+
+    rows: tuple[TokenRow, ...]
+
+
+class Delivered(Message, frozen=True, array_like=True):
+    """The decode node acknowledged the commit; the prefill leg is over."""
+
+    request: str
+    attempt: int
+    timings: Timings
+
+
+class Finished(Message, frozen=True, array_like=True):
+    """The attempt ended well; its last tokens came before this message. stop_token: the id that ended it, if one did."""
+
+    request: str
+    attempt: int
+    reason: FinishReason
+    timings: Timings
+    stop_token: int | None = None
+
+
+class Failed(Message, frozen=True, array_like=True):
+    """The attempt ended badly on this node. code is that of an error in `errors`; retryable: another node may succeed."""
+
+    request: str
+    attempt: int
+    code: str
+    message: str
+    retryable: bool
+
+
+class Load(Message, frozen=True, array_like=True):
+    """What a node has to do, sent when it changed, at most every report interval. Pages count the KV pool."""
+
+    waiting: int
+    running: int
+    waiting_tokens: int
+    context_tokens: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_quarantined: int
+    slots: int
+    draining: bool = False
+    steps: int = 0
+
+
+class CacheDelta(Message, frozen=True, array_like=True):
+    """Block hashes that became cached or were evicted, HASH_BYTES each; `snapshot` replaces all that was known."""
+
+    sequence: int
+    snapshot: bool
+    added: bytes
+    removed: bytes
+
+
+class FileChunk(Message, frozen=True, array_like=True):
+    """total_bytes 0 means that the node has no such file."""
+
+    name: str
+    offset: int
+    total_bytes: int
+    data: bytes
+
+
+# ---------------------------------------------------------------- prefill node ↔ decode node
+
+
+class Leg(Value, frozen=True, array_like=True):
+    """What one writer rank says it wrote: per chunk its index, first token, number of tokens, payload bytes and digest (0 with digests off)."""
+
+    rank: int
+    chunks: tuple[tuple[int, int, int, int, int], ...]
+
+
+class Commit(Message, frozen=True, array_like=True):
+    """The writer's last word on a ticket, sent only when every write under it is done or definitively failed and resent."""
+
+    nonce: int
+    legs: tuple[Leg, ...]
+    first_token: int
+    first_logprobs: TokenLogprobs | None = None
+
+
+class CommitAck(Message, frozen=True, array_like=True):
+    """resend: chunk indexes that did not verify and may be written again under the same ticket; empty means accepted.
+    refused: the ticket is dead at the reader (a new attempt is needed)."""
+
+    nonce: int
+    resend: tuple[int, ...] = ()
+    refused: str = ""
+
+
+class Abort(Message, frozen=True, array_like=True):
+    """Stop writing under this ticket and say when no write can land any more. Also for tickets the writer has not seen yet.
+    remaining_s: how long the writer must remember a ticket that it does not know (a tombstone)."""
+
+    nonce: int
+    reason: str
+    remaining_s: float
+
+
+class AbortAck(Message, frozen=True, array_like=True):
+    """No write under this ticket was started, or none can land any more. Also sent unasked when the writer gives up."""
+
+    nonce: int
+    reason: str
+
+
+AnyMessage = (
+    Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | FetchFile
+    | Welcome | Scheduled | Reserved | Refused | Tokens | Delivered | Finished | Failed | Load | CacheDelta | FileChunk
+    | Commit | CommitAck | Abort | AbortAck
+)  # fmt: skip
+
+
+class Envelope(Value, frozen=True, array_like=True):
+    """What every frame carries. sequence counts the frames of this sender's incarnation on this link from 1.
+
+    to_incarnation: the boot the sender means, "" while it does not know it (only Hello may be sent so).
+    """
+
+    protocol: int
+    sender: str
+    incarnation: str
+    to_incarnation: str
+    sequence: int
+    message: AnyMessage
+
+
+PROTOCOL_VERSION = 1

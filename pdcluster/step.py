@@ -1,0 +1,67 @@
+"""What crosses the seam between scheduler and engine: one StepPlan in, one StepResult out.
+
+Plain values only (numpy arrays are the one exception, so that a page table or a prompt is never copied into Python objects).
+There is no prefill phase and no decode phase here: a row computes `tokens` at positions `start…`, and samples after its last one
+when `sampling` is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdcluster.messages import Sampling, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request's share of a step.
+
+    tokens: int32 [n], the ids computed this step (n ≥ 1); start: how many tokens of the row already have KV in `pages`.
+    pages: int32 [≥ ceil((start + n) / page_tokens)], page ids in token order; extra entries are ignored.
+    sampling: given when the row's last position yields a token. The token's position for the random generator is start + n.
+    output_index: how many output tokens the request had before this one (for min_tokens).
+    prompt_logprobs: number of alternatives wanted for every prompt position computed in this step, None for none; the logprob of
+    the token at position start comes from the previous chunk's last row, so a result carries those of positions start+1 … start+n,
+    where `next_token` is the id at position start + n if it is still prompt, else None.
+    """
+
+    request: str
+    tokens: NDArray[np.int32]
+    start: int
+    pages: NDArray[np.int32]
+    sampling: Sampling | None = None
+    output_index: int = 0
+    prompt_logprobs: int | None = None
+    next_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Rows of one forward. Decode rows (n == 1) come first."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """token is None for a row that did not sample (a chunk that is not the prompt's last)."""
+
+    request: str
+    token: int | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Results in the order of the plan's rows; forward_s is the wall time of the forward in seconds."""
+
+    rows: tuple[RowResult, ...]
+    forward_s: float

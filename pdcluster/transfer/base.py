@@ -1,0 +1,117 @@
+"""The byte-level seam under a KV transfer: what a backend must do, and the plain values it deals in.
+
+A backend moves byte ranges between registered regions of two processes and tells when they landed. It knows nothing of requests, pages,
+attempts, retries or digests; the protocol lives once, in `transfer.session`. Nothing here blocks: work runs in the backend's own threads or
+library, and `wakeup_fd` becomes readable when `poll` or `arrivals` has something new.
+
+Requirements every backend meets (tests/contract/test_backends.py runs them over all of them):
+ 1. A write lands only in ranges that the reader `permit`ted for its nonce, or the reader's own copy step discards it. Media where the writer
+    reaches memory directly (shm, RDMA) cannot check at the receiver: for these `close` must say CANNOT_FENCE until proof exists.
+ 2. `arrivals` names a stamp only after all its payload is readable in the destination region.
+ 3. UNKNOWN means that the write may still read the source and may still land; FAILED means that neither can happen any more.
+ 4. `close` answers FENCED only with the medium's own proof that no byte of that peer can land from now on.
+ 5. Sizes and ranges that come from a peer are checked before anything is allocated or written; a bad one is dropped and counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NewType, Protocol
+
+Handle = NewType("Handle", int)
+
+
+class WriteStatus(Enum):
+    PENDING = auto()
+    DONE = auto()
+    FAILED = auto()
+    UNKNOWN = auto()
+
+
+class Fence(Enum):
+    FENCED = auto()
+    CANNOT_FENCE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory of this process that takes part in transfers. fd: a file descriptor others can map (memfd), None when there is none."""
+
+    id: int
+    address: int
+    nbytes: int
+    fd: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One boot of one node."""
+
+    node: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Travels with every write and is verified at the reader: whose permit, which chunk of it (and which try), how many bytes."""
+
+    nonce: int
+    chunk: int
+    trial: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One contiguous copy: from `source` in the local region to `target` in the remote one, offsets in bytes."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """What the holder of `nonce` may write into `region`: byte ranges (offset, nbytes), sorted and disjoint."""
+
+    nonce: int
+    writer: Peer
+    region: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+class Backend(Protocol):
+    name: str
+    wakeup_fd: int
+    """Readable (an eventfd) when poll or arrivals has news; the reader of the news clears it through `arrivals`."""
+
+    def register(self, region: Region) -> None:
+        """Make a region of this process usable as source and target."""
+
+    def advert(self) -> bytes:
+        """What a writer's `connect` needs to reach this process. No raw addresses of memory that a peer could use unchecked."""
+
+    def connect(self, peer: Peer, advert: bytes) -> None:
+        """Prepare writing to `peer`, within a deadline of its own; raises PeerUnreachable."""
+
+    def permit(self, permit: Permit) -> None:
+        """Reader: allow the writes of a ticket."""
+
+    def revoke(self, nonce: int) -> None:
+        """Reader: forget a permit. On media that check at the receiver, later writes under it are dropped."""
+
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...]) -> Handle:
+        """Start copying `runs`; raises PeerUnreachable when the peer is not connected."""
+
+    def poll(self, handle: Handle) -> WriteStatus:
+        """State of a write; a final answer is given once, then the handle is forgotten."""
+
+    def arrivals(self) -> list[Stamp]:
+        """Reader: stamps that landed since the last call."""
+
+    def close(self, peer: Peer) -> Fence:
+        """Stop talking to a peer, as its reader and as its writer. May be called again later to ask for the proof again."""
+
+    def shutdown(self) -> None:
+        """Release threads, sockets and mappings. Idempotent."""
