@@ -250,11 +250,13 @@ class Delivered(Message, frozen=True, array_like=True):
 
 
 class Finished(Message, frozen=True, array_like=True):
-    """The attempt ended well; its last tokens came before this message. stop_token: the id that ended it, if one did."""
+    """The attempt ended well; its last tokens came before this message. num_output: output tokens of the whole request, so that the
+    router knows when it has them all. stop_token: the id that ended it, if one did."""
 
     request: str
     attempt: int
     reason: FinishReason
+    num_output: int
     timings: Timings
     stop_token: int | None = None
 
