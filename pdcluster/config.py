@@ -1,0 +1,498 @@
+"""Every setting of every process: what it is called, what it may be, where its value came from. The only module that reads the environment.
+
+One frozen dataclass per part, one key per field. A key is its section and path, and has the same name in all three sources:
+
+    node.transfer.deadline_s     --transfer-deadline-s 20     PDCLUSTER_NODE_TRANSFER_DEADLINE_S=20s     [node.transfer] deadline_s = 20
+
+Flags win over the environment, that over the TOML file (--config FILE or PDCLUSTER_CONFIG), that over the defaults. A key nobody knows is an
+error that names the nearest one. Nothing is read at import time, and nothing here opens a model, a socket or a log.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, cast
+
+from pdcluster.errors import ConfigError
+from pdcluster.messages import Role
+
+T = TypeVar("T")
+Kind = Callable[[object], T]
+"""Turns a raw value (text from a flag or variable, a TOML value) into the field's; raises ValueError saying what it must be."""
+
+BackendName = Literal["auto", "shm", "tcp", "mooncake"]
+DTypeName = Literal["auto", "float32", "bfloat16"]
+Mode = Literal["auto", "disaggregated", "local"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "text", "json"]
+
+ENV_PREFIX = "PDCLUSTER_"
+FILE_VARIABLE = "PDCLUSTER_CONFIG"
+MASK = "********"
+
+
+# ---------------------------------------------------------------- kinds of values
+
+
+def text(raw: object) -> str:
+    if not isinstance(raw, str) or not raw:
+        raise ValueError("must be text that is not empty")
+    return raw
+
+
+def path(raw: object) -> Path:
+    return Path(text(raw)).expanduser()
+
+
+def boolean(raw: object) -> bool:
+    known = {True: True, False: False, "true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+    value = raw.lower() if isinstance(raw, str) else raw
+    if not isinstance(value, bool | str) or value not in known:
+        raise ValueError("must be true or false")
+    return known[value]
+
+
+def integer(low: int, high: int = 2**31 - 1) -> Kind[int]:
+    def parse(raw: object) -> int:
+        if isinstance(raw, str) and re.fullmatch(r"[+-]?\d{1,18}", raw.strip()):
+            raw = int(raw)
+        if not isinstance(raw, int) or isinstance(raw, bool) or not low <= raw <= high:
+            raise ValueError(f"must be a whole number from {low} to {high}")
+        return raw
+
+    return parse
+
+
+def duration(low: float = 0.0, high: float = 7 * 86400.0) -> Kind[float]:
+    """Seconds, as a number or as text with a unit: 500ms, 2.5s, 10m, 1h."""
+    units = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+
+    def parse(raw: object) -> float:
+        value = float(raw) if isinstance(raw, int | float) and not isinstance(raw, bool) else None
+        if isinstance(raw, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)", raw.strip())):
+            value = float(match[1]) * units[match[2]]
+        if value is None or not low <= value <= high:
+            raise ValueError(f"must be a duration from {low:g} to {high:g} seconds, such as 30, 2.5s, 500ms or 10m")
+        return value
+
+    return parse
+
+
+def size(low: int = 0) -> Kind[int]:
+    """Bytes, as a number or as text with a unit: 512KiB, 64MB, 2GiB."""
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", start=1):
+        units |= {letter + "iB": 1024**power, letter + "B": 1000**power, letter: 1024**power}
+
+    def parse(raw: object) -> int:
+        value = raw if isinstance(raw, int) and not isinstance(raw, bool) else None
+        if isinstance(raw, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B|[KMGT]|)", raw.strip())) and match[2] in units:
+            value = round(float(match[1]) * units[match[2]])
+        if value is None or value < low:
+            raise ValueError(f"must be a size of at least {low} bytes, such as 67108864, 64MiB or 2GB")
+        return value
+
+    return parse
+
+
+def choice(*options: str) -> Kind[Any]:
+    def parse(raw: object) -> str:
+        if raw not in options:
+            raise ValueError(f"must be one of {', '.join(options)}{_nearest(str(raw), options)}")
+        return str(raw)
+
+    return parse
+
+
+def address(raw: object) -> str:
+    """HOST:PORT; an IPv6 host stands in brackets; port 0 means any free port."""
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})", raw) if isinstance(raw, str) else None
+    if match is None or int(match[2]) > 65535:
+        raise ValueError("must be HOST:PORT with a port up to 65535, such as 127.0.0.1:8000 or [::1]:8000")
+    return match[0]
+
+
+def addresses(raw: object) -> tuple[str, ...]:
+    """Comma-separated text or a TOML list of HOST:PORT."""
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    if not isinstance(parts, list | tuple) or not parts:
+        raise ValueError("must be HOST:PORT[,HOST:PORT…]")
+    return tuple(address(part.strip() if isinstance(part, str) else part) for part in parts)
+
+
+def cores(raw: object) -> tuple[int, ...]:
+    """CPU cores to run on: text such as 0,2 or 4-7, or a TOML list of numbers."""
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    found: set[int] = set()
+    for part in parts if isinstance(parts, list | tuple) else ():
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", str(part).strip())
+        if match is None:
+            raise ValueError("must be CPU cores such as 0,2 or 4-7")
+        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if not found:
+        raise ValueError("must be CPU cores such as 0,2 or 4-7")
+    return tuple(sorted(found))
+
+
+def backend(raw: object) -> BackendName:
+    if raw == "nixl":
+        raise ValueError("nixl is not built yet; use auto, shm, tcp or mooncake")
+    return cast(BackendName, choice("auto", "shm", "tcp", "mooncake")(raw))
+
+
+def no_grpc_yet(raw: object) -> None:
+    raise ValueError("the gRPC front door is not built yet; leave it out and use HTTP")
+
+
+def _nearest(word: str, options: tuple[str, ...] | list[str]) -> str:
+    close = [option for option in options if word and option.startswith(word)] or difflib.get_close_matches(word, options, n=1, cutoff=0.4)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+# ---------------------------------------------------------------- keys
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What the outside knows about one field. path is dotted and starts with the section."""
+
+    path: str
+    flag: str
+    help: str
+    kind: Kind[Any]
+    default: Any
+    secret: bool
+    flag_only: bool
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.path.replace(".", "_").upper()
+
+    def show(self, value: object) -> str:
+        """The value as `config check` prints it."""
+        if value is None or value == ():
+            return "-"
+        if self.secret:
+            return MASK
+        if isinstance(value, tuple):
+            return ",".join(str(item) for item in value)
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def key(default: T, kind: Kind[T], help: str, *, flag: str = "", secret: bool = False, flag_only: bool = False) -> T:
+    """Declare a dataclass field that the three sources can set."""
+    return field(default=default, metadata={"kind": kind, "help": help, "flag": flag, "secret": secret, "flag_only": flag_only})
+
+
+# ---------------------------------------------------------------- parts
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    level: LogLevel = key("info", choice("debug", "info", "warning", "error"), "least severe level that is logged")
+    format: LogFormat = key("auto", choice("auto", "text", "json"), "text or json; auto: text on a terminal")
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """The shared secret from which the links' keys are made; None: the links are not encrypted."""
+
+    cluster_key: str | None = key(None, text, "shared secret of the cluster's links, as text", secret=True)
+    cluster_key_file: Path | None = key(None, path, "file that holds the shared secret")
+
+    def __post_init__(self) -> None:
+        if self.cluster_key is not None and self.cluster_key_file is not None:
+            raise ConfigError("cluster_key and cluster_key_file are both set; keep one of them")
+
+    def secret(self) -> bytes | None:
+        """The secret's bytes; reads the file."""
+        if self.cluster_key_file is None:
+            return None if self.cluster_key is None else self.cluster_key.encode()
+        try:
+            found = self.cluster_key_file.read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"cluster_key_file {self.cluster_key_file} cannot be read: {error.strerror}; check the path and its mode") from error
+        if not found:
+            raise ConfigError(f"cluster_key_file {self.cluster_key_file} is empty; write a secret into it")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class KVConfig:
+    """The paged KV pool of a node."""
+
+    memory_bytes: int = key(2**30, size(2**20), "memory of the KV pool")
+    page_tokens: int = key(32, integer(1, 1024), "tokens of one page")
+    hash_block_tokens: int = key(32, integer(1, 1024), "tokens one prefix hash covers; equal on every node of a cluster")
+
+    def __post_init__(self) -> None:
+        if self.page_tokens % self.hash_block_tokens and self.hash_block_tokens % self.page_tokens:
+            raise ConfigError(
+                f"kv.page_tokens {self.page_tokens} and kv.hash_block_tokens {self.hash_block_tokens} must divide one another; use equal values"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    token_budget: int = key(512, integer(1, 2**20), "most tokens computed in one step")
+    max_rows: int = key(64, integer(1, 4096), "most requests in the running batch")
+    max_waiting: int = key(1024, integer(1, 2**20), "most requests waiting for the batch")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """How KV moves between nodes."""
+
+    backend: BackendName = key("auto", backend, "auto, shm, tcp or mooncake", flag="transfer")
+    host: str = key("127.0.0.1", text, "address the transfer engine listens on and tells its peers")
+    deadline_s: float = key(30.0, duration(0.001), "longest time of one ticket from its delivery to its acknowledgement")
+    retries: int = key(3, integer(0, 100), "times a chunk is written again before its ticket fails")
+    window_bytes: int = key(64 * 2**20, size(4096), "most bytes in flight to one peer")
+    chunk_bytes: int = key(2**20, size(4096), "aimed size of one chunk")
+    staging_bytes: int = key(64 * 2**20, size(2**16), "staging ring of media that cannot fence cheaply")
+    digests: Literal["always", "never"] = key("always", choice("always", "never"), "whether chunks carry digests of their bytes")
+    parking_s: float = key(60.0, duration(0.001), "how long a prefill node keeps finished KV that nobody acknowledged")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """One engine process."""
+
+    role: Role = key("mixed", choice("prefill", "decode", "mixed"), "what the node is scheduled for: prefill, decode or mixed")
+    name: str | None = key(None, text, "the node's name; default: role and a random suffix")
+    bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
+    listen: str = key("127.0.0.1:0", address, "HOST:PORT the node listens on; port 0 takes a free one")
+    advertise: str | None = key(None, text, "host that others reach this node by; default: the host of --listen")
+    model: Path | None = key(None, path, "Hugging Face model directory; default: the bundled model")
+    served_model_name: str | None = key(None, text, "the model's name in the API; default: the directory's name")
+    dtype: DTypeName = key("auto", choice("auto", "float32", "bfloat16"), "computing type; auto: float32 on cpu, bfloat16 on cuda")
+    device: Literal["cpu", "cuda"] = key("cpu", choice("cpu", "cuda"), "cpu or cuda")
+    threads: int | None = key(None, integer(1, 1024), "compute threads; default: the number of cores the node may use")
+    cores: tuple[int, ...] = key((), cores, "CPU cores the node is pinned to, such as 0,2 or 4-7; default: not pinned")
+    max_len: int | None = key(None, integer(1, 2**24), "longest prompt plus output in tokens; default: what the model and the KV pool allow")
+    deterministic: bool = key(False, boolean, "the same logits whatever else is in the batch")
+    warmup: bool = key(True, boolean, "run a short prompt before reporting ready")
+    lease_s: float = key(5.0, duration(0.1), "a router or peer not heard of for this long is gone")
+    heartbeat_s: float = key(1.0, duration(0.01), "how often the node renews its leases")
+    report_s: float = key(0.05, duration(0.001), "least time between two load reports")
+    drain_s: float = key(30.0, duration(), "on SIGTERM: longest time for running work to finish")
+    kv: KVConfig = field(default_factory=KVConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    ready_fd: int | None = key(None, integer(0), "file descriptor that gets one JSON line when ready", flag_only=True)
+
+    def __post_init__(self) -> None:
+        _check_heartbeat(self.heartbeat_s, self.lease_s)
+
+
+@dataclass(frozen=True, slots=True)
+class StageConfig:
+    """Deadlines of the stages of one attempt."""
+
+    queue_s: float = key(120.0, duration(0.001), "longest wait for a node to schedule the prompt")
+    handshake_s: float = key(5.0, duration(0.001), "longest wait for a node's answer to a message")
+    transfer_s: float = key(30.0, duration(0.001), "longest wait from the first token to the decode node's first frame")
+    liveness_s: float = key(30.0, duration(0.001), "longest silence of a request that should be streaming")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """One router process."""
+
+    name: str | None = key(None, text, "the router's name; default: router and a random suffix")
+    http: str = key("127.0.0.1:8000", address, "HOST:PORT of the OpenAI API")
+    grpc: None = key(None, no_grpc_yet, "HOST:PORT of the gRPC API (not built yet)")
+    bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
+    tokenizer: Path | None = key(None, path, "directory with tokenizer.json and the chat template; default: asked from a node")
+    mode: Mode = key("auto", choice("auto", "disaggregated", "local"), "auto chooses per request; the others force it")
+    max_requests: int = key(1024, integer(1, 2**20), "most requests accepted at a time")
+    max_body_bytes: int = key(8 * 2**20, size(1024), "largest request body")
+    deadline_s: float = key(600.0, duration(0.001), "longest time of one request")
+    retry_budget: int = key(3, integer(0, 100), "attempts after the first one")
+    lease_s: float = key(5.0, duration(0.1), "a node not heard of for this long is gone")
+    heartbeat_s: float = key(1.0, duration(0.01), "how often the router renews its leases")
+    drain_s: float = key(30.0, duration(), "on SIGTERM: longest time for open requests to finish")
+    stages: StageConfig = field(default_factory=StageConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    ready_fd: int | None = key(None, integer(0), "file descriptor that gets one JSON line when ready", flag_only=True)
+
+    def __post_init__(self) -> None:
+        _check_heartbeat(self.heartbeat_s, self.lease_s)
+
+
+@dataclass(frozen=True, slots=True)
+class BootstrapConfig:
+    """The service that knows who is alive."""
+
+    listen: str = key("127.0.0.1:8998", address, "HOST:PORT to listen on; port 0 takes a free one")
+    lease_s: float = key(5.0, duration(0.1), "a node that has not renewed its registration for this long is gone")
+    max_nodes: int = key(4096, integer(1, 2**20), "most registered nodes")
+    log: LogConfig = field(default_factory=LogConfig)
+    ready_fd: int | None = key(None, integer(0), "file descriptor that gets one JSON line when ready", flag_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class UpConfig:
+    """A whole cluster on this machine. What only a child knows is set in the sections node, router and bootstrap."""
+
+    model: Path | None = key(None, path, "Hugging Face model directory; default: the bundled model")
+    prefill: int = key(1, integer(0, 64), "prefill nodes")
+    decode: int = key(1, integer(0, 64), "decode nodes")
+    mixed: int = key(0, integer(0, 64), "nodes that do both")
+    tp: int = key(1, integer(1, 64), "ranks of one node (only 1 is built yet)")
+    transfer: BackendName = key("auto", backend, "auto, shm, tcp or mooncake")
+    http: str = key("127.0.0.1:8000", address, "HOST:PORT of the OpenAI API")
+    grpc: None = key(None, no_grpc_yet, "HOST:PORT of the gRPC API (not built yet)")
+    device: Literal["cpu", "cuda"] = key("cpu", choice("cpu", "cuda"), "cpu or cuda")
+    pin: bool = key(True, boolean, "pin each node to a share of the cores when there are enough")
+    ready_s: float = key(120.0, duration(0.1), "longest time for a process to become ready")
+    drain_s: float = key(10.0, duration(), "on Ctrl-C or SIGTERM: longest time for open requests to finish")
+    restarts: int = key(5, integer(0, 1000), "times one process may crash within a minute before up gives up")
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if self.tp > 1:
+            raise ConfigError(f"up.tp is {self.tp}, but tensor parallel is not built yet; use 1 and more nodes instead")
+        if self.prefill + self.decode + self.mixed == 0:
+            raise ConfigError("up.prefill, up.decode and up.mixed are all 0; ask for at least one node")
+        if not self.mixed and 0 in (self.prefill, self.decode):
+            have, lack = ("decode", "prefill") if not self.prefill else ("prefill", "decode")
+            raise ConfigError(f"up.{lack} is 0 and there are only {have} nodes; add --{lack} 1 or use --mixed N")
+
+
+Section = NodeConfig | RouterConfig | BootstrapConfig | UpConfig
+SECTIONS: Mapping[str, type[Section]] = {"node": NodeConfig, "router": RouterConfig, "bootstrap": BootstrapConfig, "up": UpConfig}
+S = TypeVar("S", NodeConfig, RouterConfig, BootstrapConfig, UpConfig)
+
+
+def _check_heartbeat(heartbeat_s: float, lease_s: float) -> None:
+    """Two heartbeats may get lost before a lease ends."""
+    if heartbeat_s * 2 >= lease_s:
+        raise ConfigError(f"heartbeat_s {heartbeat_s:g} must be less than half of lease_s {lease_s:g}; shorten it or lengthen the lease")
+
+
+# ---------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[S]):
+    """A section's values, and for each key's path what its value is and which source set it."""
+
+    config: S
+    values: Mapping[str, object]
+    origins: Mapping[str, str]
+
+
+def load(cls: type[S], flags: Mapping[str, object] | None = None, file: Path | None = None, environ: Mapping[str, str] | None = None) -> Loaded[S]:
+    """Read one section from all sources. flags: key paths (with the section) to raw values; environ defaults to the process's."""
+    environ = os.environ if environ is None else environ
+    file = Path(environ[FILE_VARIABLE]) if file is None and environ.get(FILE_VARIABLE) else file
+    known = {found.path: found for section in SECTIONS.values() for found in keys(section)}
+    sources = {
+        "flag": _from_flags(flags or {}, known),
+        "environment": _from_environment(environ, known),
+        f"file {file}": _from_file(file, known) if file else {},
+    }
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    for found in keys(cls):
+        origins[found.path] = next((name for name, given in sources.items() if found.path in given), "default")
+        given = sources.get(origins[found.path], {})
+        values[found.path] = _parse(found, given[found.path], origins[found.path]) if found.path in given else found.default
+    return Loaded(_build(cls, section_of(cls), values), values, origins)
+
+
+def section_of(cls: type[Section]) -> str:
+    return next(name for name, section in SECTIONS.items() if section is cls)
+
+
+def keys(cls: type[Section]) -> list[Key]:
+    """Every key of a section, in the order of the fields."""
+    section = section_of(cls)
+    return list(_walk(cls, section, section))
+
+
+def _walk(cls: type, prefix: str, section: str) -> Iterator[Key]:
+    for part in fields(cls):
+        where = f"{prefix}.{part.name}"
+        if is_dataclass(part.default_factory):
+            yield from _walk(cast(type, part.default_factory), where, section)
+            continue
+        meta = part.metadata
+        flag = "--" + (meta["flag"] or where.removeprefix(section + ".").replace(".", "-").replace("_", "-"))
+        yield Key(where, flag, meta["help"], meta["kind"], part.default, meta["secret"], meta["flag_only"])
+
+
+def _build(cls: type[Any], prefix: str, values: Mapping[str, object]) -> Any:
+    arguments: dict[str, object] = {}
+    for part in fields(cls):
+        where = f"{prefix}.{part.name}"
+        nested = part.default_factory
+        arguments[part.name] = _build(cast(type, nested), where, values) if is_dataclass(nested) else values[where]
+    return cls(**arguments)
+
+
+def _parse(found: Key, raw: object, origin: str) -> object:
+    name = {"flag": found.flag, "environment": found.variable}.get(origin, f"{found.path} in {origin.removeprefix('file ')}")
+    shown = MASK if found.secret else repr(raw)
+    try:
+        return found.kind(raw)
+    except ValueError as error:
+        raise ConfigError(f"{name} is {shown}, but {error}") from error
+
+
+def _from_flags(flags: Mapping[str, object], known: Mapping[str, Key]) -> dict[str, object]:
+    for name in flags:
+        if name not in known:
+            raise ConfigError(f"there is no key {name}{_nearest(name, list(known))}")
+    return dict(flags)
+
+
+def _from_environment(environ: Mapping[str, str], known: Mapping[str, Key]) -> dict[str, object]:
+    variables = {found.variable: found for found in known.values() if not found.flag_only}
+    given: dict[str, object] = {}
+    for name, raw in environ.items():
+        if not name.startswith(ENV_PREFIX) or name == FILE_VARIABLE:
+            continue
+        if name not in variables:
+            raise ConfigError(f"the environment sets {name}, which is no key{_nearest(name, list(variables))} unset it or correct its name")
+        given[variables[name].path] = raw
+    return given
+
+
+def _from_file(file: Path, known: Mapping[str, Key]) -> dict[str, object]:
+    try:
+        tables = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"config file {file} cannot be read: {error.strerror}; check the path") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {file} is not valid TOML: {error}") from error
+    settable = [name for name, found in known.items() if not found.flag_only]
+    given = dict(_flatten(tables, ""))
+    for name in given:
+        if name not in settable:
+            raise ConfigError(f"config file {file} sets {name}, which is no key{_nearest(name, settable)} remove it or correct its name")
+    return given
+
+
+def _flatten(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def split_address(where: str) -> tuple[str, int]:
+    """HOST:PORT → (host, port), without the brackets of an IPv6 host."""
+    host, _, port = address(where).rpartition(":")
+    return host.strip("[]"), int(port)
