@@ -225,7 +225,8 @@ class Reserved(Message, frozen=True, array_like=True):
 
 
 class Refused(Message, frozen=True, array_like=True):
-    """Not accepted, nothing is held. `leg` says which message is answered. retryable False: no node of this size can ever take it."""
+    """Not accepted, nothing is held for it. `leg` says which message is answered, attempt is that message's (for deliver, the ticket's; sent also when
+    the ticket broke later: the KV stays parked). retryable False: no node of this size can ever take it."""
 
     request: str
     attempt: int
@@ -316,21 +317,24 @@ class Leg(Value, frozen=True, array_like=True):
 
 
 class Commit(Message, frozen=True, array_like=True):
-    """The writer's last word on a ticket, sent only when every write under it is done or definitively failed and resent."""
+    """The writer's last word on a ticket, sent only when every write under it is done or definitively failed and resent.
+    round: 0, then one more after each CommitAck.resend, so that a late duplicate of an older round decides nothing."""
 
     nonce: int
     legs: tuple[Leg, ...]
     first_token: int
     first_logprobs: TokenLogprobs | None = None
+    round: int = 0
 
 
 class CommitAck(Message, frozen=True, array_like=True):
     """resend: chunk indexes that did not verify and may be written again under the same ticket; empty means accepted.
-    refused: the ticket is dead at the reader (a new attempt is needed)."""
+    refused: the ticket is dead at the reader (a new attempt is needed). round: that of the Commit it answers."""
 
     nonce: int
     resend: tuple[int, ...] = ()
     refused: str = ""
+    round: int = 0
 
 
 class Abort(Message, frozen=True, array_like=True):

@@ -8,13 +8,16 @@ Requirements every backend meets (tests/contract/test_backends.py runs them over
  1. A write lands only in ranges that the reader `permit`ted for its nonce, or the reader's own copy step discards it. Media where the writer
     reaches memory directly (shm, RDMA) cannot check at the receiver: for these `close` must say CANNOT_FENCE until proof exists.
  2. `arrivals` names a stamp only after all its payload is readable in the destination region.
- 3. UNKNOWN means that the write may still read the source and may still land; FAILED means that neither can happen any more.
- 4. `close` answers FENCED only with the medium's own proof that no byte of that peer can land from now on.
+ 3. FAILED means that the write neither reads the source nor can land any more. LOST means that it no longer reads the source but may have
+    landed, or may still land. UNKNOWN means that it may still read the source and may still land; it is no final answer: the handle
+    stays and turns DONE, FAILED or LOST when there is proof, which `close` may bring about.
+ 4. `close` and `revoke` answer FENCED only with the medium's own proof: that no byte of that peer, or of that nonce, can land from now on.
  5. Sizes and ranges that come from a peer are checked before anything is allocated or written; a bad one is dropped and counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NewType, Protocol
@@ -26,6 +29,7 @@ class WriteStatus(Enum):
     PENDING = auto()
     DONE = auto()
     FAILED = auto()
+    LOST = auto()
     UNKNOWN = auto()
 
 
@@ -84,7 +88,9 @@ class Permit:
 class Backend(Protocol):
     name: str
     wakeup_fd: int
-    """Readable (an eventfd) when poll or arrivals has news; the reader of the news clears it through `arrivals`."""
+    """Readable (an eventfd) when poll or arrivals has news. `arrivals` clears it, so whoever uses both calls `arrivals` first, then `poll`."""
+    counters: Mapping[str, int]
+    """What was dropped or refused, by reason."""
 
     def register(self, region: Region) -> None:
         """Make a region of this process usable as source and target."""
@@ -93,25 +99,28 @@ class Backend(Protocol):
         """What a writer's `connect` needs to reach this process. No raw addresses of memory that a peer could use unchecked."""
 
     def connect(self, peer: Peer, advert: bytes) -> None:
-        """Prepare writing to `peer`, within a deadline of its own; raises PeerUnreachable."""
+        """Prepare writing to `peer`. Idempotent. Connecting goes on in the background, and writes queued behind it fail (FAILED) when it fails;
+        raises PeerUnreachable at once for an advert that cannot work, or when the last try failed a moment ago."""
 
     def permit(self, permit: Permit) -> None:
         """Reader: allow the writes of a ticket."""
 
-    def revoke(self, nonce: int) -> None:
-        """Reader: forget a permit. On media that check at the receiver, later writes under it are dropped."""
+    def revoke(self, nonce: int) -> Fence:
+        """Reader: forget a permit. On media that check at the receiver, later writes under it are dropped, and the answer is FENCED: no byte
+        under this nonce lands after the call (it waits for a receiving thread to pass its check, microseconds). May be called again."""
 
     def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...]) -> Handle:
         """Start copying `runs`; raises PeerUnreachable when the peer is not connected."""
 
     def poll(self, handle: Handle) -> WriteStatus:
-        """State of a write; a final answer is given once, then the handle is forgotten."""
+        """State of a write; a final answer (DONE, FAILED, LOST) is given once, then the handle is forgotten."""
 
     def arrivals(self) -> list[Stamp]:
         """Reader: stamps that landed since the last call."""
 
     def close(self, peer: Peer) -> Fence:
-        """Stop talking to a peer, as its reader and as its writer. May be called again later to ask for the proof again."""
+        """Stop talking to a peer, as its reader and as its writer: its connections end, our unfinished writes to it end as FAILED, LOST or UNKNOWN.
+        May be called again later to ask for the proof again."""
 
     def shutdown(self) -> None:
         """Release threads, sockets and mappings. Idempotent."""
