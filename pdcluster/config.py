@@ -11,6 +11,7 @@ error that names the nearest one. Nothing is read at import time, and nothing he
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import re
 import tomllib
@@ -35,6 +36,7 @@ LogFormat = Literal["auto", "text", "json"]
 ENV_PREFIX = "PDCLUSTER_"
 FILE_VARIABLE = "PDCLUSTER_CONFIG"
 MASK = "********"
+MIN_SECRET_BYTES = 16
 
 
 # ---------------------------------------------------------------- kinds of values
@@ -210,17 +212,22 @@ class SecurityConfig:
         if self.cluster_key is not None and self.cluster_key_file is not None:
             raise ConfigError("cluster_key and cluster_key_file are both set; keep one of them")
 
-    def secret(self) -> bytes | None:
-        """The secret's bytes; reads the file."""
+    def key_bytes(self) -> bytes | None:
+        """The 32 bytes that the links' keys are made from; reads the file."""
+        found = self.cluster_key.encode() if self.cluster_key is not None else self._read_file()
+        if found is None:
+            return None
+        if len(found) < MIN_SECRET_BYTES:
+            raise ConfigError(f"the cluster key has {len(found)} bytes, it must have at least {MIN_SECRET_BYTES}; openssl rand -hex 32 makes one")
+        return hashlib.blake2b(found, digest_size=32).digest()
+
+    def _read_file(self) -> bytes | None:
         if self.cluster_key_file is None:
-            return None if self.cluster_key is None else self.cluster_key.encode()
+            return None
         try:
-            found = self.cluster_key_file.read_bytes().strip()
+            return self.cluster_key_file.read_bytes().strip()
         except OSError as error:
             raise ConfigError(f"cluster_key_file {self.cluster_key_file} cannot be read: {error.strerror}; check the path and its mode") from error
-        if not found:
-            raise ConfigError(f"cluster_key_file {self.cluster_key_file} is empty; write a secret into it")
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +378,7 @@ class UpConfig:
 
 Section = NodeConfig | RouterConfig | BootstrapConfig | UpConfig
 SECTIONS: Mapping[str, type[Section]] = {"node": NodeConfig, "router": RouterConfig, "bootstrap": BootstrapConfig, "up": UpConfig}
-S = TypeVar("S", NodeConfig, RouterConfig, BootstrapConfig, UpConfig)
+S = TypeVar("S", bound=Section)
 
 
 def _check_heartbeat(heartbeat_s: float, lease_s: float) -> None:
@@ -385,11 +392,13 @@ def _check_heartbeat(heartbeat_s: float, lease_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[S]):
-    """A section's values, and for each key's path what its value is and which source set it."""
+    """A section's values, and for each key's path what its value is and which source set it. flags and file: what they were read from."""
 
     config: S
     values: Mapping[str, object]
     origins: Mapping[str, str]
+    flags: Mapping[str, object]
+    file: Path | None
 
 
 def load(cls: type[S], flags: Mapping[str, object] | None = None, file: Path | None = None, environ: Mapping[str, str] | None = None) -> Loaded[S]:
@@ -408,7 +417,7 @@ def load(cls: type[S], flags: Mapping[str, object] | None = None, file: Path | N
         origins[found.path] = next((name for name, given in sources.items() if found.path in given), "default")
         given = sources.get(origins[found.path], {})
         values[found.path] = _parse(found, given[found.path], origins[found.path]) if found.path in given else found.default
-    return Loaded(_build(cls, section_of(cls), values), values, origins)
+    return Loaded(_build(cls, section_of(cls), values), values, origins, flags or {}, file)
 
 
 def section_of(cls: type[Section]) -> str:

@@ -1,0 +1,107 @@
+"""The command `pdcluster`: up, demo, node, bootstrap, config. A subcommand's module is imported when it runs, so that --help is instant.
+
+Only glue: settings are in `config`, flags in `flags`, and each command's work in the module that it imports.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdcluster import flags, log
+from pdcluster.config import SECTIONS, BootstrapConfig, Key, Loaded, NodeConfig, Section, UpConfig, keys, load
+
+app = typer.Typer(
+    help="LLM serving with prefill and decode on separate nodes.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+
+def _up(loaded: Loaded[UpConfig]) -> int:
+    from pdcluster.launch import up
+
+    log.configure(loaded.config.log)
+    return up.run(loaded)
+
+
+def _demo(loaded: Loaded[UpConfig]) -> int:
+    from pdcluster.launch import demo
+
+    log.configure(loaded.config.log)
+    return demo.run(loaded)
+
+
+def _node(loaded: Loaded[NodeConfig]) -> int:
+    config = loaded.config
+    if config.cores:
+        _pin(config.cores)  # before numpy and torch size their thread pools
+    log.configure(config.log, process=config.name or config.role)
+    from pdcluster.node import server
+
+    return server.run(config)
+
+
+def _bootstrap(loaded: Loaded[BootstrapConfig]) -> int:
+    log.configure(loaded.config.log, process="bootstrap")
+    from pdcluster.bootstrap import server
+
+    return server.run(loaded.config)
+
+
+def _pin(cores: tuple[int, ...]) -> None:
+    from pdcluster.errors import ConfigError
+
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        raise ConfigError(f"node.cores {','.join(map(str, cores))} cannot be used: {error.strerror}; this process may use {allowed}") from error
+
+
+flags.command(app, UpConfig, "up", "Run a whole cluster on this machine until Ctrl-C.", _up)
+flags.command(app, UpConfig, "demo", "Start a cluster, send it real requests, print their streams and timelines, stop.", _demo)
+flags.command(app, NodeConfig, "node", "Run one node.", _node)
+flags.command(app, BootstrapConfig, "bootstrap", "Run the bootstrap service.", _bootstrap)
+
+
+@config_app.command("check")
+def check(
+    file: Annotated[Path | None, typer.Option("--config", metavar="FILE", help=flags.FILE_HELP)] = None,
+    pairs: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=flags.SET_HELP)] = None,
+    section: Annotated[str | None, typer.Option("--section", metavar="NAME", help="only node, router, bootstrap or up")] = None,
+) -> None:
+    """Print the effective value of every key and where it comes from; exit 2 when one is wrong."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from pdcluster.errors import ConfigError
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("key", "value", "from", "variable"):
+        table.add_column(title, overflow="fold", no_wrap=title == "key")
+    with flags.reported():
+        if section is not None and section not in SECTIONS:
+            raise ConfigError(f"--section is {section!r}, but must be one of {', '.join(SECTIONS)}")
+        given = flags.assignments(pairs or [])
+        for name, cls in SECTIONS.items():
+            loaded = load(cls, given, file)  # also of the sections that are not shown, so that their errors are
+            for key in _shown(cls) if section in (None, name) else []:
+                table.add_row(key.path, key.show(loaded.values[key.path]), loaded.origins[key.path], key.variable)
+    Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
+
+
+def _shown(cls: type[Section]) -> list[Key]:
+    return [key for key in keys(cls) if not key.flag_only]
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

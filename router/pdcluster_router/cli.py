@@ -1,0 +1,28 @@
+"""The command `pdcluster-router`: reads the router section and serves until it is told to stop. Only glue; the work is in `server`."""
+
+from __future__ import annotations
+
+import typer
+
+from pdcluster import flags, log
+from pdcluster.config import Loaded, RouterConfig
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def _run(loaded: Loaded[RouterConfig]) -> int:
+    log.configure(loaded.config.log, process=loaded.config.name or "router")
+    from pdcluster_router import server
+
+    return server.run(loaded.config)
+
+
+flags.command(app, RouterConfig, "pdcluster-router", "Run one router: the OpenAI API in front of the nodes.", _run)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()
