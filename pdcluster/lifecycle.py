@@ -1,11 +1,12 @@
 """Who may go from which state to which: every state machine of the system, as a table. Everything about states lives here, and nothing else.
 
 An event that the table does not hold raises IllegalTransition and changes nothing; terminal states have no events. The tables say what is
-allowed, their users say when: `dispatch` owns Attempt, `transfer.session` owns Writing and Reading.
+allowed, their users say when: `dispatch` owns Attempt, `transfer.session` owns Writing and Reading, `scheduler` owns Residence.
 
     Attempt   one dispatch of a request, seen by the router
     Writing   one ticket, seen by the prefill node that writes under it
     Reading   one ticket, seen by the decode node that issued it
+    Residence one attempt's sequence, seen by the scheduler of the node that it is on
 """
 
 from __future__ import annotations
@@ -49,6 +50,19 @@ class Reading(Enum):
     """Terminal: AbortAck or a fence proved that the writer can write no more."""
 
 
+class Residence(Enum):
+    WAITING = auto()
+    """In the queue: holds no pages."""
+    RUNNING = auto()
+    """A row of the running batch: computes its prompt, or decodes."""
+    RESERVED = auto()
+    """A slot: holds pages and a row for KV that a remote prefill node writes."""
+    PARKED = auto()
+    """A remote prefill with its first token: no row, its pages are kept until they are delivered."""
+    FINISHED = auto()
+    """Terminal: ended well or not; holds nothing once no step computes it."""
+
+
 class IllegalTransition(Exception):
     """An event that is not allowed in this state: a bug of ours, or a peer out of step."""
 
@@ -79,6 +93,18 @@ READING: Table[Reading] = {
     (Reading.OPEN, "verify"): Reading.VERIFIED,
     (Reading.OPEN, "abort"): Reading.ABORTING,
     (Reading.ABORTING, "reclaim"): Reading.RECLAIMED,
+}
+
+RESIDENCE: Table[Residence] = {
+    (Residence.WAITING, "admit"): Residence.RUNNING,
+    (Residence.WAITING, "reserve"): Residence.RESERVED,
+    (Residence.WAITING, "end"): Residence.FINISHED,
+    (Residence.RESERVED, "commit"): Residence.RUNNING,
+    (Residence.RESERVED, "end"): Residence.FINISHED,
+    (Residence.RUNNING, "preempt"): Residence.WAITING,
+    (Residence.RUNNING, "park"): Residence.PARKED,
+    (Residence.RUNNING, "end"): Residence.FINISHED,
+    (Residence.PARKED, "end"): Residence.FINISHED,
 }
 
 
