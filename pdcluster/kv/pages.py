@@ -36,7 +36,7 @@ class PagePool:
         if num_pages < 1:
             raise ConfigError(f"the KV pool has {num_pages} pages, it needs at least 1; give it more memory or use smaller pages")
         if page_tokens < 1 or block_tokens < 1 or page_tokens % block_tokens:
-            raise ConfigError(f"page size {page_tokens} is no multiple of the hash block of {block_tokens} tokens; use {block_tokens}, {2 * block_tokens}, …")
+            raise ConfigError(f"page size {page_tokens} is no multiple of the hash block of {block_tokens} tokens; use such a multiple")
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.block_tokens = block_tokens
