@@ -1,0 +1,44 @@
+# Every target sets up what it needs first (scripts/setup.sh); the second run starts at once.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo up test test-full lint bench soak proto clean
+
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+SOAK_ROUNDS ?= 20
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '## ' Makefile
+
+setup: ## make .venv with the pinned dependencies
+	@PYTHON="$(PYTHON)" bash scripts/setup.sh
+
+demo: setup ## start a cluster with the bundled model, send it requests, show their timelines, stop
+	@$(BIN)/pdcluster demo $(ARGS)
+
+up: setup ## run a cluster with the bundled model until Ctrl-C; ARGS="--prefill 2 --http 127.0.0.1:8080" for more
+	@exec $(BIN)/pdcluster up $(ARGS)
+
+lint: setup ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint ## lint, then all fast tests and a sample of each big matrix
+	$(PYTEST) -m "not full" $(ARGS)
+
+test-full: lint ## lint, then every test
+	$(PYTEST) $(ARGS)
+
+bench: setup ## quick figures of engine and transfer, beside their ceilings
+	$(BIN)/python -m bench.engine --quick
+	$(BIN)/python -m bench.transfer --quick
+
+soak: setup ## SOAK_ROUNDS=20 times the tests of whole clusters and of faults, stopping at the first failure
+	@for round in $$(seq $(SOAK_ROUNDS)); do echo "soak: round $$round of $(SOAK_ROUNDS)"; $(PYTEST) -x tests/cluster tests/faults || exit; done
+
+proto: setup ## generate pdcluster/rpc from proto/
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. proto/pdcluster/rpc/*.proto
+
+clean: ## remove caches and build output; .venv stays
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build *.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
