@@ -67,7 +67,8 @@ class Work(Value, frozen=True, array_like=True):
     """One attempt of one request, as every leg needs to know it.
 
     token_ids: packed int32 of the prompt and of all tokens emitted by earlier attempts; num_prompt of them are the prompt.
-    hashes: the chained block hashes of token_ids, HASH_BYTES each, full hash blocks only.
+    hashes: the chained block hashes of token_ids, HASH_BYTES each, full hash blocks only. hash_root: the key of the chain's first block
+    (kv.hashing.chain_root), so that a node can name what it decodes after a prompt shorter than a block; empty: such output is not cached.
     """
 
     request: str
@@ -77,6 +78,7 @@ class Work(Value, frozen=True, array_like=True):
     hashes: bytes
     sampling: Sampling
     deadline_s: float
+    hash_root: bytes = b""
 
 
 class Endpoint(Value, frozen=True, array_like=True):
@@ -273,7 +275,8 @@ class Failed(Message, frozen=True, array_like=True):
 
 
 class Load(Message, frozen=True, array_like=True):
-    """What a node has to do, sent when it changed, at most every report interval. Pages count the KV pool."""
+    """What a node has to do, sent when it changed, at most every report interval. Pages count the KV pool: free, cached (evictable), quarantined (a writer
+    may still write), the rest in use; pinned ones are read by a write and counted beside. slots: rows the running batch may have, slots_used those taken."""
 
     waiting: int
     running: int
@@ -283,7 +286,9 @@ class Load(Message, frozen=True, array_like=True):
     pages_free: int
     pages_cached: int
     pages_quarantined: int
+    pages_pinned: int
     slots: int
+    slots_used: int
     draining: bool = False
     steps: int = 0
 

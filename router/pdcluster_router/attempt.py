@@ -1,0 +1,444 @@
+"""One attempt of one request: a prefill leg and a decode leg (or one local leg), and what each answer of a node leads to.
+
+The state machine behind `dispatch`, without waiting: `handle` takes one event and returns what the client may see now. It sends, but never blocks.
+Not here: when to give up altogether, and what the next attempt looks like (`dispatch`).
+
+What may happen, and what follows (P is the prefill leg, D the decode leg):
+  1. P refuses, fails or is lost before D has spoken → RetryAttempt; D's slot is cancelled at once.
+  2. D refuses → another D, or the same again after its retry_after; P computes on.
+  3. D fails or is lost while P still holds the KV → another D under a new attempt number; P sends again without computing.
+  4. D fails or is lost later → RetryAttempt, which replays prompt + emitted tokens.
+  5. P's first token is held back until D has reserved (or it ends the request), so that what was streamed can go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from pdcluster import errors
+from pdcluster.lifecycle import ATTEMPT, advance, is_terminal
+from pdcluster.lifecycle import Attempt as State
+from pdcluster.messages import (
+    Cancel,
+    Deliver,
+    Delivered,
+    Endpoint,
+    Failed,
+    Finished,
+    Message,
+    Prefill,
+    Refused,
+    Release,
+    Reserve,
+    Reserved,
+    Sampling,
+    Scheduled,
+    Timings,
+    TokenRow,
+    Work,
+    pack_tokens,
+)
+from pdcluster_router.generation import Chunk, Route
+from pdcluster_router.legs import FromNode, Ledger, Leg, Lost
+from pdcluster_router.policy import Choice, Query, pick_decode
+from pdcluster_router.view import ClusterView, NodeView
+
+Body = TypeVar("Body", bound=object)
+
+
+class RetryAttempt(Exception):
+    """This attempt is over without an answer; `incarnation` is the node to avoid, None when none is to blame."""
+
+    def __init__(self, cause: errors.PdclusterError, incarnation: str | None) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.incarnation = incarnation
+
+
+class Cluster(Protocol):
+    """What an attempt needs of the cluster."""
+
+    ledger: Ledger
+
+    def view(self) -> ClusterView: ...
+
+    def send(self, to: Endpoint, message: Message) -> None:
+        """Queue a frame; raises NodeLost when the link is down."""
+        ...
+
+
+@dataclass(slots=True)
+class Job:
+    """One request over all its attempts: what was asked and what was emitted so far."""
+
+    request: str
+    prompt: list[int]
+    sampling: Sampling
+    deadline: float
+    hashes_of: Callable[[list[int]], bytes]
+    emitted: list[int] = field(default_factory=list)
+    attempts: int = 0
+    excluded: set[str] = field(default_factory=set)
+    has_prompt_logprobs: bool = False
+
+    def next_attempt(self) -> int:
+        number = self.attempts
+        self.attempts += 1
+        return number
+
+    def work(self, attempt: int, now: float) -> Work:
+        tokens = self.prompt + self.emitted
+        return Work(
+            request=self.request,
+            attempt=attempt,
+            token_ids=pack_tokens(tokens),
+            num_prompt=len(self.prompt),
+            hashes=self.hashes_of(tokens),
+            sampling=self.sampling,
+            deadline_s=max(self.deadline - now, 0.001),
+        )
+
+    def query(self, avoid: Set[str] = frozenset()) -> Query:
+        tokens = self.prompt + self.emitted
+        return Query(len(tokens), self.hashes_of(tokens), frozenset(self.excluded | avoid))
+
+
+@dataclass(frozen=True, slots=True)
+class StageDeadlines:
+    """Seconds a stage may take. handshake: Reserve → answer; transfer: first token → the decode node's first frame; hold: between two tries to reserve
+    when no decode node says when to come back."""
+
+    handshake_s: float = 5.0
+    transfer_s: float = 30.0
+    hold_s: float = 0.05
+
+
+class Attempt:
+    def __init__(self, job: Job, choice: Choice, cluster: Cluster, stages: StageDeadlines, clock: Callable[[], float]) -> None:
+        self._job = job
+        self._cluster = cluster
+        self._stages = stages
+        self._clock = clock
+        self._mode = choice.mode
+        self._state = State.PREFILLING
+        self._prefill_node = choice.prefill
+        self._decode_node: NodeView | None = choice.decode
+        self._prefill: Leg | None = None
+        self._decode: Leg | None = None
+        self._ticket_backend = ""
+        self._avoid: set[str] = set()
+        self._held: TokenRow | None = None
+        self._early: list[TokenRow] = []
+        self._is_reserved = False
+        self._is_delivered = False
+        self._decode_spoke = False
+        self._refused_deliveries = 0
+        self._reserve_at: float | None = None
+        self._answer_by: float | None = None
+        self._commit_by: float | None = None
+        self.prefill_timings = Timings()
+        self.finished: Finished | None = None
+        self._finished_by: Leg | None = None
+        self.first_token_at: float | None = None
+        self.second_token_at: float | None = None
+
+    # ------------------------------------------------------------ start and end
+
+    def start(self) -> None:
+        """Send the first frames. Raises RetryAttempt when a node is already gone."""
+        if self._mode == "local":
+            assert self._decode_node is not None
+            self._decode = self._enter(self._decode_node.endpoint, self._job.next_attempt())
+            self._is_reserved = self._decode_spoke = True
+            self._send(self._decode, lambda work: Prefill(work, remote=False))
+            return
+        assert self._prefill_node is not None
+        self._prefill = self._enter(self._prefill_node.endpoint, self._job.next_attempt())
+        self._send(self._prefill, lambda work: Prefill(work, remote=True))
+        if self._decode_node is not None and has_slack(self._decode_node):
+            self._reserve(self._decode_node)
+
+    def stop(self, reason: str) -> None:
+        """Cancel what still runs. Idempotent; called however the attempt ended."""
+        if not is_terminal(ATTEMPT, self._state):
+            self._state = advance(ATTEMPT, self._state, "cancel")
+        if self._decode is not None and self._finished_by is not self._decode:
+            self._cancel(self._decode, reason)
+        if self._prefill is not None and not self._is_delivered and self._finished_by is not self._prefill:
+            self._cancel(self._prefill, reason)
+        for leg in (self._prefill, self._decode):
+            if leg is not None:
+                self._cluster.ledger.leave(leg)
+
+    def route(self) -> Route:
+        backend = self.prefill_timings.backend or self._ticket_backend
+        if self._mode == "local":
+            return Route("local", None, self._decode_node.name if self._decode_node else None, "")
+        return Route("remote", self._prefill_node.name if self._prefill_node else None, self._decode_node.name if self._decode_node else None, backend)
+
+    @property
+    def awaits_report(self) -> bool:
+        """Whether the prefill node still has to say what it did; only the timeline waits for it."""
+        return self._prefill is not None and not self._is_delivered and self._finished_by is not self._prefill
+
+    @property
+    def is_done(self) -> bool:
+        """Every token was emitted and the last word is here."""
+        return self.finished is not None and len(self._job.emitted) >= self.finished.num_output
+
+    # ------------------------------------------------------------ clocks
+
+    def next_deadline(self) -> float:
+        """The moment at which `expire` has something to do."""
+        return min(moment for moment in (self._job.deadline, self._reserve_at, self._answer_by, self._commit_by) if moment is not None)
+
+    def expire(self) -> None:
+        """Act on the clocks that ran out; raises RetryAttempt or DeadlineExceeded."""
+        now = self._clock()
+        if now >= self._job.deadline:
+            raise errors.DeadlineExceeded(f"request {self._job.request} was not done by its deadline, after {len(self._job.emitted)} tokens", "request")
+        if self._reserve_at is not None and now >= self._reserve_at:
+            self._reserve_at = None
+            self._reserve_anywhere()
+        if self._answer_by is not None and now >= self._answer_by:
+            self._decode_leg_failed(errors.DeadlineExceeded("the decode node did not answer Reserve", "handshake"))
+        if self._commit_by is not None and now >= self._commit_by:
+            self._decode_leg_failed(errors.DeadlineExceeded("the decode node got no commit", "transfer"))
+
+    # ------------------------------------------------------------ events
+
+    def handle(self, event: FromNode) -> list[Chunk]:
+        """What the client may see because of `event`. Answers of legs that are over are ignored."""
+        body = event.body
+        leg = self._leg_of(event.incarnation, body)
+        if leg is None:
+            return []
+        if isinstance(body, TokenRow):
+            return self._on_tokens(leg, body)
+        if isinstance(body, Finished):
+            self.finished, self._finished_by = body, leg
+            if leg is self._prefill:
+                self.prefill_timings = body.timings
+            return self._emit_held()
+        if isinstance(body, Reserved):
+            return self._on_reserved(leg, body)
+        if isinstance(body, Scheduled):
+            if self._decode is None and self._reserve_at is None:
+                self._reserve_anywhere()
+        elif isinstance(body, Delivered):
+            self.prefill_timings = body.timings
+            self._is_delivered = True
+            self._commit_by = None
+        elif isinstance(body, Refused):
+            self._on_refused(leg, body)
+        elif isinstance(body, Failed):
+            self._on_leg_lost(leg, error_of(body))
+        elif isinstance(body, Lost):
+            self._on_leg_lost(leg, errors.NodeLost(f"node {leg.endpoint.node}: {body.reason}"))
+        return []
+
+    def _leg_of(self, incarnation: str, body: object) -> Leg | None:
+        if isinstance(body, Refused) and body.leg == "deliver":
+            from_writer = self._prefill is not None and self._prefill.endpoint.incarnation == incarnation
+            return self._decode if from_writer and self._decode is not None and self._decode.attempt == body.attempt else None
+        for leg in (self._prefill, self._decode):
+            if leg is not None and leg.endpoint.incarnation == incarnation and attempt_of(body) in (None, leg.attempt):
+                return leg
+        return None
+
+    def _on_tokens(self, leg: Leg, row: TokenRow) -> list[Chunk]:
+        if self._state is State.PREFILLING:
+            self._state = advance(ATTEMPT, self._state, "token")
+        if leg is self._prefill:
+            if self._decode_spoke:
+                return []
+            self._commit_by = self._clock() + self._stages.transfer_s if self._is_reserved else None
+            if not self._is_reserved:
+                self._held = row
+                return []
+        else:
+            self._decode_spoke = True
+            self._commit_by = None
+        return self._emit(row)
+
+    def _on_reserved(self, leg: Leg, message: Reserved) -> list[Chunk]:
+        self._answer_by = None
+        if leg is not self._decode or self._prefill is None:
+            return []
+        self._is_reserved = True
+        self._ticket_backend = message.ticket.reader.adverts[0][0] if message.ticket.reader.adverts else ""
+        try:
+            self._cluster.send(self._prefill.endpoint, Deliver(message.ticket))
+        except errors.NodeLost as error:
+            self._on_leg_lost(self._prefill, error)
+        if self._held is not None:
+            self._commit_by = self._clock() + self._stages.transfer_s
+        return self._emit_held()
+
+    def _on_refused(self, leg: Leg, message: Refused) -> None:
+        cause = refusal(message)
+        if message.leg == "reserve":
+            self._answer_by = None
+            self._leave_decode()
+            if not message.retryable:
+                raise cause
+            self._avoid.add(leg.endpoint.incarnation)
+            self._reserve_anywhere(message.retry_after_s)
+        elif message.leg == "deliver":
+            self._refused_deliveries += 1
+            self._decode_leg_failed(cause)
+        elif message.retryable:
+            raise RetryAttempt(cause, leg.endpoint.incarnation)
+        else:
+            raise cause
+
+    def _on_leg_lost(self, leg: Leg, cause: errors.PdclusterError) -> None:
+        if leg is self._decode and self._mode == "remote":
+            self._decode_leg_failed(cause)
+            return
+        if leg is self._prefill and (self._decode_spoke or self._is_delivered):
+            self._is_delivered = True
+            return
+        if not cause.retryable:
+            raise cause
+        raise RetryAttempt(cause, leg.endpoint.incarnation)
+
+    def _decode_leg_failed(self, cause: errors.PdclusterError) -> None:
+        """Rules 3 and 4: while the prefill node holds the KV only the decode leg is made anew."""
+        failed = self._decode
+        if failed is None:
+            return
+        self._cancel(failed, cause.code)
+        if self._is_delivered or self._decode_spoke or self._prefill is None or self._refused_deliveries >= 3:
+            raise RetryAttempt(cause, failed.endpoint.incarnation)
+        self._avoid.add(failed.endpoint.incarnation)
+        self._leave_decode()
+        self._reserve_anywhere()
+
+    # ------------------------------------------------------------ reserving
+
+    def _reserve_anywhere(self, retry_after_s: float | None = None) -> None:
+        """Reserve on the best decode node that has not just refused; when all have, ask again later."""
+        assert self._prefill is not None
+        prefill = self._prefill.endpoint.incarnation
+        preferred = self._decode_node
+        node = preferred if preferred is not None and preferred.endpoint.incarnation not in self._avoid else None
+        node = node or pick_decode(self._cluster.view(), self._job.query(self._avoid), prefill)
+        if node is not None:
+            self._reserve(node)
+            return
+        self._avoid.clear()
+        self._decode_node = None
+        if pick_decode(self._cluster.view(), self._job.query(), prefill) is None:
+            raise RetryAttempt(errors.Unavailable("no decode node takes work now"), None)
+        self._reserve_at = self._clock() + (retry_after_s or self._stages.hold_s)
+
+    def _reserve(self, node: NodeView) -> None:
+        assert self._prefill is not None
+        self._decode_node = node
+        self._decode = self._enter(node.endpoint, self._job.next_attempt())
+        self._answer_by = self._clock() + self._stages.handshake_s
+        writer = self._prefill.endpoint
+        try:
+            self._send(self._decode, lambda work: Reserve(work, writer))
+        except RetryAttempt as lost:
+            self._decode_leg_failed(lost.cause)
+
+    def _leave_decode(self) -> None:
+        if self._decode is not None:
+            self._cluster.ledger.leave(self._decode)
+        self._decode = None
+        self._is_reserved = False
+        self._answer_by = self._commit_by = None
+
+    # ------------------------------------------------------------ sending and emitting
+
+    def _enter(self, endpoint: Endpoint, attempt: int) -> Leg:
+        leg = Leg(self._job.request, attempt, endpoint, len(self._job.emitted))
+        self._cluster.ledger.enter(leg)
+        return leg
+
+    def _send(self, leg: Leg, make: Callable[[Work], Message]) -> None:
+        try:
+            self._cluster.send(leg.endpoint, make(self._job.work(leg.attempt, self._clock())))
+        except errors.NodeLost as error:
+            raise RetryAttempt(error, leg.endpoint.incarnation) from error
+
+    def _cancel(self, leg: Leg, reason: str) -> None:
+        try:
+            self._cluster.send(leg.endpoint, Cancel(self._job.request, leg.attempt, reason))
+            if leg is self._prefill:
+                self._cluster.send(leg.endpoint, Release(self._job.request))
+        except errors.NodeLost:
+            return  # a node that is gone holds nothing; if it comes back, its Hello shows that we no longer wait for it
+
+    def _emit_held(self) -> list[Chunk]:
+        row, self._held = self._held, None
+        return self._emit(row) if row is not None else []
+
+    def _emit(self, row: TokenRow) -> list[Chunk]:
+        """The part of `row` (and of rows that came early) that continues the stream; what was emitted before is dropped."""
+        self._early.append(row)
+        chunks: list[Chunk] = []
+        for early in sorted(self._early, key=lambda r: r.position):
+            chunk = self._continue(early)
+            if chunk is not None:
+                chunks.append(chunk)
+        self._early = [r for r in self._early if r.position > len(self._job.emitted)]
+        return chunks
+
+    def _continue(self, row: TokenRow) -> Chunk | None:
+        emitted = len(self._job.emitted)
+        seen = emitted - row.position
+        if seen < 0 or seen >= len(row.tokens):
+            return None
+        tokens = row.tokens[seen:]
+        self._job.emitted.extend(tokens)
+        self._note_times(emitted)
+        for leg in (self._prefill, self._decode):
+            if leg is not None:
+                leg.position = len(self._job.emitted)
+        prompt_logprobs = () if self._job.has_prompt_logprobs else row.prompt_logprobs
+        self._job.has_prompt_logprobs = True
+        return Chunk(emitted, tokens, row.logprobs[seen:], prompt_logprobs, self.route())
+
+    def _note_times(self, emitted_before: int) -> None:
+        now = self._clock()
+        if emitted_before == 0:
+            self.first_token_at = now
+        if emitted_before <= 1 < len(self._job.emitted):
+            self.second_token_at = now
+
+
+def has_slack(node: NodeView) -> bool:
+    """Whether a reservation may sit on the node while the prompt is still computed: fewer running rows than slots, and a quarter of the pages left."""
+    load = node.load
+    return load is not None and load.running < load.slots and 4 * (load.pages_free + load.pages_cached) >= load.pages_total
+
+
+def attempt_of(body: object) -> int | None:
+    """The attempt a message speaks of; None for Lost, which is about the whole node."""
+    if isinstance(body, TokenRow | Finished | Scheduled | Delivered | Refused | Failed):
+        return body.attempt
+    if isinstance(body, Reserved):
+        return body.ticket.attempt
+    return None
+
+
+def refusal(message: Refused) -> errors.PdclusterError:
+    if not message.retryable:
+        return errors.BadRequest(message.reason)
+    return errors.Overloaded(message.reason, message.retry_after_s)
+
+
+def error_of(message: Failed) -> errors.PdclusterError:
+    """The node's error as ours: retryable ones keep their cause as text, others become an internal error or the caller's."""
+    if message.retryable:
+        return errors.TransferError(message.message)
+    if message.code == errors.BadRequest.code:
+        return errors.BadRequest(message.message)
+    if message.code == errors.DeadlineExceeded.code:
+        return errors.DeadlineExceeded(message.message)
+    return errors.PdclusterError(message.message)

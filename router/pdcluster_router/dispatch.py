@@ -1,0 +1,181 @@
+"""One request's life, as one coroutine: choose nodes, run attempts until one ends well, stream what the client may see, give exactly one answer.
+
+`attempt` is the state machine of one attempt; this module waits for its events and clocks, retries, and cancels on the way out. Nothing here
+knows HTTP, sockets or tokenizers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from pdcluster import errors
+from pdcluster_router.attempt import Attempt, Cluster, Job, RetryAttempt, StageDeadlines
+from pdcluster_router.generation import Chunk, Done, Generation, ModelInfo, Timeline
+from pdcluster_router.legs import Inbox
+from pdcluster_router.policy import Force, pick
+
+if TYPE_CHECKING:
+    from pdcluster.api.text import TextModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchSettings:
+    """force: take every request through this mode; retries: new attempts after the first that failed (refusals for want of room do not count, they wait); hold_s: how long a request may wait for room;
+    late_report_s: how long a finished request waits for the prefill node's report, which only the timeline needs."""
+
+    force: Force = "auto"
+    retries: int = 3
+    hold_s: float = 60.0
+    late_report_s: float = 0.02
+    stages: StageDeadlines = field(default_factory=StageDeadlines)
+
+
+class Models(Protocol):
+    """What the router knows of the models behind it."""
+
+    def models(self) -> Sequence[ModelInfo]: ...
+
+    def text(self, model: str) -> TextModel: ...
+
+    def hasher(self, model: str, salt: bytes) -> Callable[[list[int]], bytes]:
+        """Block hashes of token ids as the model's nodes compute them."""
+        ...
+
+
+class Dispatch:
+    """Implements generation.Dispatcher over a Cluster. Owned by the router's event loop."""
+
+    def __init__(self, cluster: Cluster, models: Models, settings: DispatchSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cluster = cluster
+        self._models = models
+        self._settings = settings
+        self._clock = clock
+
+    def models(self) -> Sequence[ModelInfo]:
+        return self._models.models()
+
+    def text(self, model: str) -> TextModel:
+        return self._models.text(model)
+
+    def is_ready(self) -> bool:
+        return any(node.accepts_work for node in self._cluster.view().nodes)
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
+        """Run one request to its one answer; see the contract in `generation`."""
+        started = self._clock()
+        job = self._job(generation, started)
+        inbox = self._cluster.ledger.open_inbox(job.request)
+        budget = RetryBudget(self._settings, started)
+        first_token_at = second_token_at = None
+        try:
+            while True:
+                try:
+                    attempt = Attempt(job, pick(self._cluster.view(), job.query(), self._settings.force), self._cluster, self._settings.stages, self._clock)
+                    async with aclosing(self._run(attempt, job, inbox)) as chunks:
+                        async for chunk in chunks:
+                            first_token_at = first_token_at or attempt.first_token_at
+                            yield chunk
+                    second_token_at = second_token_at or attempt.second_token_at
+                    break
+                except RetryAttempt as failure:
+                    second_token_at = second_token_at or attempt.second_token_at
+                    await asyncio.sleep(budget.spend(failure, job, self._clock()))
+            yield self._done(attempt, budget.attempts, started, first_token_at, second_token_at)
+        finally:
+            self._cluster.ledger.close_inbox(job.request)
+
+    def _job(self, generation: Generation, now: float) -> Job:
+        hash_tokens = self._models.hasher(generation.model, generation.salt)
+        return Job(
+            request=generation.request,
+            prompt=generation.token_ids.tolist(),
+            sampling=generation.sampling,
+            deadline=now + generation.deadline_s,
+            hashes_of=hash_tokens,
+        )
+
+    async def _run(self, attempt: Attempt, job: Job, inbox: Inbox) -> AsyncGenerator[Chunk, None]:
+        """Events of one attempt until it is done; whatever ends it, both legs are cancelled if they still run."""
+        reason = "client left"
+        try:
+            attempt.start()
+            while not attempt.is_done:
+                try:
+                    async with asyncio.timeout(max(attempt.next_deadline() - self._clock(), 0)):
+                        event = await inbox.get()
+                except TimeoutError:
+                    attempt.expire()
+                    continue
+                for chunk in attempt.handle(event):
+                    yield chunk
+            await self._late_report(attempt, inbox)
+            reason = "done"
+        except (RetryAttempt, errors.PdclusterError) as error:
+            reason = str(error)
+            raise
+        finally:
+            attempt.stop(reason)
+
+    async def _late_report(self, attempt: Attempt, inbox: Inbox) -> None:
+        """The prefill node's timings may come a moment after the decode node's last word."""
+        if not attempt.awaits_report:
+            return
+        try:
+            async with asyncio.timeout(self._settings.late_report_s):
+                while attempt.awaits_report:
+                    attempt.handle(await inbox.get())
+        except TimeoutError:
+            logger.debug("no report of the prefill leg within %s s", self._settings.late_report_s)
+
+    def _done(self, attempt: Attempt, attempts: int, started: float, first_token_at: float | None, second_token_at: float | None) -> Done:
+        finished = attempt.finished
+        assert finished is not None
+        prefill = attempt.prefill_timings if attempt.route().mode == "remote" else finished.timings
+        timeline = Timeline(
+            queue_s=prefill.queue_s,
+            prefill_s=prefill.prefill_s,
+            transfer_s=prefill.transfer_s,
+            exposed_s=prefill.exposed_s,
+            ttft_s=first_token_at - started if first_token_at is not None else None,
+            ttst_s=second_token_at - started if second_token_at is not None else None,
+            decode_s=finished.timings.decode_s,
+            decode_tokens=finished.timings.decode_tokens,
+            transfer_bytes=prefill.transfer_bytes,
+        )
+        return Done(finished.reason, finished.stop_token, prefill.cached_tokens, attempts, attempt.route(), timeline)
+
+
+class RetryBudget:
+    """Decides after a failed attempt: wait how long, or give up. Refusals for want of room wait, up to hold_s; anything else counts."""
+
+    def __init__(self, settings: DispatchSettings, started: float) -> None:
+        self._settings = settings
+        self._hold_until = started + settings.hold_s
+        self._failures = 0
+
+    @property
+    def attempts(self) -> int:
+        """The one that runs now included; refusals are not attempts."""
+        return self._failures + 1
+
+    def spend(self, failure: RetryAttempt, job: Job, now: float) -> float:
+        """Seconds to wait before the next attempt; raises the cause when there must not be one."""
+        if isinstance(failure.cause, errors.Overloaded):
+            if now >= self._hold_until:
+                raise failure.cause
+            return min(failure.cause.retry_after_s, self._hold_until - now)
+        if failure.incarnation is not None:
+            job.excluded.add(failure.incarnation)
+        self._failures += 1
+        if self._failures > self._settings.retries:
+            raise errors.Unavailable(f"request {job.request} failed {self._failures} times, last: {failure.cause}") from failure.cause
+        logger.warning("request %s: attempt failed (%s), trying again", job.request, failure.cause)
+        return 0.0

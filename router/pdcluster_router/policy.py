@@ -1,0 +1,89 @@
+"""Which node prefills and which decodes: a pure function of the request and the ClusterView.
+
+This is the cold cost (uncached tokens + 1) × (requests in flight + 1), the product score of LMetric (arXiv 2026): it needs no calibration, follows the
+prefix cache while nodes are idle and the load when they are not. Ties go to the node with fewer requests, then by name, so that replicas agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Literal
+
+from pdcluster.errors import Unavailable
+from pdcluster_router.generation import Mode
+from pdcluster_router.view import ClusterView, NodeView
+
+
+Force = Literal["auto", "disaggregated", "local"]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What a choice depends on. excluded: incarnations that failed this request already."""
+
+    num_tokens: int
+    hashes: bytes
+    excluded: Set[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    node: NodeView
+    cached_tokens: int
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """decode is the node that runs the request to its end; prefill is None in mode local."""
+
+    mode: Mode
+    prefill: NodeView | None
+    decode: NodeView
+    candidates: tuple[Candidate, ...]
+
+
+def score(node: NodeView, query: Query) -> Candidate:
+    cached = min(node.cached_tokens(query.hashes), query.num_tokens)
+    return Candidate(node, cached, (query.num_tokens - cached + 1) * (node.num_requests + 1))
+
+
+def best(candidates: list[Candidate]) -> NodeView:
+    return min(candidates, key=lambda c: (c.cost, c.node.num_requests, c.node.name)).node
+
+
+def usable(view: ClusterView, query: Query) -> list[NodeView]:
+    """Nodes that take work and have not failed this request; those that failed it only when there is no other."""
+    accepting = [node for node in view.nodes if node.accepts_work and node.max_len >= query.num_tokens]
+    fresh = [node for node in accepting if node.endpoint.incarnation not in query.excluded]
+    return fresh or accepting
+
+
+def pick(view: ClusterView, query: Query, force: Force = "auto") -> Choice:
+    """Prefill and decode apart when both pools have a node; local on the best node when one pool is empty or one mixed node is best at both.
+
+    force "local" keeps every request on one node, "disaggregated" refuses to. Raises Unavailable when no node takes work (or no pair may)."""
+    nodes = usable(view, query)
+    if not nodes:
+        raise Unavailable(f"none of {len(view.nodes)} known nodes takes work now; see that nodes are up and not draining")
+    scored = [score(node, query) for node in nodes]
+    prefills = [c for c in scored if c.node.role != "decode"]
+    decodes = [c for c in scored if c.node.role != "prefill"]
+    if force == "local" or (force == "auto" and not (prefills and decodes)):
+        return Choice("local", None, best(scored), tuple(scored))
+    if not (prefills and decodes):
+        raise Unavailable(f"mode disaggregated needs a prefill and a decode node, there are {len(prefills)} and {len(decodes)}; start one or use mode auto")
+    prefill = best(prefills)
+    others = [c for c in decodes if c.node is not prefill]
+    if force == "auto" and (not others or best(decodes) is prefill):
+        return Choice("local", None, prefill, tuple(scored))
+    if not others:
+        raise Unavailable(f"mode disaggregated needs two nodes, only {prefill.name} takes work; start another or use mode auto")
+    return Choice("remote", prefill, best(others), tuple(scored))
+
+
+def pick_decode(view: ClusterView, query: Query, prefill: str) -> NodeView | None:
+    """Another decode node for KV that `prefill` (an incarnation) holds; None when there is none."""
+    nodes = [node for node in view.nodes if node.accepts_work and node.role != "prefill" and node.endpoint.incarnation not in {*query.excluded, prefill}]
+    return best([score(node, query) for node in nodes]) if nodes else None

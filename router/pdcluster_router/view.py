@@ -1,0 +1,56 @@
+"""What the router believes about the cluster at one moment, as immutable values for the policy. No sockets, no clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from pdcluster.messages import HASH_BYTES, Endpoint, Load, Role
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node that can be reached.
+
+    in_flight: requests this router has on the node; load: the node's last report, None before the first one.
+    cached: hashes of the blocks the node holds; prefix-closed, because nodes evict leaves first.
+    """
+
+    endpoint: Endpoint
+    role: Role
+    in_flight: int
+    load: Load | None
+    cached: Set[bytes]
+    block_tokens: int
+    max_len: int
+    is_cordoned: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.node
+
+    @property
+    def accepts_work(self) -> bool:
+        return not self.is_cordoned and not (self.load is not None and self.load.draining)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests on the node: what it reported, or this router's own count where that is more (a report may be older)."""
+        reported = self.load.waiting + self.load.running if self.load is not None else 0
+        return max(self.in_flight, reported)
+
+    def cached_tokens(self, hashes: bytes) -> int:
+        """Tokens of the longest cached prefix, in O(log blocks) probes: holdings are prefix-closed."""
+        low, high = 0, len(hashes) // HASH_BYTES
+        while low < high:
+            middle = (low + high + 1) // 2
+            if hashes[(middle - 1) * HASH_BYTES : middle * HASH_BYTES] in self.cached:
+                low = middle
+            else:
+                high = middle - 1
+        return low * self.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    nodes: tuple[NodeView, ...]

@@ -1,0 +1,262 @@
+"""One request's life through Dispatch, against nodes that answer by script and die where they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from contextlib import aclosing
+
+import pytest
+from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_node
+
+from pdcluster import errors
+from pdcluster import messages as m
+from pdcluster_router.attempt import StageDeadlines
+from pdcluster_router.dispatch import Dispatch, DispatchSettings
+from pdcluster_router.generation import Chunk, Done, Generation
+
+
+class NoModels:
+    def models(self):
+        return ()
+
+    def text(self, model):
+        raise errors.UnknownModel(model)
+
+    def hasher(self, model, salt):
+        return lambda tokens: b"".join(bytes(tokens[i : i + 4])[:1] * 16 for i in range(0, len(tokens) // 4 * 4, 4))
+
+
+def make_generation(request: str = "r1", max_tokens: int = 4, deadline_s: float = 5.0) -> Generation:
+    return Generation(request, "model", array("i", range(10)), m.Sampling(max_tokens=max_tokens, seed=1), deadline_s)
+
+
+def make_pair(**knobs) -> tuple[FakeCluster, ScriptedPair, Dispatch]:
+    cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode")])
+    pair = ScriptedPair(cluster, cluster.nodes[0], cluster.nodes[1], **knobs)
+    pair.install()
+    return cluster, pair, make_dispatch(cluster)
+
+
+def make_dispatch(cluster: FakeCluster, **settings) -> Dispatch:
+    stages = StageDeadlines(handshake_s=0.2, transfer_s=0.2, hold_s=0.01)
+    return Dispatch(cluster, NoModels(), DispatchSettings(stages=stages, hold_s=settings.pop("hold_s", 0.3), **settings))
+
+
+async def collect(dispatch: Dispatch, generation: Generation) -> tuple[list[int], Done]:
+    tokens: list[int] = []
+    async with aclosing(dispatch.generate(generation)) as events:
+        async for event in events:
+            if isinstance(event, Done):
+                return tokens, event
+            assert isinstance(event, Chunk)
+            assert event.position == len(tokens), "chunks come strictly by position"
+            tokens.extend(event.token_ids)
+    raise AssertionError("a generation ended without Done")
+
+
+EXPECTED = [100, 101, 102, 103]
+
+
+async def test_a_request_goes_through_prefill_and_decode_and_ends_once() -> None:
+    cluster, _, dispatch = make_pair()
+    tokens, done = await collect(dispatch, make_generation())
+    assert tokens == EXPECTED
+    assert (done.route.mode, done.route.prefill, done.route.decode, done.route.backend) == ("remote", "p0", "d0", "shm")
+    assert done.attempts == 1
+    assert cluster.ledger.num_requests() == 0
+    assert cluster.ledger.in_flight("p0-boot") == cluster.ledger.in_flight("d0-boot") == 0
+    assert not cluster.sent_to("p0", m.Cancel) and not cluster.sent_to("d0", m.Cancel), "nothing is cancelled after a good end"
+
+
+async def test_the_first_token_waits_for_the_reservation() -> None:
+    """Without room on the decode node nothing may be streamed, because nobody could go on with it."""
+    cluster, pair, dispatch = make_pair(refusals=3)
+    tokens, done = await collect(dispatch, make_generation())
+    assert tokens == EXPECTED
+    assert len(cluster.sent_to("d0", m.Reserve)) == 4
+    assert len(cluster.sent_to("p0", m.Prefill)) == 1, "the prompt is computed once, however often the decode node refuses"
+    assert done.attempts == 1
+    assert pair.refusals == 0
+
+
+@pytest.mark.parametrize("moment", ["before_token", "before_commit"])
+async def test_a_prefill_node_that_dies_before_the_commit_is_replaced(moment: str) -> None:
+    cluster, pair, dispatch = make_pair(die_at={"p0": moment})
+    tokens, done = await collect(dispatch, make_generation())
+    assert tokens == EXPECTED
+    assert done.route.mode == "local" and done.route.decode == "d0", "the decode node serves alone when the prefill pool is gone"
+    assert done.attempts == 2
+    assert cluster.sent_to("d0", m.Cancel), "the slot is released by message, not by timeout"
+    assert pair.die_at
+
+
+async def test_a_decode_node_that_dies_mid_stream_is_replayed_from_what_was_emitted() -> None:
+    cluster, _, dispatch = make_pair(die_at={"d0": "mid_decode"})
+    tokens, done = await collect(dispatch, make_generation())
+    assert tokens == EXPECTED
+    replay = cluster.sent_to("p0", m.Prefill)[-1]
+    assert m.unpack_tokens(replay.work.token_ids) == [*range(10), 100, 101, 102]
+    assert replay.work.num_prompt == 10
+    assert done.attempts == 2
+
+
+async def test_a_decode_node_that_dies_after_the_commit_is_replayed() -> None:
+    _, _, dispatch = make_pair(die_at={"d0": "after_commit"})
+    tokens, _ = await collect(dispatch, make_generation())
+    assert tokens == EXPECTED
+
+
+async def test_parked_kv_goes_to_another_decode_node_without_computing_again() -> None:
+    cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode"), make_node("d1", "decode", in_flight=1)])
+    first = ScriptedPair(cluster, cluster.nodes[0], cluster.nodes[1])
+    second = ScriptedPair(cluster, cluster.nodes[0], cluster.nodes[2])
+    first.install()
+    second.works = first.works
+    second.install()
+
+    def dying_decode(message: m.Message, answer) -> None:
+        if isinstance(message, m.Reserve):
+            cluster.kill(cluster.nodes[1], "it died with the reservation")
+
+    cluster.handlers["d0"] = dying_decode
+    tokens, done = await collect(make_dispatch(cluster), make_generation())
+    assert tokens == EXPECTED
+    assert done.route.decode == "d1"
+    assert len(cluster.sent_to("p0", m.Prefill)) == 1
+    assert [message.work.attempt for message in cluster.sent_to("d1", m.Reserve)] == [2]
+
+
+async def test_a_request_with_no_node_left_gets_a_clear_error() -> None:
+    cluster, pair, dispatch = make_pair()
+    cluster.nodes.pop()
+    pair.die_at["p0"] = "before_token"
+    with pytest.raises(errors.Unavailable, match="none of 0 known nodes"):
+        await collect(dispatch, make_generation())
+    assert cluster.ledger.num_requests() == 0
+
+
+async def test_failures_stop_at_the_retry_budget() -> None:
+    cluster = FakeCluster([make_node("m0", "mixed"), make_node("m1", "mixed")])
+
+    def fail(message: m.Message, answer) -> None:
+        if isinstance(message, m.Prefill):
+            answer(m.Failed(message.work.request, message.work.attempt, "transfer_failed", "the disk ate it", True))
+
+    cluster.handlers = {"m0": fail, "m1": fail}
+    with pytest.raises(errors.Unavailable, match="failed 4 times, last: the disk ate it"):
+        await collect(make_dispatch(cluster), make_generation())
+    assert len(cluster.sent_to("m0", m.Prefill)) + len(cluster.sent_to("m1", m.Prefill)) == 4
+
+
+async def test_a_full_cluster_is_overloaded_after_the_hold_time() -> None:
+    cluster = FakeCluster([make_node("m0", "mixed")])
+
+    def refuse(message: m.Message, answer) -> None:
+        if isinstance(message, m.Prefill):
+            answer(m.Refused(message.work.request, message.work.attempt, "prefill", "queue is full", 0.01))
+
+    cluster.handlers = {"m0": refuse}
+    with pytest.raises(errors.Overloaded, match="queue is full"):
+        await collect(make_dispatch(cluster, hold_s=0.1), make_generation())
+    assert len(cluster.sent_to("m0", m.Prefill)) > 2
+
+
+async def test_what_can_never_fit_is_the_callers_mistake() -> None:
+    cluster = FakeCluster([make_node("m0", "mixed")])
+    cluster.handlers = {"m0": lambda message, answer: answer(m.Refused("r1", 0, "prefill", "the prompt needs 999 pages, the node has 10", 0.0, False))}
+    with pytest.raises(errors.BadRequest, match="999 pages"):
+        await collect(make_dispatch(cluster), make_generation())
+
+
+async def test_a_silent_node_runs_into_the_request_deadline() -> None:
+    cluster = FakeCluster([make_node("m0", "mixed")])
+    with pytest.raises(errors.DeadlineExceeded, match="was not done by its deadline"):
+        await collect(make_dispatch(cluster), make_generation(deadline_s=0.05))
+    assert cluster.sent_to("m0", m.Cancel)
+
+
+async def test_a_client_that_leaves_cancels_both_legs() -> None:
+    cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode")])
+    events = make_dispatch(cluster).generate(make_generation())
+    waiting = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await events.aclose()
+    assert cluster.sent_to("p0", m.Cancel) and cluster.sent_to("d0", m.Cancel)
+    assert cluster.ledger.num_requests() == 0 and cluster.ledger.in_flight("p0-boot") == 0
+
+
+async def test_a_first_token_that_ends_the_request_needs_no_decode_node() -> None:
+    cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode")])
+
+    def finish(message: m.Message, answer) -> None:
+        if isinstance(message, m.Prefill):
+            answer(m.TokenRow(message.work.request, message.work.attempt, 0, (7,)))
+            answer(m.Finished(message.work.request, message.work.attempt, "eos", 1, m.Timings(prefill_s=0.5), 7))
+
+    cluster.handlers["p0"] = finish
+    tokens, done = await collect(make_dispatch(cluster), make_generation(max_tokens=8))
+    assert tokens == [7] and done.reason == "eos" and done.stop_token == 7
+    assert done.timeline.prefill_s == 0.5
+    assert cluster.sent_to("d0", m.Cancel), "the slot that was reserved beside it is given back"
+
+
+async def test_frames_out_of_order_or_twice_are_put_right() -> None:
+    cluster = FakeCluster([make_node("m0", "mixed")])
+
+    def jumble(message: m.Message, answer) -> None:
+        if isinstance(message, m.Prefill):
+            request, attempt = message.work.request, message.work.attempt
+            answer(m.TokenRow(request, attempt, 2, (102,)))
+            answer(m.TokenRow(request, attempt, 0, (100,)))
+            answer(m.TokenRow(request, attempt, 0, (100, 101)))
+            answer(m.Finished(request, attempt, "length", 4, m.Timings()))
+            answer(m.TokenRow(request, attempt, 2, (102, 103)))
+
+    cluster.handlers["m0"] = jumble
+    tokens, _ = await collect(make_dispatch(cluster), make_generation())
+    assert tokens == EXPECTED
+
+
+async def test_answers_of_an_older_attempt_are_ignored() -> None:
+    cluster = FakeCluster([make_node("m0", "mixed"), make_node("m1", "mixed", in_flight=3)])
+    first: list[m.Work] = []
+
+    def fail_then_babble(message: m.Message, answer) -> None:
+        if isinstance(message, m.Prefill):
+            first.append(message.work)
+            answer(m.Failed(message.work.request, message.work.attempt, "transfer_failed", "gone", True))
+
+    def serve(message: m.Message, answer) -> None:
+        if isinstance(message, m.Prefill):
+            cluster.ledger.deliver("r1", "m0-boot", m.TokenRow("r1", first[0].attempt, 0, (666,)))
+            request, attempt = message.work.request, message.work.attempt
+            answer(m.TokenRow(request, attempt, 0, tuple(EXPECTED)))
+            answer(m.Finished(request, attempt, "length", 4, m.Timings()))
+
+    cluster.handlers = {"m0": fail_then_babble, "m1": serve}
+    tokens, done = await collect(make_dispatch(cluster), make_generation())
+    assert tokens == EXPECTED and done.attempts == 2
+
+
+async def test_reservation_waits_for_the_schedule_when_the_decode_node_has_no_slack() -> None:
+    busy = m.Load(0, 8, 0, 0, 100, 10, 0, 0, 0, 8, 8)
+    cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode", load=busy)])
+    order: list[str] = []
+    pair = ScriptedPair(cluster, *cluster.nodes)
+    pair.install()
+    inner = cluster.handlers["p0"]
+
+    def late_schedule(message: m.Message, answer) -> None:
+        if isinstance(message, m.Prefill):
+            assert not cluster.sent_to("d0", m.Reserve)
+            order.append("prefill")
+        inner(message, answer)
+
+    cluster.handlers["p0"] = late_schedule
+    tokens, _ = await collect(make_dispatch(cluster), make_generation())
+    assert tokens == EXPECTED and order == ["prefill"]
+    assert EMPTY_LOAD.slots == 8

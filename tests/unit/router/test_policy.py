@@ -1,0 +1,107 @@
+"""The cold cost and the choice of mode, over hand-made views."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_cluster import EMPTY_LOAD, make_node
+
+from pdcluster.errors import Unavailable
+from pdcluster_router.policy import Query, pick, pick_decode
+from pdcluster_router.view import ClusterView
+
+
+def hashes(n: int) -> bytes:
+    return b"".join(bytes([i]) * 16 for i in range(n))
+
+
+def view(*nodes) -> ClusterView:
+    return ClusterView(tuple(nodes))
+
+
+QUERY = Query(num_tokens=40, hashes=hashes(10))
+
+
+def test_a_prefill_and_a_decode_node_make_a_remote_route() -> None:
+    choice = pick(view(make_node("p0", "prefill"), make_node("d0", "decode")), QUERY)
+    assert (choice.mode, choice.prefill.name, choice.decode.name) == ("remote", "p0", "d0")
+
+
+def test_the_cached_prefix_decides_between_idle_nodes() -> None:
+    holder = make_node("p1", "prefill", cached=frozenset(hashes(10)[i : i + 16] for i in range(0, 160, 16)))
+    choice = pick(view(make_node("p0", "prefill"), holder, make_node("d0", "decode")), QUERY)
+    assert choice.prefill.name == "p1"
+
+
+def test_load_outweighs_a_small_cached_prefix() -> None:
+    holder = make_node("p1", "prefill", cached=frozenset({hashes(1)}), in_flight=5)
+    assert pick(view(make_node("p0", "prefill"), holder, make_node("d0", "decode")), QUERY).prefill.name == "p0"
+
+
+def test_a_reported_queue_counts_like_our_own_requests() -> None:
+    busy = make_node("p0", "prefill", load=replace_load(waiting=4))
+    assert pick(view(busy, make_node("p1", "prefill", in_flight=1), make_node("d0", "decode")), QUERY).prefill.name == "p1"
+
+
+def replace_load(**changes):
+    from msgspec.structs import replace as struct_replace
+
+    return struct_replace(EMPTY_LOAD, **changes)
+
+
+def test_draining_and_cordoned_nodes_get_nothing() -> None:
+    draining = make_node("d0", "decode", load=replace_load(draining=True))
+    cordoned = replace(make_node("d1", "decode"), is_cordoned=True)
+    choice = pick(view(make_node("p0", "prefill"), draining, cordoned, make_node("d2", "decode", in_flight=9)), QUERY)
+    assert choice.decode.name == "d2"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+def test_one_node_left_alive_still_serves(role) -> None:
+    choice = pick(view(make_node("last", role)), QUERY)
+    assert choice.mode == "local" and choice.decode.name == "last" and choice.prefill is None
+
+
+def test_the_best_mixed_node_serves_alone() -> None:
+    choice = pick(view(make_node("m0", "mixed", in_flight=2), make_node("m1", "mixed")), QUERY)
+    assert choice.mode == "local" and choice.decode.name == "m1"
+
+
+def test_forced_modes_are_kept_or_refused() -> None:
+    both = view(make_node("p0", "prefill"), make_node("d0", "decode"))
+    assert pick(both, QUERY, "local").mode == "local"
+    assert pick(view(make_node("m0", "mixed"), make_node("m1", "mixed")), QUERY, "disaggregated").mode == "remote"
+    with pytest.raises(Unavailable, match="needs a prefill and a decode node, there are 1 and 0"):
+        pick(view(make_node("p0", "prefill")), QUERY, "disaggregated")
+    with pytest.raises(Unavailable, match="needs two nodes"):
+        pick(view(make_node("m0", "mixed")), QUERY, "disaggregated")
+
+
+def test_failed_boots_are_avoided_while_there_is_another() -> None:
+    nodes = view(make_node("p0", "prefill"), make_node("p1", "prefill", in_flight=9), make_node("d0", "decode"))
+    assert pick(nodes, replace(QUERY, excluded=frozenset({"p0-boot"}))).prefill.name == "p1"
+    only = view(make_node("m0", "mixed"))
+    assert pick(only, replace(QUERY, excluded=frozenset({"m0-boot"}))).decode.name == "m0"
+
+
+def test_nodes_that_are_too_small_are_left_out() -> None:
+    small = replace(make_node("m0", "mixed"), max_len=39)
+    assert pick(view(small, make_node("m1", "mixed", in_flight=9)), QUERY).decode.name == "m1"
+    with pytest.raises(Unavailable):
+        pick(view(small), QUERY)
+
+
+def test_another_decode_node_is_never_the_one_that_holds_the_kv() -> None:
+    mixed = make_node("m0", "mixed")
+    assert pick_decode(view(mixed), QUERY, "m0-boot") is None
+    assert pick_decode(view(mixed, make_node("d0", "decode", in_flight=9)), QUERY, "m0-boot").name == "d0"
+
+
+@given(held=st.integers(0, 30), asked=st.integers(0, 30))
+def test_cached_depth_equals_a_linear_scan(held: int, asked: int) -> None:
+    all_hashes = hashes(30)
+    node = make_node("n", "mixed", cached=frozenset(all_hashes[i * 16 : i * 16 + 16] for i in range(held)))
+    assert node.cached_tokens(hashes(asked)) == min(held, asked) * node.block_tokens
