@@ -1,0 +1,154 @@
+"""What a backend's mover threads share with the thread that owns the backend: a doorbell, write handles, arrivals, permits, counters.
+
+Every class here may be used from any thread. No sockets, no policy.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from pdcluster.transfer.base import Handle, Peer, Permit, Region, Stamp, WriteStatus
+
+FINAL = frozenset({WriteStatus.DONE, WriteStatus.FAILED, WriteStatus.LOST})
+
+
+class Doorbell:
+    """An eventfd: `ring` from anywhere, poll `fd` in a loop."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+
+    def ring(self) -> None:
+        with self._lock:
+            if self.fd >= 0:
+                os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        with self._lock:
+            if self.fd < 0:
+                return
+            try:
+                os.eventfd_read(self.fd)
+            except BlockingIOError:
+                return  # nobody rang
+
+    def close(self) -> None:
+        with self._lock:
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
+
+
+class Writes:
+    """States of writes by handle."""
+
+    def __init__(self, doorbell: Doorbell) -> None:
+        self._doorbell = doorbell
+        self._lock = threading.Lock()
+        self._states: dict[Handle, WriteStatus] = {}
+        self._next = 1
+
+    def new(self) -> Handle:
+        with self._lock:
+            handle = Handle(self._next)
+            self._next += 1
+            self._states[handle] = WriteStatus.PENDING
+        return handle
+
+    def settle(self, handle: Handle, status: WriteStatus) -> None:
+        """Record an answer; the first final one stays."""
+        with self._lock:
+            if self._states.get(handle) in FINAL or handle not in self._states:
+                return
+            self._states[handle] = status
+        self._doorbell.ring()
+
+    def poll(self, handle: Handle) -> WriteStatus:
+        with self._lock:
+            status = self._states[handle]
+            if status in FINAL:
+                del self._states[handle]
+        return status
+
+
+class Arrivals:
+    """Stamps that landed, until the owner takes them."""
+
+    def __init__(self, doorbell: Doorbell) -> None:
+        self._doorbell = doorbell
+        self._stamps: deque[Stamp] = deque()
+
+    def add(self, stamp: Stamp) -> None:
+        self._stamps.append(stamp)
+        self._doorbell.ring()
+
+    def take(self) -> list[Stamp]:
+        """All so far; clears the doorbell first, so that a stamp added meanwhile rings again."""
+        self._doorbell.clear()
+        taken = []
+        while self._stamps:
+            taken.append(self._stamps.popleft())
+        return taken
+
+
+class Counts:
+    """Counters by reason."""
+
+    def __init__(self) -> None:
+        self.by_reason: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, reason: str, amount: int = 1) -> None:
+        with self._lock:
+            self.by_reason[reason] += amount
+
+
+class Permits:
+    """Which writes are allowed right now."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+        self._lock = threading.Lock()
+        self._permits: dict[int, Permit] = {}
+
+    def grant(self, permit: Permit) -> None:
+        with self._lock:
+            self._permits[permit.nonce] = permit
+
+    def revoke(self, nonce: int) -> Permit | None:
+        with self._lock:
+            return self._permits.pop(nonce, None)
+
+    def is_current(self, permit: Permit) -> bool:
+        return self._permits.get(permit.nonce) is permit
+
+    def find(self, writer: Peer, nonce: int, region: int, spans: Iterable[tuple[int, int]]) -> Permit | None:
+        """The permit that allows `writer` to write all the spans of `region`; None, and counted by reason, when there is none."""
+        permit = self._permits.get(nonce)
+        if permit is None:
+            self._counts.add("unknown_nonce")
+        elif permit.writer != writer:
+            self._counts.add("wrong_writer")
+        elif permit.region != region or not all(covers(permit.ranges, offset, nbytes) for offset, nbytes in spans):
+            self._counts.add("outside_permit")
+        else:
+            return permit
+        return None
+
+
+def covers(ranges: tuple[tuple[int, int], ...], offset: int, nbytes: int) -> bool:
+    """Is [offset, offset + nbytes) inside one of the sorted, disjoint, joined ranges?"""
+    index = bisect.bisect_right(ranges, (offset, 1 << 63)) - 1
+    if index < 0 or nbytes <= 0:
+        return False
+    start, length = ranges[index]
+    return start <= offset and offset + nbytes <= start + length
+
+
+def is_inside(region: Region, offset: int, nbytes: int) -> bool:
+    return offset >= 0 and nbytes > 0 and offset + nbytes <= region.nbytes

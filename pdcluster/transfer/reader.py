@@ -1,0 +1,469 @@
+"""Reader: the decode node's half of the transfer protocol (rules R1…R9 in `session`). It owns the pages of open and of dead tickets."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pdcluster.errors import IntegrityError
+from pdcluster.lifecycle import READING, Reading, advance
+from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, Ticket, pack_tokens
+from pdcluster.transfer.base import Backend, Fence, Peer, Permit, Stamp
+from pdcluster.transfer.chunks import digest, join, page_slice
+from pdcluster.transfer.session import Clock, Failed, Landed, ReaderEvent, Reclaimed, Send, Settings, TransferStats, earliest, peer_of, reply_to
+
+__all__ = ["Failed", "Landed", "Reader", "ReaderEvent", "Reclaimed", "Send", "TransferStats"]
+
+ChunkEntry = tuple[int, int, int, int, int]
+"""As in messages.Leg: index, first token, number of tokens, payload bytes, digest."""
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """One ticket. `writable`: the pages the writer may write, in token order; `unchecked`: chunks of the Commit not digested yet."""
+
+    ticket: Ticket
+    writer: Peer
+    writable: list[int]
+    opened: float
+    deadline: float
+    state: Reading = Reading.OPEN
+    arrived: dict[int, Stamp] = field(default_factory=dict)
+    round: int = 0
+    commit: Commit | None = None
+    commit_time: float = 0.0
+    answers: dict[int, CommitAck] = field(default_factory=dict)
+    unchecked: deque[ChunkEntry] | None = None
+    bad: list[int] = field(default_factory=list)
+    resent: int = 0
+    unfenced: set[str] = field(default_factory=set)
+    first_arrival: float | None = None
+    last_arrival: float = 0.0
+
+
+@dataclass(slots=True)
+class _Notice:
+    """An Abort that is repeated until it is answered (R8)."""
+
+    writer: Endpoint
+    reason: str
+    until: float
+    send_at: float
+
+
+class Reader:
+    """All tickets this node issued. Owned by one thread, which also is the only one that calls `arrivals` of the backends."""
+
+    def __init__(
+        self,
+        me: Endpoint,
+        backends: Mapping[str, Backend],
+        order: Sequence[str],
+        *,
+        region: int,
+        page_tokens: int,
+        page_bytes: int,
+        memory: memoryview,
+        clock: Clock,
+        settings: Settings,
+        rng: random.Random | None = None,
+    ) -> None:
+        """me: this boot's endpoint (its adverts are ignored); region: id of the local region; memory: its bytes; order: best first."""
+        self._me = me
+        self._backends = backends
+        self._order = tuple(order)
+        self._region = region
+        self._page_tokens = page_tokens
+        self._page_bytes = page_bytes
+        self._memory = memory.cast("B")
+        self._clock = clock
+        self._settings = settings
+        self._random = rng if rng is not None else random.SystemRandom()
+        self._tickets: dict[int, _Incoming] = {}
+        self._owner: dict[int, int] = {}
+        """Writable page → nonce, for open and for quarantined tickets."""
+        self._notices: dict[int, _Notice] = {}
+        self._answers: dict[int, tuple[Peer, CommitAck, float]] = {}
+        """Verified tickets: writer, the answer to a repeated Commit, until when we remember."""
+        self._gone: set[Peer] = set()
+        self._proof_at: float | None = None
+        self._forget_at = 0.0
+        self._events: list[ReaderEvent] = []
+        self._poll_now = False
+        self.counters: Counter[str] = Counter()
+
+    # ------------------------------------------------------------ what the node asks for
+
+    def open(
+        self, request: str, attempt: int, writer: Endpoint, pages: Sequence[int], num_tokens: int, cached_tokens: int, deadline_s: float
+    ) -> Ticket:
+        """Issue a ticket: `writer` may write the KV of tokens [cached_tokens, num_tokens) into `pages` (in token order from token 0 on)."""
+        self._forget_old()
+        writable = self._check(pages, num_tokens, cached_tokens)
+        nonce = self._random.getrandbits(64)
+        ticket = Ticket(
+            nonce=nonce,
+            request=request,
+            attempt=attempt,
+            reader=Endpoint(self._me.node, self._me.incarnation, self._me.address, self._adverts()),
+            writer=writer,
+            region=self._region,
+            pages=pack_tokens(pages),
+            page_tokens=self._page_tokens,
+            page_bytes=self._page_bytes,
+            num_tokens=num_tokens,
+            cached_tokens=cached_tokens,
+            deadline_s=deadline_s,
+        )
+        now = self._clock()
+        incoming = _Incoming(ticket, peer_of(writer), writable, now, now + deadline_s)
+        self._gone.discard(incoming.writer)  # declared dead too early: it is spoken to again
+        self._tickets[nonce] = incoming
+        self._owner.update(dict.fromkeys(writable, nonce))
+        self._permit(incoming, writable)
+        return ticket
+
+    def abort(self, nonce: int, reason: str) -> None:
+        """Give up a ticket; the events are Failed, and Reclaimed when its pages are safe. Nothing happens when it ended already."""
+        incoming = self._tickets.get(nonce)
+        if incoming is not None:
+            self._fail(incoming, reason)
+
+    def handle(self, sender: Peer, message: Commit | AbortAck) -> None:
+        """A message of a writer. Repetitions, and messages that are too late, are answered as before and change nothing."""
+        self._poll_now = True
+        incoming = self._tickets.get(message.nonce)
+        if isinstance(message, AbortAck):
+            self._on_abort_ack(sender, message, incoming)
+        elif incoming is None:
+            self._answer_late(sender, message)
+        elif incoming.writer != sender:
+            self.counters["foreign_message"] += 1  # R9
+        else:
+            self._on_commit(incoming, message)
+
+    def peer_gone(self, peer: Peer) -> None:
+        """A writer's boot was declared dead (lease ended, link lost for good): fail its tickets and ask the media for their fences, again in
+        later polls until there is proof."""
+        self._gone.add(peer)
+        for incoming in [each for each in self._tickets.values() if each.writer == peer]:
+            self._fail(incoming, f"node {peer.node} is gone")
+        self._proof_at = self._clock()
+        self._poll_now = True
+
+    def poll(self) -> list[ReaderEvent]:
+        """Take arrivals, verify Commits, repeat Aborts, look for fences; never blocks."""
+        self._poll_now = False
+        self._collect()
+        self._expire()
+        self._verify()
+        self._seek_proof()
+        self._repeat()
+        events, self._events = self._events, []
+        return events
+
+    def next_deadline(self) -> float | None:
+        """Clock time by which `poll` must run even if no doorbell rings; None when there is nothing to wait for."""
+        if self._events or self._poll_now:
+            return self._clock()
+        return earliest(
+            self._proof_at,
+            *(notice.send_at for notice in self._notices.values()),
+            *(self._due(incoming) for incoming in self._tickets.values()),
+        )
+
+    @property
+    def quarantined_pages(self) -> int:
+        return sum(len(each.writable) for each in self._tickets.values() if each.state is Reading.ABORTING)
+
+    @property
+    def open_tickets(self) -> int:
+        return sum(each.state is Reading.OPEN for each in self._tickets.values())
+
+    def is_idle(self) -> bool:
+        """No page is reserved or in quarantine. (An Abort may still be repeated: it holds nothing.)"""
+        return not self._tickets and not self._owner
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError when the books contradict each other."""
+        pages = [page for each in self._tickets.values() for page in each.writable]
+        if len(set(pages)) != len(pages):
+            raise IntegrityError("a page is writable under two tickets")
+        if self._owner != {page: nonce for nonce, each in self._tickets.items() for page in each.writable}:
+            raise IntegrityError("the page owners and the tickets disagree")
+        if any(incoming.state not in (Reading.OPEN, Reading.ABORTING) for incoming in self._tickets.values()):
+            raise IntegrityError("a ticket that ended is still in the books")
+
+    # ------------------------------------------------------------ opening
+
+    def _check(self, pages: Sequence[int], num_tokens: int, cached_tokens: int) -> list[int]:
+        """The pages the writer may write. All mistakes here are our own node's."""
+        tokens, num_pages = self._page_tokens, len(self._memory) // self._page_bytes
+        if not 0 <= cached_tokens <= num_tokens or num_tokens < 1 or cached_tokens % tokens or len(pages) < -(-num_tokens // tokens):
+            raise IntegrityError(f"cannot issue a ticket for tokens {cached_tokens}…{num_tokens} in {len(pages)} pages of {tokens} tokens")
+        writable = list(pages[page_slice(cached_tokens, num_tokens - cached_tokens, tokens)])
+        for page in writable:
+            if not 0 <= page < num_pages:
+                raise IntegrityError(f"page {page} does not exist, there are {num_pages}")
+            if page in self._owner:
+                raise IntegrityError(f"page {page} belongs to ticket {self._owner[page]:x} already")
+        if len(set(writable)) != len(writable):
+            raise IntegrityError(f"a page appears twice in {writable}")
+        return writable
+
+    def _adverts(self) -> tuple[tuple[str, bytes], ...]:
+        return tuple((name, self._backends[name].advert()) for name in self._order)
+
+    def _permit(self, incoming: _Incoming, pages: Sequence[int]) -> None:
+        ranges = tuple(join(sorted(pages), self._page_bytes))
+        permit = Permit(incoming.ticket.nonce, incoming.writer, self._region, ranges)
+        for name in self._order:
+            self._backends[name].permit(permit)
+
+    # ------------------------------------------------------------ messages
+
+    def _on_commit(self, incoming: _Incoming, message: Commit) -> None:
+        if incoming.state is not Reading.OPEN:
+            self._send(incoming, CommitAck(message.nonce, refused="the ticket was aborted", round=message.round))
+        elif message.round in incoming.answers:
+            self._send(incoming, incoming.answers[message.round])  # R7
+        elif message.round != incoming.round:
+            self.counters["wrong_round"] += 1
+        elif incoming.commit is None:
+            incoming.commit = message
+            incoming.commit_time = self._clock()
+
+    def _answer_late(self, sender: Peer, message: Commit) -> None:
+        remembered = self._answers.get(message.nonce)
+        if remembered is not None and remembered[0] == sender:
+            self._events.append(Send(reply_to(sender), remembered[1]))
+            return
+        self.counters["late_commit"] += 1
+        self._events.append(Send(reply_to(sender), CommitAck(message.nonce, refused="unknown ticket", round=message.round)))
+
+    def _on_abort_ack(self, sender: Peer, message: AbortAck, incoming: _Incoming | None) -> None:
+        notice = self._notices.get(message.nonce)
+        if notice is not None and peer_of(notice.writer) == sender:
+            del self._notices[message.nonce]
+        if incoming is None:
+            return  # reclaimed by a fence, or verified before the writer gave up
+        if incoming.writer != sender:
+            self.counters["foreign_message"] += 1  # R9
+            return
+        if incoming.state is Reading.OPEN:
+            self._fail(incoming, f"the writer gave up: {message.reason}", tell=False)
+        if message.nonce in self._tickets:
+            self._reclaim(incoming)
+
+    def _send(self, incoming: _Incoming, message: CommitAck) -> None:
+        self._events.append(Send(incoming.ticket.writer, message))
+
+    # ------------------------------------------------------------ endings
+
+    def _fail(self, incoming: _Incoming, reason: str, *, tell: bool = True) -> None:
+        """R3: dead from now on; reclaimed at once where every backend can fence a nonce. tell: send Aborts."""
+        if incoming.state is not Reading.OPEN:
+            return
+        ticket, now = incoming.ticket, self._clock()
+        incoming.state = advance(READING, incoming.state, "abort")
+        incoming.commit = incoming.unchecked = None
+        self._events.append(Failed(ticket.nonce, reason))
+        self.counters["failed"] += 1
+        self._poll_now = True
+        if tell:
+            until = max(incoming.deadline, now + self._settings.commit_s)
+            self._notices[ticket.nonce] = _Notice(ticket.writer, reason, until, now)
+        incoming.unfenced = {name for name in self._order if self._backends[name].revoke(ticket.nonce) is not Fence.FENCED}
+        if not incoming.unfenced:
+            self._reclaim(incoming)
+        elif self._proof_at is None:
+            self._proof_at = now + self._settings.proof_s
+
+    def _reclaim(self, incoming: _Incoming) -> None:
+        incoming.state = advance(READING, incoming.state, "reclaim")
+        self._drop(incoming)
+        self._events.append(Reclaimed(incoming.ticket.nonce))
+
+    def _drop(self, incoming: _Incoming) -> None:
+        del self._tickets[incoming.ticket.nonce]
+        for page in incoming.writable:
+            del self._owner[page]
+
+    def _land(self, incoming: _Incoming, commit: Commit) -> None:
+        nonce, now = commit.nonce, self._clock()
+        incoming.state = advance(READING, incoming.state, "verify")
+        self._drop(incoming)
+        ack = CommitAck(nonce, round=commit.round)
+        self._answers[nonce] = (incoming.writer, ack, max(incoming.deadline, now) + self._settings.commit_s)
+        started = incoming.last_arrival if incoming.first_arrival is None else incoming.first_arrival
+        stats = TransferStats(
+            backend="",
+            nbytes=len(incoming.writable) * self._page_bytes,
+            chunks=len(incoming.arrived),
+            resent=incoming.resent,
+            transfer_s=incoming.last_arrival - started,
+            exposed_s=0.0,
+        )
+        self.counters["landed"] += 1
+        self._events.append(Landed(nonce, commit.first_token, commit.first_logprobs, stats))
+        self._send(incoming, ack)
+
+    def _forget_old(self) -> None:
+        now = self._clock()
+        if now >= self._forget_at:
+            self._forget_at = now + 1.0
+            self._answers = {nonce: answer for nonce, answer in self._answers.items() if answer[2] > now}
+
+    # ------------------------------------------------------------ what poll does
+
+    def _collect(self) -> None:
+        for name in self._order:
+            for stamp in self._backends[name].arrivals():
+                self._arrive(stamp)
+
+    def _arrive(self, stamp: Stamp) -> None:
+        incoming = self._tickets.get(stamp.nonce)
+        if incoming is None or incoming.state is not Reading.OPEN:
+            self.counters["late_arrival"] += 1
+            return
+        known = incoming.arrived.get(stamp.chunk)
+        if known is not None and known.trial >= stamp.trial:
+            self.counters["duplicate_arrival"] += 1
+            return
+        incoming.arrived[stamp.chunk] = stamp
+        incoming.last_arrival = self._clock()
+        if incoming.first_arrival is None:
+            incoming.first_arrival = incoming.last_arrival
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for incoming in list(self._tickets.values()):
+            if incoming.state is Reading.OPEN and now >= incoming.deadline:
+                self._fail(incoming, "the ticket's deadline passed")
+
+    def _due(self, incoming: _Incoming) -> float | None:
+        if incoming.state is not Reading.OPEN:
+            return None
+        if incoming.unchecked is not None:
+            return self._clock()
+        promised = None if incoming.commit is None else incoming.commit_time + self._settings.arrival_s
+        return earliest(incoming.deadline, promised)
+
+    def _verify(self) -> None:
+        """Check Commits whose stamps are all here (or are overdue), a bounded number of bytes per poll."""
+        budget = self._settings.verify_bytes
+        for incoming in list(self._tickets.values()):
+            if incoming.commit is not None and incoming.unchecked is None:
+                self._begin_check(incoming, incoming.commit)
+            while incoming.unchecked is not None and budget > 0:
+                if not incoming.unchecked:
+                    self._end_check(incoming)
+                    break
+                entry = incoming.unchecked.popleft()
+                budget -= entry[3]
+                if not self._is_intact(incoming, entry):
+                    incoming.bad.append(entry[0])
+
+    def _begin_check(self, incoming: _Incoming, commit: Commit) -> None:
+        entries = [entry for leg in commit.legs for entry in leg.chunks]
+        if [leg.rank for leg in commit.legs] != [0] or not self._covers_all(incoming, entries):
+            self.counters["bad_commit"] += 1
+            self._refuse(incoming, commit, "the Commit's chunks do not cover the ticket's tokens")
+            return
+        missing = [entry[0] for entry in entries if not self._has_arrived(incoming, entry)]
+        if missing and self._clock() < incoming.commit_time + self._settings.arrival_s:
+            return
+        for name in self._order:
+            self._backends[name].revoke(commit.nonce)  # R2; the Commit promised that no write is under way
+        incoming.bad = missing
+        incoming.unchecked = deque(entry for entry in entries if entry[0] not in missing)
+
+    def _covers_all(self, incoming: _Incoming, entries: Sequence[ChunkEntry]) -> bool:
+        """R2: each token once, in whole pages, and the byte counts fit."""
+        ticket, tokens = incoming.ticket, self._page_tokens
+        position = ticket.cached_tokens
+        for _, first, count, nbytes, _ in sorted(entries, key=lambda entry: entry[1]):
+            pages = -(-count // tokens)
+            if first != position or count < 1 or nbytes != pages * self._page_bytes or (count % tokens and first + count != ticket.num_tokens):
+                return False
+            position += count
+        return position == ticket.num_tokens and len({entry[0] for entry in entries}) == len(entries)
+
+    def _has_arrived(self, incoming: _Incoming, entry: ChunkEntry) -> bool:
+        stamp = incoming.arrived.get(entry[0])
+        return stamp is not None and stamp.nbytes == entry[3]
+
+    def _is_intact(self, incoming: _Incoming, entry: ChunkEntry) -> bool:
+        if not self._settings.digests:
+            return True
+        _, first, count, _, expected = entry
+        start = first - incoming.ticket.cached_tokens
+        spans = join(incoming.writable[page_slice(start, count, self._page_tokens)], self._page_bytes)
+        if digest(self._memory, spans) == expected:
+            return True
+        self.counters["digest_mismatch"] += 1
+        return False
+
+    def _end_check(self, incoming: _Incoming) -> None:
+        commit, bad = incoming.commit, tuple(incoming.bad)
+        assert commit is not None
+        incoming.unchecked = None
+        if not bad:
+            self._land(incoming, commit)
+        elif incoming.round >= self._settings.rounds:
+            self._refuse(incoming, commit, f"{len(bad)} chunks did not verify in round {incoming.round}")
+        else:
+            self._ask_again(incoming, commit, bad)
+
+    def _ask_again(self, incoming: _Incoming, commit: Commit, bad: tuple[int, ...]) -> None:
+        ack = CommitAck(commit.nonce, resend=bad, round=commit.round)
+        incoming.answers[commit.round] = ack
+        incoming.round += 1
+        incoming.commit = None
+        incoming.resent += len(bad)
+        self.counters["chunks_asked_again"] += len(bad)
+        pages: list[int] = []
+        for index, first, count, _, _ in (entry for leg in commit.legs for entry in leg.chunks):
+            if index in bad:
+                incoming.arrived.pop(index, None)
+                pages += incoming.writable[page_slice(first - incoming.ticket.cached_tokens, count, self._page_tokens)]
+        self._permit(incoming, pages)
+        self._send(incoming, ack)
+
+    def _refuse(self, incoming: _Incoming, commit: Commit, reason: str) -> None:
+        self._send(incoming, CommitAck(commit.nonce, refused=reason, round=commit.round))
+        self._fail(incoming, reason)
+
+    def _seek_proof(self) -> None:
+        """R3: ask the media again whether the dead tickets' writers can still write."""
+        now = self._clock()
+        if self._proof_at is None or now < self._proof_at:
+            return
+        closed: dict[tuple[Peer, str], bool] = {}
+        for incoming in [each for each in self._tickets.values() if each.state is Reading.ABORTING]:
+            incoming.unfenced = {name for name in incoming.unfenced if not self._has_fence(incoming, name, closed)}
+            if not incoming.unfenced:
+                self._reclaim(incoming)
+        waiting = any(each.state is Reading.ABORTING for each in self._tickets.values())
+        self._proof_at = now + self._settings.proof_s if waiting else None
+
+    def _has_fence(self, incoming: _Incoming, name: str, closed: dict[tuple[Peer, str], bool]) -> bool:
+        backend, writer = self._backends[name], incoming.writer
+        if backend.revoke(incoming.ticket.nonce) is Fence.FENCED:
+            return True
+        if writer not in self._gone:
+            return False
+        if (writer, name) not in closed:
+            closed[writer, name] = backend.close(writer) is Fence.FENCED
+        return closed[writer, name]
+
+    def _repeat(self) -> None:
+        now = self._clock()
+        for nonce, notice in list(self._notices.items()):
+            if nonce not in self._tickets and (now >= notice.until or peer_of(notice.writer) in self._gone):
+                del self._notices[nonce]
+            elif now >= notice.send_at:
+                notice.send_at = now + self._settings.repeat_s
+                self._events.append(Send(notice.writer, Abort(nonce, notice.reason, max(0.0, notice.until - now))))

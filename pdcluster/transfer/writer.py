@@ -1,0 +1,492 @@
+"""Writer: the prefill node's half of the transfer protocol (rules R1…R9 in `session`). It decides what to write when; backends move the bytes."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pdcluster.errors import IntegrityError, PeerUnreachable, TransferError
+from pdcluster.lifecycle import WRITING, Writing, advance
+from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Leg, Ticket, TokenLogprobs, unpack_tokens
+from pdcluster.transfer.base import Backend, Handle, Peer, Run, Stamp, WriteStatus
+from pdcluster.transfer.chunks import coalesce, digest, page_slice
+from pdcluster.transfer.session import Acked, Clock, Drained, GaveUp, Send, Settings, TransferStats, WriterEvent, earliest, peer_of, reply_to
+
+__all__ = ["Acked", "Drained", "GaveUp", "Send", "TransferStats", "Writer", "WriterEvent"]
+
+NO_WAKEUP_S = 0.05
+"""Writes in flight are looked at this often even when no doorbell rang."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    index: int
+    first_token: int
+    num_tokens: int
+    runs: tuple[Run, ...]
+    nbytes: int
+    trial: int = 0
+    tries_here: int = 0
+    """Tries on the ticket's present backend."""
+    digest: int = 0
+    done: bool = False
+
+
+@dataclass(slots=True)
+class _Flight:
+    nonce: int
+    chunk: int
+    backend: str
+    nbytes: int
+    runs: int
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """One ticket. `backends`: what both ends have, best first; the first is in use."""
+
+    ticket: Ticket
+    peer: Peer
+    pages: list[int]
+    backends: list[str]
+    deadline: float
+    next_token: int
+    state: Writing = Writing.OPEN
+    chunks: list[_Chunk] = field(default_factory=list)
+    waiting: deque[int] = field(default_factory=deque)
+    in_flight: int = 0
+    lost: bool = False
+    unknown: bool = False
+    reason: str = ""
+    finished: tuple[int, TokenLogprobs | None] | None = None
+    round: int = 0
+    resent: int = 0
+    commit_at: float | None = None
+    """When Commit is sent (again)."""
+    give_up_at: float | None = None
+    first_write: float | None = None
+    last_write: float = 0.0
+    finish_time: float = 0.0
+
+
+class Writer:
+    """All tickets this node writes under. Owned by one thread, which also is the only one that calls `poll` of the backends' handles."""
+
+    def __init__(
+        self,
+        me: Peer,
+        backends: Mapping[str, Backend],
+        order: Sequence[str],
+        *,
+        region: int,
+        page_tokens: int,
+        page_bytes: int,
+        memory: memoryview,
+        clock: Clock,
+        settings: Settings,
+    ) -> None:
+        """region: id of the local region; memory: its bytes (for digests); order: backend names, best first."""
+        self._me = me
+        self._backends = backends
+        self._order = tuple(order)
+        self._region = region
+        self._page_tokens = page_tokens
+        self._page_bytes = page_bytes
+        self._memory = memory.cast("B")
+        self._clock = clock
+        self._settings = settings
+        self._open: dict[int, _Outgoing] = {}
+        self._flights: dict[tuple[str, Handle], _Flight] = {}
+        self._tombstones: dict[int, float] = {}
+        self._answers: dict[int, tuple[Peer, bool, float]] = {}
+        """Tickets that ended: reader, whether R5 lets us acknowledge an Abort, until when we remember."""
+        self._turns: dict[Peer, deque[int]] = {}
+        self._events: list[WriterEvent] = []
+        self._poll_now = False
+        self._forget_at = 0.0
+        self._proof_at: float | None = None
+        self.counters: Counter[str] = Counter()
+
+    # ------------------------------------------------------------ what the node asks for
+
+    def open(self, ticket: Ticket) -> str:
+        """Accept a ticket and choose its backend, whose name is returned; raises TransferError, and then nothing is held."""
+        self._forget_old()
+        pages = self._check(ticket)
+        peer = peer_of(ticket.reader)
+        backends = self._connect(peer, ticket)
+        deadline = self._clock() + ticket.deadline_s
+        self._open[ticket.nonce] = _Outgoing(ticket, peer, pages, backends, deadline, ticket.cached_tokens)
+        self._turns.setdefault(peer, deque()).append(ticket.nonce)
+        return backends[0]
+
+    def push(self, nonce: int, source_pages: Sequence[int], first_token: int, num_tokens: int) -> None:
+        """The KV of tokens [first_token, first_token + num_tokens) is ready in these local pages. In token order, whole pages (only the prompt's
+        last page may be partial); what the reader has cached is skipped. Nothing happens for a ticket that was given up."""
+        outgoing = self._open.get(nonce)
+        if outgoing is None or outgoing.state is not Writing.OPEN:
+            return
+        end = first_token + num_tokens
+        self._check_push(outgoing, source_pages, first_token, end)
+        start = max(first_token, outgoing.next_token)
+        if end <= start:
+            return
+        sources = source_pages[(start - first_token) // self._page_tokens :]
+        self._cut(outgoing, sources, start, end)
+        outgoing.next_token = end
+        self._poll_now = True
+
+    def finish(self, nonce: int, first_token: int, first_logprobs: TokenLogprobs | None) -> None:
+        """Everything was pushed. Commit goes out when every write is done. Nothing happens for a ticket that was given up."""
+        outgoing = self._open.get(nonce)
+        if outgoing is None or outgoing.state is not Writing.OPEN:
+            return
+        if outgoing.next_token != outgoing.ticket.num_tokens:
+            raise IntegrityError(f"ticket {nonce:x} finished after {outgoing.next_token} of {outgoing.ticket.num_tokens} tokens were pushed")
+        outgoing.finished = (first_token, first_logprobs)
+        outgoing.finish_time = self._clock()
+        self._poll_now = True
+
+    def abort(self, nonce: int, reason: str) -> None:
+        """Give up a ticket; the events are GaveUp now and Drained when the source is free. Idempotent."""
+        outgoing = self._open.get(nonce)
+        if outgoing is not None:
+            self._give_up(outgoing, reason)
+
+    def handle(self, sender: Peer, message: CommitAck | Abort) -> None:
+        """A message of a reader. Repetitions, and messages that are too late, change nothing."""
+        self._poll_now = True
+        outgoing = self._open.get(message.nonce)
+        if outgoing is not None and outgoing.peer != sender:
+            self.counters["foreign_message"] += 1  # R9
+        elif isinstance(message, Abort):
+            self._on_abort(sender, message, outgoing)
+        elif outgoing is None or outgoing.state is not Writing.COMMITTED or message.round != outgoing.round:
+            self.counters["stale_commit_ack"] += 1  # R7
+        else:
+            self._on_commit_ack(outgoing, message)
+
+    def peer_gone(self, peer: Peer) -> None:
+        """A reader's boot is dead or unreachable for good: give up its tickets and end its connections."""
+        for backend in self._backends.values():
+            backend.close(peer)
+        for outgoing in [each for each in self._open.values() if each.peer == peer]:
+            self._give_up(outgoing, f"node {peer.node} is gone")
+
+    def poll(self) -> list[WriterEvent]:
+        """Take results, start writes, send and repeat Commits; never blocks."""
+        self._poll_now = False
+        self._collect()
+        self._expire()
+        self._submit()
+        self._commit()
+        self._drain()
+        self._seek_proof()
+        events, self._events = self._events, []
+        return events
+
+    def next_deadline(self) -> float | None:
+        """Clock time by which `poll` must run even if no doorbell rings; None when there is nothing to wait for."""
+        if self._events or self._poll_now:
+            return self._clock()
+        look_again = self._clock() + NO_WAKEUP_S if self._flights else None
+        living = [each for each in self._open.values() if each.state is not Writing.DRAINING]
+        return earliest(look_again, *(earliest(each.deadline, each.commit_at, each.give_up_at) for each in living))
+
+    def is_idle(self) -> bool:
+        """No ticket is open and no source page is pinned by one."""
+        return not self._open and not self._flights
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError when the books contradict each other."""
+        for nonce, outgoing in self._open.items():
+            flying = sum(flight.nonce == nonce for flight in self._flights.values())
+            if flying != outgoing.in_flight:
+                raise IntegrityError(f"ticket {nonce:x} counts {outgoing.in_flight} writes in flight, the books hold {flying}")
+            if outgoing.state is Writing.COMMITTED and (flying or not all(chunk.done for chunk in outgoing.chunks)):
+                raise IntegrityError(f"ticket {nonce:x} is committed with unfinished writes")
+        if any(flight.nonce not in self._open for flight in self._flights.values()):
+            raise IntegrityError("a write is in flight for a ticket that ended")
+
+    # ------------------------------------------------------------ opening
+
+    def _check(self, ticket: Ticket) -> list[int]:
+        """The ticket's page ids, or TransferError when anything about it is wrong."""
+        nonce, tokens = ticket.nonce, self._page_tokens
+        if self._tombstones.get(nonce, 0.0) > self._clock():
+            raise TransferError(f"ticket {nonce:x} was aborted by its reader before it came; a new attempt needs a new ticket")
+        if nonce in self._open or nonce in self._answers:
+            raise TransferError(f"ticket {nonce:x} was opened before; a ticket is used once")
+        if peer_of(ticket.writer) != self._me:
+            raise TransferError(f"ticket {nonce:x} is for boot {ticket.writer.incarnation} of {ticket.writer.node}, this is {self._me.incarnation}")
+        if (ticket.page_tokens, ticket.page_bytes) != (tokens, self._page_bytes):
+            raise TransferError(
+                f"ticket {nonce:x} has pages of {ticket.page_tokens} tokens and {ticket.page_bytes} bytes, here they have {tokens} and "
+                f"{self._page_bytes}; both nodes need the same page size and dtype"
+            )
+        if not (ticket.num_tokens > 0 and 0 <= ticket.cached_tokens <= ticket.num_tokens and ticket.cached_tokens % tokens == 0):
+            raise TransferError(f"ticket {nonce:x} asks for tokens {ticket.cached_tokens}…{ticket.num_tokens}; the first must start a page")
+        if not 0 < ticket.deadline_s < float("inf"):
+            raise TransferError(f"ticket {nonce:x} has {ticket.deadline_s} s left")
+        if len(ticket.pages) % 4 or len(ticket.pages) // 4 < -(-ticket.num_tokens // tokens):
+            raise TransferError(f"ticket {nonce:x} has {len(ticket.pages) / 4:g} pages, too few for {ticket.num_tokens} tokens")
+        pages = unpack_tokens(ticket.pages)
+        writable = pages[page_slice(ticket.cached_tokens, ticket.num_tokens - ticket.cached_tokens, tokens)]
+        if len(set(writable)) != len(writable) or min(writable, default=0) < 0:
+            raise TransferError(f"ticket {nonce:x} names a page twice or a negative page")
+        return pages
+
+    def _connect(self, peer: Peer, ticket: Ticket) -> list[str]:
+        """Backends that both ends have, in our order, from the first that can be connected on."""
+        adverts = dict(ticket.reader.adverts)
+        common = [name for name in self._order if name in adverts and name in self._backends]
+        problems = [] if common else [f"{peer.node} offers {sorted(adverts) or 'none'}, this node has {list(self._order)}"]
+        usable = []
+        for name in common:
+            try:
+                self._backends[name].connect(peer, adverts[name])
+                usable.append(name)
+            except PeerUnreachable as error:
+                problems.append(f"{name}: {error}")
+        if not usable:
+            raise PeerUnreachable(f"no transfer backend reaches {peer.node}: " + "; ".join(problems))
+        return usable
+
+    # ------------------------------------------------------------ pushing
+
+    def _check_push(self, outgoing: _Outgoing, pages: Sequence[int], first: int, end: int) -> None:
+        ticket, tokens = outgoing.ticket, self._page_tokens
+        ragged = end % tokens and end != ticket.num_tokens
+        if first % tokens or ragged or first > outgoing.next_token or end > ticket.num_tokens or outgoing.finished is not None:
+            raise IntegrityError(f"push of tokens {first}…{end} of {ticket.num_tokens} to ticket {ticket.nonce:x}, {outgoing.next_token} is next")
+        needed, num_pages = -(-end // tokens) - first // tokens, len(self._memory) // self._page_bytes
+        if len(pages) < needed or not all(0 <= page < num_pages for page in pages[:needed]):
+            raise IntegrityError(f"push to ticket {ticket.nonce:x}: {needed} pages below {num_pages} are needed, got {list(pages)[:8]}…")
+
+    def _cut(self, outgoing: _Outgoing, sources: Sequence[int], start: int, end: int) -> None:
+        """Tokens [start, end) as chunks of bounded bytes."""
+        tokens, settings = self._page_tokens, self._settings
+        pages_each = max(1, min(settings.chunk_bytes // self._page_bytes, settings.chunk_runs))
+        for first in range(start, end, pages_each * tokens):
+            last = min(first + pages_each * tokens, end)
+            skip = (first - start) // tokens
+            targets = outgoing.pages[page_slice(first, last - first, tokens)]
+            runs = coalesce(sources[skip : skip + len(targets)], targets, self._page_bytes)
+            chunk = _Chunk(len(outgoing.chunks), first, last - first, runs, len(targets) * self._page_bytes)
+            outgoing.chunks.append(chunk)
+            outgoing.waiting.append(chunk.index)
+
+    # ------------------------------------------------------------ messages
+
+    def _on_abort(self, sender: Peer, message: Abort, outgoing: _Outgoing | None) -> None:
+        if outgoing is not None:
+            self._give_up(outgoing, message.reason)  # AbortAck follows when the ticket is drained
+        elif message.nonce in self._answers:
+            reader, can_ack, _ = self._answers[message.nonce]
+            if reader != sender:
+                self.counters["foreign_message"] += 1
+            elif can_ack:
+                self._events.append(Send(reply_to(sender), AbortAck(message.nonce, "ended before")))
+        else:
+            self._bury(sender, message)
+
+    def _bury(self, sender: Peer, message: Abort) -> None:
+        """R6."""
+        self._forget_old()
+        if len(self._tombstones) >= self._settings.max_tombstones or not 0 <= message.remaining_s < float("inf"):
+            self.counters["tombstone_refused"] += 1
+            return
+        self._tombstones[message.nonce] = max(self._clock() + message.remaining_s, self._tombstones.get(message.nonce, 0.0))
+        self._events.append(Send(reply_to(sender), AbortAck(message.nonce, "never started")))
+
+    def _on_commit_ack(self, outgoing: _Outgoing, message: CommitAck) -> None:
+        if message.refused:
+            self._give_up(outgoing, f"refused by the reader: {message.refused}")
+        elif not message.resend:
+            self._acked(outgoing)
+        elif outgoing.round >= self._settings.rounds or not all(0 <= index < len(outgoing.chunks) for index in message.resend):
+            self._give_up(outgoing, f"the reader asks for chunks {message.resend[:8]} again in round {outgoing.round}")
+        else:
+            self._resend(outgoing, message.resend)
+
+    def _resend(self, outgoing: _Outgoing, indexes: tuple[int, ...]) -> None:
+        outgoing.state = advance(WRITING, outgoing.state, "resend")
+        outgoing.round += 1
+        outgoing.commit_at = outgoing.give_up_at = None
+        for index in sorted(set(indexes)):
+            chunk = outgoing.chunks[index]
+            chunk.done, chunk.tries_here = False, 0
+            outgoing.resent += 1
+            outgoing.waiting.append(index)
+        self.counters["resent_chunks"] += len(set(indexes))
+
+    def _acked(self, outgoing: _Outgoing) -> None:
+        nonce, now = outgoing.ticket.nonce, self._clock()
+        outgoing.state = advance(WRITING, outgoing.state, "ack")
+        started = outgoing.last_write if outgoing.first_write is None else outgoing.first_write
+        stats = TransferStats(
+            backend=outgoing.backends[0],
+            nbytes=sum(chunk.nbytes for chunk in outgoing.chunks),
+            chunks=len(outgoing.chunks),
+            resent=outgoing.resent,
+            transfer_s=outgoing.last_write - started,
+            exposed_s=now - outgoing.finish_time,
+        )
+        self._events += [Acked(nonce, stats), Drained(nonce)]
+        self.counters["acked"] += 1
+        self._end(outgoing)
+
+    def _give_up(self, outgoing: _Outgoing, reason: str) -> None:
+        if outgoing.state is Writing.DRAINING:
+            return
+        outgoing.state = advance(WRITING, outgoing.state, "abort")
+        outgoing.reason = reason
+        outgoing.waiting.clear()
+        self._poll_now = True
+        self.counters["given_up"] += 1
+        self._events.append(GaveUp(outgoing.ticket.nonce, reason))
+
+    def _end(self, outgoing: _Outgoing) -> None:
+        nonce = outgoing.ticket.nonce
+        del self._open[nonce]
+        turns = self._turns[outgoing.peer]
+        turns.remove(nonce)
+        if not turns:
+            del self._turns[outgoing.peer]
+        self._answers[nonce] = (outgoing.peer, not outgoing.lost, max(outgoing.deadline, self._clock()) + self._settings.commit_s)
+
+    def _forget_old(self) -> None:
+        now = self._clock()
+        if now < self._forget_at:
+            return
+        self._forget_at = now + 1.0
+        self._tombstones = {nonce: until for nonce, until in self._tombstones.items() if until > now}
+        self._answers = {nonce: answer for nonce, answer in self._answers.items() if answer[2] > now}
+
+    # ------------------------------------------------------------ what poll does
+
+    def _collect(self) -> None:
+        """Take the results of writes."""
+        for key, flight in list(self._flights.items()):
+            status = self._backends[flight.backend].poll(key[1])
+            if status is WriteStatus.PENDING:
+                continue
+            outgoing = self._open[flight.nonce]
+            if status is WriteStatus.UNKNOWN:
+                outgoing.unknown = True
+                self._give_up(outgoing, f"a write by {flight.backend} has no known outcome")  # R1; it stays in flight, R4
+                continue
+            del self._flights[key]
+            outgoing.in_flight -= 1
+            outgoing.last_write = self._clock()
+            self._settle(outgoing, outgoing.chunks[flight.chunk], status, flight.backend)
+
+    def _settle(self, outgoing: _Outgoing, chunk: _Chunk, status: WriteStatus, backend: str) -> None:
+        if status is WriteStatus.DONE:
+            chunk.done = True
+        elif status is WriteStatus.LOST:
+            outgoing.lost = True
+            self.counters["lost_writes"] += 1
+            self._give_up(outgoing, f"the connection by {backend} was lost during a write")
+        else:
+            self._retry(outgoing, chunk, backend)
+
+    def _retry(self, outgoing: _Outgoing, chunk: _Chunk, backend: str) -> None:
+        """After a definite failure: again, then by the next backend, then give up."""
+        self.counters["failed_writes"] += 1
+        if outgoing.state is not Writing.OPEN:
+            return
+        if chunk.tries_here >= self._settings.trials and backend == outgoing.backends[0]:
+            if len(outgoing.backends) == 1:
+                self._give_up(outgoing, f"chunk {chunk.index} failed {chunk.trial} times, the last time by {backend}")
+                return
+            outgoing.backends.pop(0)
+            self.counters["backend_changed"] += 1
+            for each in outgoing.chunks:
+                each.tries_here = 0
+        outgoing.waiting.appendleft(chunk.index)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for outgoing in list(self._open.values()):
+            if now >= outgoing.deadline:
+                self._give_up(outgoing, "the ticket's deadline passed")
+            elif outgoing.give_up_at is not None and now >= outgoing.give_up_at:
+                self._give_up(outgoing, f"no answer to Commit for {self._settings.commit_s} s")
+
+    def _submit(self) -> None:
+        """Start writes, one chunk per ticket in turn, while the peer's window has room."""
+        for peer, turns in self._turns.items():
+            flights = [flight for flight in self._flights.values() if self._open[flight.nonce].peer == peer]
+            nbytes, runs = sum(flight.nbytes for flight in flights), sum(flight.runs for flight in flights)
+            idle = 0
+            while idle < len(turns):
+                outgoing = self._open[turns[0]]
+                turns.rotate(-1)
+                if not outgoing.waiting:
+                    idle += 1
+                    continue
+                chunk = outgoing.chunks[outgoing.waiting[0]]
+                full = nbytes + chunk.nbytes > self._settings.window_bytes or runs + len(chunk.runs) > self._settings.window_runs
+                if full and nbytes:
+                    turns.rotate(1)
+                    break
+                idle = 0
+                outgoing.waiting.popleft()
+                self._write(outgoing, chunk)
+                nbytes, runs = nbytes + chunk.nbytes, runs + len(chunk.runs)
+
+    def _write(self, outgoing: _Outgoing, chunk: _Chunk) -> None:
+        name, ticket = outgoing.backends[0], outgoing.ticket
+        if outgoing.first_write is None:
+            outgoing.first_write = self._clock()
+        if chunk.trial == 0 and self._settings.digests:
+            chunk.digest = digest(self._memory, [(run.source, run.nbytes) for run in chunk.runs])
+        chunk.trial += 1
+        chunk.tries_here += 1
+        stamp = Stamp(ticket.nonce, chunk.index, chunk.trial, chunk.nbytes)
+        try:
+            handle = self._backends[name].write(outgoing.peer, self._region, ticket.region, stamp, chunk.runs)
+        except PeerUnreachable:
+            self._retry(outgoing, chunk, name)
+            return
+        self._flights[name, handle] = _Flight(ticket.nonce, chunk.index, name, chunk.nbytes, len(chunk.runs))
+        outgoing.in_flight += 1
+
+    def _commit(self) -> None:
+        now = self._clock()
+        for outgoing in self._open.values():
+            if outgoing.state is Writing.OPEN and outgoing.finished and not outgoing.in_flight and all(chunk.done for chunk in outgoing.chunks):
+                outgoing.state = advance(WRITING, outgoing.state, "commit")  # R1
+                outgoing.commit_at, outgoing.give_up_at = now, now + self._settings.commit_s
+            if outgoing.state is Writing.COMMITTED and outgoing.commit_at is not None and now >= outgoing.commit_at:
+                outgoing.commit_at = now + self._settings.repeat_s  # R8
+                self._events.append(Send(outgoing.ticket.reader, self._commit_message(outgoing)))
+
+    def _commit_message(self, outgoing: _Outgoing) -> Commit:
+        assert outgoing.finished is not None
+        leg = Leg(0, tuple((each.index, each.first_token, each.num_tokens, each.nbytes, each.digest) for each in outgoing.chunks))
+        return Commit(outgoing.ticket.nonce, (leg,), *outgoing.finished, round=outgoing.round)
+
+    def _drain(self) -> None:
+        """End given-up tickets whose writes are all settled (R4), and tell the reader when R5 allows it."""
+        for nonce, outgoing in list(self._open.items()):
+            if outgoing.state is not Writing.DRAINING or outgoing.in_flight:
+                continue
+            outgoing.state = advance(WRITING, outgoing.state, "drained")
+            self._events.append(Drained(nonce))
+            if not outgoing.lost:
+                self._events.append(Send(outgoing.ticket.reader, AbortAck(nonce, outgoing.reason)))
+            self._end(outgoing)
+
+    def _seek_proof(self) -> None:
+        """A write of unknown outcome past its ticket's deadline: end the connections, which may settle it. Not earlier: it hurts others."""
+        now = self._clock()
+        late = {each.peer for each in self._open.values() if each.unknown and each.in_flight and now >= each.deadline}
+        if not late or (self._proof_at is not None and now < self._proof_at):
+            return
+        self._proof_at = now + self._settings.proof_s
+        for peer in late:
+            for backend in self._backends.values():
+                backend.close(peer)
