@@ -1,0 +1,288 @@
+"""Child processes that are kept alive: start and wait until ready, forward their output, restart what crashes, stop in order.
+
+It knows argument lists, descriptors and signals, and nothing of nodes or routers. One Supervisor lives in one asyncio loop on the main thread
+(the kernel ties a child's death signal to the thread that forked it).
+
+Requirements:
+ 1. A child dies with its parent, however the parent dies (PR_SET_PDEATHSIG).
+ 2. Terminal signals reach the parent alone: every child leads a session of its own, so that the parent decides who stops when.
+ 3. After `stop` returned no child is left, and nothing that a child left behind in its process group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from pdcluster import ready
+from pdcluster.errors import ConfigError, PdclusterError
+
+PR_SET_PDEATHSIG = 1
+TAIL_LINES = 15
+LINE_LIMIT_BYTES = 2**20
+CRASH_WINDOW_S = 60.0
+FIRST_DELAY_S = 0.2
+LONGEST_DELAY_S = 5.0
+KILL_WAIT_S = 5.0
+
+Facts = dict[str, object]
+Say = Callable[[str], None]
+Forward = Callable[[str, str], None]
+"""Takes (child's name, one line of its output)."""
+
+
+class StartFailed(PdclusterError):
+    """A child did not become ready."""
+
+    code = "start_failed"
+
+
+class GaveUp(PdclusterError):
+    """A child crashed more often than allowed."""
+
+    code = "gave_up"
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What to run. address_flag: a restart passes the first start's address by it, so that others still find the child."""
+
+    name: str
+    argv: tuple[str, ...]
+    drain_s: float
+    address_flag: str = ""
+
+
+class RestartPolicy:
+    """How long to wait before the next start after a crash: doubling, and at most `limit` crashes within CRASH_WINDOW_S."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._crashes: deque[float] = deque()
+
+    def crashed(self) -> float | None:
+        """Seconds to wait, or None to give up."""
+        now = self._clock()
+        while self._crashes and now - self._crashes[0] > CRASH_WINDOW_S:
+            self._crashes.popleft()
+        self._crashes.append(now)
+        if len(self._crashes) > self._limit:
+            return None
+        return float(min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** (len(self._crashes) - 1)))
+
+
+@dataclass(slots=True)
+class Child:
+    """One spec and its present process. `facts` is what that process announced."""
+
+    spec: Spec
+    policy: RestartPolicy
+    process: Process | None = None
+    facts: Facts = field(default_factory=dict)
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    output: asyncio.Task[None] | None = None
+
+    def argv(self) -> tuple[str, ...]:
+        address = self.facts.get("address")
+        return (*self.spec.argv, self.spec.address_flag, str(address)) if self.spec.address_flag and address else self.spec.argv
+
+
+class Supervisor:
+    """Owns its children and the tasks that watch them; all methods run in one loop."""
+
+    def __init__(self, say: Say, forward: Forward, ready_s: float, restarts: int) -> None:
+        self._say = say
+        self._forward = forward
+        self._ready_s = ready_s
+        self._restarts = restarts
+        self._children: dict[str, Child] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._failure: asyncio.Future[GaveUp] = asyncio.get_running_loop().create_future()
+        self._hurry = asyncio.Event()
+        self.killed: list[str] = []
+        """Names of children that had to be killed by `stop`."""
+
+    async def start(self, spec: Spec) -> Facts:
+        """Run a child and wait until it is ready; from then on it is kept alive."""
+        child = Child(spec, RestartPolicy(self._restarts))
+        self._children[spec.name] = child
+        await self._launch(child)
+        self._keepers[spec.name] = asyncio.create_task(self._keep(child), name=f"keep {spec.name}")
+        return child.facts
+
+    async def failed(self) -> GaveUp:
+        """Returns when a child crashed too often, with the reason."""
+        return await asyncio.shield(self._failure)
+
+    def pid(self, name: str) -> int | None:
+        """The process id of a running child."""
+        process = self._children[name].process
+        return process.pid if process is not None and process.returncode is None else None
+
+    async def stop(self, order: Iterable[Iterable[str]]) -> None:
+        """Stop group after group: SIGTERM, the child's drain time, then SIGKILL. Names that never started are skipped."""
+        for keeper in self._keepers.values():
+            keeper.cancel()  # first, so that nothing is restarted behind our back
+        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        for group in order:
+            await asyncio.gather(*(self._stop(self._children[name]) for name in group if name in self._children))
+
+    def hurry(self) -> None:
+        """Do not wait for drains any more; takes effect in a `stop` that is under way, too."""
+        self._hurry.set()
+
+    async def _launch(self, child: Child) -> None:
+        reader, writer = os.pipe()
+        try:
+            child.process = await asyncio.create_subprocess_exec(
+                *child.argv(),
+                "--ready-fd",
+                str(writer),
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=STDOUT,
+                limit=LINE_LIMIT_BYTES,
+                pass_fds=(writer,),
+                start_new_session=True,
+                preexec_fn=_die_with(os.getpid()),
+            )
+        except OSError as error:
+            os.close(reader)
+            raise StartFailed(f"{child.spec.name} could not be started: {error}") from error
+        finally:
+            os.close(writer)
+        child.output = asyncio.create_task(self._forward_output(child, child.process), name=f"output of {child.spec.name}")
+        child.facts = await self._until_ready(child, child.process, reader)
+
+    async def _until_ready(self, child: Child, process: Process, descriptor: int) -> Facts:
+        name = child.spec.name
+        stream = asyncio.StreamReader(limit=ready.MAX_LINE_BYTES)
+        pipe = os.fdopen(descriptor, "rb", buffering=0)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+        try:
+            line = await asyncio.wait_for(stream.readline(), self._ready_s)
+        except TimeoutError as error:
+            await self._kill(child)
+            raise StartFailed(self._explain(child, f"{name} was not ready within {self._ready_s:g} s (up.ready_s)")) from error
+        finally:
+            transport.close()
+        if line:
+            return ready.parse(line)
+        with contextlib.suppress(TimeoutError):  # it closed the descriptor and lives on: killed below
+            await asyncio.wait_for(process.wait(), 1.0)
+        await self._kill(child)
+        raise StartFailed(self._explain(child, f"{name} ended before it was ready ({describe(process.returncode)})"))
+
+    def _explain(self, child: Child, what: str) -> str:
+        lines = "".join(f"\n  {line}" for line in child.tail)
+        return f"{what}; its last output:{lines}" if lines else f"{what}, without any output"
+
+    async def _forward_output(self, child: Child, process: Process) -> None:
+        assert process.stdout is not None
+        while True:
+            try:
+                raw = await process.stdout.readline()
+            except ValueError:
+                raw = b"(a line of more than 1 MiB was dropped)\n"
+            if not raw:
+                return
+            line = raw.decode(errors="backslashreplace").rstrip("\n")
+            child.tail.append(line)
+            self._forward(child.spec.name, line)
+
+    async def _keep(self, child: Child) -> None:
+        """Restart the child whenever it crashes, until it ends well, crashes too often, or `stop` cancels this."""
+        name = child.spec.name
+        while child.process is not None:
+            code = await child.process.wait()
+            _kill_group(child.process.pid)
+            if code == 0:
+                self._say(f"{name} ended by itself and is not started again")
+                return
+            self._say(f"{name} crashed ({describe(code)})")
+            if not await self._revive(child):
+                return
+
+    async def _revive(self, child: Child) -> bool:
+        """Start a crashed child again, with as many tries as the policy allows; False when it crashed too often."""
+        name = child.spec.name
+        while (delay := child.policy.crashed()) is not None:
+            await asyncio.sleep(delay)
+            began = time.monotonic()
+            try:
+                await self._launch(child)
+            except PdclusterError as error:
+                self._say(f"{name} did not come back: {error}")
+                continue
+            self._say(f"{name} is back (ready in {time.monotonic() - began:.1f} s)")
+            return True
+        if not self._failure.done():
+            self._failure.set_result(GaveUp(self._explain(child, f"{name} crashed more than {self._restarts} times within a minute (up.restarts)")))
+        return False
+
+    async def _stop(self, child: Child) -> None:
+        process = child.process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself just now
+                process.terminate()
+            if not await self._ends(process, child.spec.drain_s):
+                if not self._hurry.is_set():
+                    self._say(f"{child.spec.name} did not stop within {child.spec.drain_s:g} s and is killed")
+                self.killed.append(child.spec.name)
+        await self._kill(child)
+
+    async def _ends(self, process: Process, seconds: float) -> bool:
+        ended = asyncio.create_task(process.wait())
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait({ended, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        ended.cancel()
+        return process.returncode is not None
+
+    async def _kill(self, child: Child) -> None:
+        """The child's process, whatever is left of its process group, and the end of its output."""
+        if child.process is None:
+            return
+        _kill_group(child.process.pid)
+        try:
+            await asyncio.wait_for(child.process.wait(), KILL_WAIT_S)
+        except TimeoutError:
+            self._say(f"{child.spec.name} (pid {child.process.pid}) is stuck in the kernel and did not die; look at it with ps")
+        if child.output is not None:
+            await asyncio.wait({child.output}, timeout=KILL_WAIT_S)
+            child.output.cancel()
+
+
+def describe(code: int | None) -> str:
+    """An exit status in words."""
+    if code is None:
+        return "still running"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """What the child does between fork and exec so that it cannot outlive its parent."""
+    if sys.platform != "linux":
+        raise ConfigError("pdcluster up needs Linux; run it in a Linux container or virtual machine")
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def before_exec() -> None:
+        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != parent:
+            os._exit(127)  # the parent died before prctl could tie us to it
+
+    return before_exec

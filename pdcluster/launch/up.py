@@ -1,0 +1,314 @@
+"""`pdcluster up`: bootstrap, nodes and router of one cluster as child processes on this machine.
+
+Decides names, addresses, cores and the order of starting and stopping; keeping processes alive is the supervisor's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO, TypeVar
+
+from pdcluster.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, Section, UpConfig, keys, load, section_of, split_address
+from pdcluster.errors import ConfigError, PdclusterError, Unavailable
+from pdcluster.launch import bundled
+from pdcluster.launch.supervisor import Facts, Spec, Supervisor
+from pdcluster.log import resolve_format
+from pdcluster.messages import Role
+
+NODE_STOP_S = 5.0
+BOOTSTRAP_STOP_S = 3.0
+KILL_GRACE_S = 2.0
+"""A process gets this much longer than its own drain deadline before it is killed."""
+READY_POLL_S = 0.03
+T = TypeVar("T")
+ROUTER = "router"
+BOOTSTRAP = "bootstrap"
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """One node to start. cores: empty when it is not pinned."""
+
+    name: str
+    role: Role
+    cores: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A cluster that answers. host and port are the router's, seconds what the start took."""
+
+    host: str
+    port: int
+    model: str
+    nodes: tuple[str, ...]
+    transfer: str
+    seconds: float
+
+    @property
+    def url(self) -> str:
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    def line(self) -> str:
+        return f"ready in {self.seconds:.1f} s: {self.url}/v1  model {self.model}  nodes {' '.join(self.nodes)}  transfer {self.transfer}"
+
+
+class Output:
+    """What `up` shows: its own lines on stdout, its children's on stderr, each with the child's name."""
+
+    def __init__(self, out: TextIO, err: TextIO, *, as_json: bool, width: int) -> None:
+        self._out = out
+        self._err = err
+        self._as_json = as_json
+        self._width = width
+
+    def say(self, line: str) -> None:
+        print(line, file=self._out, flush=True)
+
+    def forward(self, name: str, line: str) -> None:
+        if not self._as_json:
+            line = f"{name:<{self._width}} | {line}"
+        elif not line.startswith("{"):
+            line = json.dumps({"process": name, "event": line}, ensure_ascii=False)
+        print(line, file=self._err, flush=True)
+
+
+class Cluster:
+    """The processes of one `up`. Start it once, stop it once; `stop` may be called at any time."""
+
+    def __init__(self, loaded: Loaded[UpConfig], output: Output, *, log_format: str) -> None:
+        self._loaded = loaded
+        self._config = loaded.config
+        self._say = output.say
+        self._log_format = log_format
+        self._nodes = plan_nodes(self._config, os.sched_getaffinity(0))
+        self.supervisor = Supervisor(output.say, output.forward, self._config.ready_s, self._config.restarts)
+
+    async def start(self) -> Serving:
+        began = time.monotonic()
+        self._check()
+        bootstrap = await self.supervisor.start(self._bootstrap_spec())
+        address = str(bootstrap["address"])
+        specs = [self._node_spec(plan, address) for plan in self._nodes] + [self._router_spec(address)]
+        *nodes, router = await _all_or_nothing([self.supervisor.start(spec) for spec in specs])
+        host, port = split_address(str(router["address"]))
+        model = await self._answers(host, port)
+        return Serving(host, port, model, tuple(plan.name for plan in self._nodes), _transfer(self._config, nodes), time.monotonic() - began)
+
+    async def stop(self) -> bool:
+        """Drain and stop everything, the router first; True when nothing had to be killed."""
+        await self.supervisor.stop([[ROUTER], [plan.name for plan in self._nodes], [BOOTSTRAP]])
+        return not self.supervisor.killed
+
+    def _check(self) -> None:
+        """Refuse what cannot work before anything starts."""
+        for section in (BootstrapConfig, NodeConfig, RouterConfig):
+            load(section, self._loaded.flags, self._loaded.file)
+        if self._config.model is not None:
+            model_directory(self._config.model)
+        elif load(NodeConfig, self._loaded.flags, self._loaded.file).config.model is None:
+            bundled.path()
+        check_free(self._config.http)
+
+    async def _answers(self, host: str, port: int) -> str:
+        """Wait until the router says that it can serve; returns the model's name."""
+        deadline = time.monotonic() + self._config.ready_s
+        while (status := (await asyncio.to_thread(_get, host, port, "/ready"))[0]) != 200:
+            if time.monotonic() > deadline:
+                raise Unavailable(f"all processes started, but the router answers /ready with {status} for {self._config.ready_s:g} s (up.ready_s)")
+            await asyncio.sleep(READY_POLL_S)
+        _, body = await asyncio.to_thread(_get, host, port, "/v1/models")
+        return str(json.loads(body)["data"][0]["id"])
+
+    def _bootstrap_spec(self) -> Spec:
+        own: dict[str, object] = {"bootstrap.listen": "127.0.0.1:0"}
+        argv = self._argv(BootstrapConfig, ("pdcluster.cli", "bootstrap"), own)
+        return Spec(BOOTSTRAP, argv, BOOTSTRAP_STOP_S, address_flag="--listen")
+
+    def _node_spec(self, plan: NodePlan, bootstrap: str) -> Spec:
+        own: dict[str, object] = {
+            "node.role": plan.role,
+            "node.name": plan.name,
+            "node.bootstrap": bootstrap,
+            "node.listen": "127.0.0.1:0",
+            "node.drain_s": NODE_STOP_S,
+        }
+        if plan.cores:
+            own |= {"node.cores": ",".join(map(str, plan.cores)), "node.threads": len(plan.cores)}
+        if self._is_set("up.device"):
+            own["node.device"] = self._config.device
+        if self._is_set("up.transfer"):
+            own["node.transfer.backend"] = self._config.transfer
+        if self._config.model is not None:
+            own["node.model"] = model_directory(self._config.model)
+        argv = self._argv(NodeConfig, ("pdcluster.cli", "node"), own)
+        return Spec(plan.name, argv, NODE_STOP_S + KILL_GRACE_S)
+
+    def _router_spec(self, bootstrap: str) -> Spec:
+        own: dict[str, object] = {"router.http": self._config.http, "router.bootstrap": bootstrap, "router.drain_s": self._config.drain_s}
+        argv = self._argv(RouterConfig, ("pdcluster_router.cli",), own)
+        return Spec(ROUTER, argv, self._config.drain_s + KILL_GRACE_S, address_flag="--http")
+
+    def _argv(self, cls: type[Section], module: tuple[str, ...], own: dict[str, object]) -> tuple[str, ...]:
+        """The child's command line. `own` wins over what the user set for the section."""
+        section = section_of(cls)
+        own[f"{section}.log.format"] = self._log_format
+        if self._is_set("up.log.level"):
+            own[f"{section}.log.level"] = self._config.log.level
+        given = {path: value for path, value in self._loaded.flags.items() if path.startswith(f"{section}.")} | own
+        flags = {key.path: key.flag for key in keys(cls)}
+        argv = [sys.executable, "-m", *module]
+        if self._loaded.file is not None:
+            argv += ["--config", str(self._loaded.file)]
+        for path, value in given.items():
+            argv += ["--set", f"{path}={value}"] if isinstance(value, bool) or path not in own else [flags[path], str(value)]
+        return tuple(argv)
+
+    def _is_set(self, path: str) -> bool:
+        return self._loaded.origins[path] != "default"
+
+
+def run(loaded: Loaded[UpConfig]) -> int:
+    """Start, say one line when ready, serve until SIGINT, SIGTERM or a lasting failure, stop."""
+    return asyncio.run(_serve(loaded))
+
+
+async def _serve(loaded: Loaded[UpConfig]) -> int:
+    output, log_format = make_output(loaded)
+    stop = on_signals()
+    cluster = Cluster(loaded, output, log_format=log_format)
+    failure: PdclusterError | None = None
+    try:
+        serving = await _unless(stop.first, cluster.start())
+        if serving is not None:
+            output.say(serving.line())
+            failure = await _unless(stop.first, cluster.supervisor.failed())
+    except PdclusterError as error:
+        failure = error
+    if failure is not None:
+        output.say(f"error: {failure}")
+    else:
+        output.say("stopping; once more to stop without waiting")
+    hurry = asyncio.create_task(_hurry(stop, cluster))
+    clean = await cluster.stop()
+    hurry.cancel()
+    output.say("stopped")
+    return (2 if isinstance(failure, ConfigError) else 1) if failure is not None or not clean else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """Set by the first and by the second SIGINT, SIGTERM or SIGHUP."""
+
+    first: asyncio.Event
+    second: asyncio.Event
+
+
+def on_signals() -> Signals:
+    signals = Signals(asyncio.Event(), asyncio.Event())
+
+    def received() -> None:
+        (signals.second if signals.first.is_set() else signals.first).set()
+
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # ignored: started by nohup
+    for number in (signal.SIGINT, signal.SIGTERM, *hangup):
+        asyncio.get_running_loop().add_signal_handler(number, received)
+    return signals
+
+
+async def _hurry(stop: Signals, cluster: Cluster) -> None:
+    await stop.second.wait()
+    cluster.supervisor.hurry()
+
+
+def make_output(loaded: Loaded[UpConfig]) -> tuple[Output, str]:
+    """Where lines go, and the log format children must use (their own stderr is a pipe, so they cannot tell)."""
+    log_format = resolve_format(loaded.config.log.format, sys.stderr)
+    width = max(len(BOOTSTRAP), *(len(plan.name) for plan in plan_nodes(loaded.config, set())))
+    return Output(sys.stdout, sys.stderr, as_json=log_format == "json", width=width), log_format
+
+
+def plan_nodes(config: UpConfig, available: set[int]) -> tuple[NodePlan, ...]:
+    """Names and roles; every node gets an equal share of the cores when there is at least one for each, the rest is left to the router."""
+    roles: list[tuple[Role, int]] = [("prefill", config.prefill), ("decode", config.decode), ("mixed", config.mixed)]
+    named = [(f"{role}-{index}", role) for role, count in roles for index in range(count)]
+    cores = sorted(available)
+    share = len(cores) // len(named) if config.pin and config.device == "cpu" else 0
+    return tuple(NodePlan(name, role, tuple(cores[i * share : (i + 1) * share])) for i, (name, role) in enumerate(named))
+
+
+def model_directory(model: Path) -> Path:
+    """`model` as an absolute path, refused when it holds no model."""
+    model = model.absolute()
+    if not (model / "config.json").is_file():
+        what = "has no config.json" if model.is_dir() else "does not exist"
+        raise ConfigError(f"up.model is {model}, which {what}; give a Hugging Face model directory, or leave it out to use the bundled model")
+    return model
+
+
+def check_free(address: str) -> None:
+    """Refuse an HTTP address that the router could not listen on, before anything starts."""
+    host, port = split_address(address)
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            probe.listen(1)
+    except OSError as error:
+        raise ConfigError(f"up.http {address} cannot be used: {error.strerror}; stop what holds it, or choose another with --http") from error
+
+
+def _transfer(config: UpConfig, nodes: list[Facts]) -> str:
+    """What the nodes announced, or what was asked for when they did not say."""
+    announced = {str(facts["transfer"]) for facts in nodes if facts.get("transfer")}
+    return "/".join(sorted(announced)) or config.transfer
+
+
+def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
+    """(status, body); status 0 while nobody answers."""
+    connection = http.client.HTTPConnection(host, port, timeout=5.0)
+    try:
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+async def _all_or_nothing(starts: list[Coroutine[None, None, Facts]]) -> list[Facts]:
+    """Run all at once; the first failure cancels the others and is raised."""
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[None, None, T]) -> T | None:
+    """The result of `work`, or None when `stop` was set first."""
+    task = asyncio.create_task(work)
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    return None
