@@ -1,0 +1,171 @@
+"""The engine: one model, its KV pool and a worker thread that computes one step at a time. It decides nothing about which rows run when.
+
+    launch(plan) ──▶ worker: batch → forward → logits → sample ──▶ done_fd readable ──▶ collect() → StepResult
+
+`launch` and `collect` belong to one thread, the node's loop; between the two it is free, as the worker holds the GIL only between kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdcluster.engine.batch import Batch, Limits, build_batch
+from pdcluster.engine.model_config import ModelConfig, read_config
+from pdcluster.engine.models.base import Model, Progress
+from pdcluster.engine.models.decoder import Decoder
+from pdcluster.engine.ops import select_ops
+from pdcluster.engine.sampler import Choice, sample, token_logprobs
+from pdcluster.engine.weights import DTypeChoice, load_weights, weights_digest
+from pdcluster.engine.worker import Worker
+from pdcluster.errors import ConfigError, ModelError
+from pdcluster.kv.layout import KVLayout
+from pdcluster.kv.pool import KVPool
+from pdcluster.messages import Sampling, TokenLogprobs
+from pdcluster.step import Row, RowResult, StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+
+LOGPROB_BLOCK = 128
+"""Prompt positions whose logits exist at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """num_pages or kv_bytes sizes the pool (num_pages wins); max_len None is what the model was made for; cache_dir keeps compiled kernels."""
+
+    model_dir: Path
+    cache_dir: Path
+    dtype: DTypeChoice = "auto"
+    device: str = "cpu"
+    page_tokens: int = 32
+    num_pages: int | None = None
+    kv_bytes: int = 1 << 28
+    max_len: int | None = None
+    threads: int = 1
+
+
+class Engine:
+    """launch, collect, step, warmup and close from one thread; progress and the attributes from any."""
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        torch.set_num_threads(config.threads)
+        self.config: ModelConfig = read_config(config.model_dir)
+        self.max_len = _max_len(config.max_len, self.config)
+        self.weights_digest = weights_digest(config.model_dir, self.config)
+        weights = load_weights(config.model_dir, self.config, config.dtype, config.device)
+        self.layout: KVLayout = self.config.kv_layout(config.page_tokens, weights.dtype)
+        self.num_pages = config.num_pages or config.kv_bytes // self.layout.page_bytes
+        _check_capacity(self.num_pages, self.layout)
+        self.pool = KVPool(self.layout, self.num_pages, config.device)
+        self._ops = select_ops(config.device, weights.dtype, config.threads, config.cache_dir)
+        self._model: Model = Decoder(self.config, weights, self.pool.tensor, self._ops)
+        self._device = config.device
+        self._limits = Limits(self.config.vocab_size, self.num_pages, config.page_tokens, self.max_len)
+        self._progress = progress or Progress()
+        self._worker = Worker(self._compute, config.threads)
+        log.info("engine: %s, %s on %s (%s), %d pages", self.config.architecture, weights.dtype, config.device, self._ops.name, self.num_pages)
+
+    @property
+    def progress(self) -> int:
+        """Layers computed since start; it stands still when nothing runs or the worker is stuck."""
+        return self._progress.value
+
+    @property
+    def done_fd(self) -> int:
+        """Readable from the end of a launched step until it is collected."""
+        return self._worker.done_fd
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step; raises IntegrityError when the previous one was not collected."""
+        self._worker.launch(plan)
+
+    def collect(self, timeout: float | None = None) -> StepResult:
+        """The launched step's result, or what it raised; DeadlineExceeded when it is not done after `timeout` seconds (it goes on)."""
+        return self._worker.collect(timeout)
+
+    def step(self, plan: StepPlan) -> StepResult:
+        self.launch(plan)
+        return self.collect()
+
+    def warmup(self) -> None:
+        """Run the shapes a first request meets, so that it does not pay for allocations and first touches. Leaves junk in pages, so: before serving."""
+        tokens = min(64, self.max_len - 1, (self.num_pages * self.layout.page_tokens) - 1)
+        pages = np.arange(self.layout.num_pages(tokens + 1), dtype=np.int32)
+        ids = np.zeros(tokens, np.int32)
+        sampling = Sampling(max_tokens=1, seed=0)
+        self.step(StepPlan((Row("warmup", ids, 0, pages, sampling),)))
+        for _ in range(2):
+            self.step(StepPlan((Row("warmup", ids[:1], tokens - 1, pages, sampling),)))
+
+    def close(self) -> None:
+        """Wait for a running step, stop the worker, give up the pool. Idempotent."""
+        self._worker.close()
+        self._ops.close()
+        self.pool.close()
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        """On the worker thread."""
+        begin = time.perf_counter()
+        batch = build_batch(plan, self._limits, self._device)
+        hidden = self._model.forward(batch, self._progress)
+        prompt = [self._prompt_logprobs(row, hidden[span.begin : span.end]) for row, span in zip(plan.rows, batch.spans, strict=True)]
+        sampled = self._sample(plan, batch, hidden)
+        rows = tuple(RowResult(row.request, *sampled.get(index, (None, None)), prompt[index]) for index, row in enumerate(plan.rows))
+        return StepResult(rows, time.perf_counter() - begin)
+
+    def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, tuple[int, TokenLogprobs | None]]:
+        """Token and logprobs by index of the rows that sample."""
+        wanted = [(index, row.sampling) for index, row in enumerate(plan.rows) if row.sampling is not None]
+        if not wanted:
+            return {}
+        indexes = [index for index, _ in wanted]
+        logits = self._model.logits(hidden[[batch.spans[index].end - 1 for index in indexes]])
+        choices = [Choice(sampling, batch.spans[index].length, plan.rows[index].output_index) for index, sampling in wanted]
+        tokens = sample(logits, choices, self.config.eos_token_ids)
+        asked = [(place, sampling.logprobs) for place, (_, sampling) in enumerate(wanted) if sampling.logprobs is not None]
+        logprobs: dict[int, TokenLogprobs] = {}
+        if asked:
+            places = [place for place, _ in asked]
+            found = token_logprobs(logits[places], [tokens[place] for place in places], [count for _, count in asked])
+            logprobs = dict(zip(places, found, strict=True))
+        return {index: (tokens[place], logprobs.get(place)) for place, index in enumerate(indexes)}
+
+    def _prompt_logprobs(self, row: Row, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
+        if row.prompt_logprobs is None:
+            return ()
+        targets = row.tokens[1:].tolist() + ([] if row.next_token is None else [row.next_token])
+        found: list[TokenLogprobs] = []
+        for begin, end in _blocks(len(targets), LOGPROB_BLOCK):
+            logits = self._model.logits(hidden[begin:end])
+            found += token_logprobs(logits, targets[begin:end], [row.prompt_logprobs] * (end - begin))
+        return tuple(found)
+
+
+def _blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
+    return ((begin, min(begin + size, count)) for begin in range(0, count, size))
+
+
+def _max_len(wanted: int | None, config: ModelConfig) -> int:
+    """The longest sequence served, checked against what the model computes right."""
+    max_len = config.max_position_embeddings if wanted is None else wanted
+    if not 1 <= max_len <= config.max_position_embeddings:
+        raise ConfigError(f"max_len {max_len} is not in 1…{config.max_position_embeddings}, which is what the model was made for; lower --max-len")
+    if config.sliding_window is not None and max_len > config.sliding_window:
+        raise ModelError(
+            f"config.json: sliding_window {config.sliding_window} is not supported for sequences beyond it; serve the model with "
+            f"--max-len {config.sliding_window}, up to which the window changes nothing"
+        )
+    return max_len
+
+
+def _check_capacity(num_pages: int, layout: KVLayout) -> None:
+    if num_pages < 1:
+        raise ConfigError(f"the KV memory does not hold one page of {layout.page_bytes} bytes; raise kv_bytes or lower page_tokens")

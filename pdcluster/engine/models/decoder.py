@@ -1,0 +1,76 @@
+"""The decoder that Llama 3, Qwen2, Qwen3 and Mistral share, over the flattened tokens of a mixed batch.
+
+The families differ in data only: biases and q/k norms are there or not (`LayerWeights`). A layer is an attention block and a feed-forward block
+with a residual around each; another kind of block replaces one of the two classes here.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdcluster.engine.attention.base import Angles, Attention, AttentionShape, HeadNorms
+from pdcluster.engine.batch import Batch
+from pdcluster.engine.model_config import ModelConfig
+from pdcluster.engine.models.base import Progress
+from pdcluster.engine.ops import Ops
+from pdcluster.engine.rope import Rope
+from pdcluster.engine.weights import LayerWeights, Weights
+
+
+class Decoder:
+    """pages: the KV pool's tensor; every forward writes and reads there."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, pages: Tensor, ops: Ops) -> None:
+        self._ops = ops
+        self._eps = config.rms_norm_eps
+        self._embedding = weights.embedding
+        self._norm = weights.norm
+        self._head = ops.linear([weights.head], [None])
+        self._rope = Rope(config.rope, config.head_dim, pages.device.type)
+        attention = ops.attention(AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps), pages)
+        self._layers = tuple(_Layer(layer, index, attention, self._eps, ops) for index, layer in enumerate(weights.layers))
+
+    def forward(self, batch: Batch, progress: Progress) -> Tensor:
+        hidden = F.embedding(batch.token_ids, self._embedding)
+        angles = Angles(*self._rope.angles(batch.positions))
+        for layer in self._layers:
+            hidden = layer(hidden, angles, batch)
+            progress.advance()
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._head(self._ops.rms_norm(hidden, self._norm, self._eps)).float()
+
+
+class _Layer:
+    def __init__(self, weights: LayerWeights, index: int, attention: Attention, eps: float, ops: Ops) -> None:
+        self._ops, self._eps = ops, eps
+        self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
+        self._attend = _SelfAttention(weights, index, attention, ops)
+        self._feed_forward = _GatedMLP(weights, ops)
+
+    def __call__(self, hidden: Tensor, angles: Angles, batch: Batch) -> Tensor:
+        hidden = self._attend(self._ops.rms_norm(hidden, self._input_norm, self._eps), angles, batch).add_(hidden)
+        return self._feed_forward(self._ops.rms_norm(hidden, self._post_norm, self._eps)).add_(hidden)
+
+
+class _SelfAttention:
+    def __init__(self, weights: LayerWeights, index: int, attention: Attention, ops: Ops) -> None:
+        self._index, self._attention = index, attention
+        self._qkv = ops.linear([weights.q, weights.k, weights.v], [weights.q_bias, weights.k_bias, weights.v_bias])
+        self._output = ops.linear([weights.o], [weights.o_bias])
+        self._norms = HeadNorms(weights.q_norm, weights.k_norm) if weights.q_norm is not None and weights.k_norm is not None else None
+
+    def __call__(self, x: Tensor, angles: Angles, batch: Batch) -> Tensor:
+        return self._output(self._attention.run(self._qkv(x), self._norms, angles, self._index, batch))
+
+
+class _GatedMLP:
+    def __init__(self, weights: LayerWeights, ops: Ops) -> None:
+        self._ops = ops
+        self._gate_up = ops.linear([weights.gate, weights.up], [weights.gate_bias, weights.up_bias])
+        self._down = ops.linear([weights.down], [weights.down_bias])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(self._ops.silu_mul(self._gate_up(x)))

@@ -1,0 +1,109 @@
+"""Getting the numba kernels ready, or doing without them; and splitting one kernel call over threads. It computes nothing itself.
+
+The kernels are optional. When numba is missing or cannot compile here, `load_kernels` says so once in the log and returns None, and the engine
+runs on plain torch: slower, with the same results.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdcluster.kv.layout import DType
+
+log = logging.getLogger(__name__)
+
+Array = NDArray[Any]
+Kernel = Callable[..., None]
+
+
+class Kernels(Protocol):
+    """The functions of `engine.kernels`."""
+
+    matvec: Kernel
+    rms_norm: Kernel
+    silu_mul: Kernel
+    store_kv: Kernel
+    attend_decode: Kernel
+    gather_pages: Kernel
+
+
+def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
+    """The kernels, compiled for `dtype` or loaded from cache_dir; None (and a warning) when numba does not work on this machine."""
+    try:
+        import numba
+        from numba.core.errors import NumbaError
+    except ImportError as error:
+        log.warning("numba cannot be imported (%s); the engine runs on plain torch, which is slower", error)
+        return None
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    numba.config.CACHE_DIR = str(cache_dir)
+    try:
+        from pdcluster.engine import kernels
+
+        _compile(kernels, dtype)
+    except (NumbaError, OSError, RuntimeError) as error:
+        log.warning("numba cannot compile the CPU kernels (%s); the engine runs on plain torch, which is slower", error)
+        return None
+    return kernels
+
+
+def as_array(tensor: Tensor) -> Array:
+    """The numpy view of a CPU tensor that kernels take: bfloat16 as uint16, others as they are. Shares memory."""
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+class Parallel:
+    """Runs one kernel call on `threads` threads, its range of tasks cut in equal parts. Used by one thread at a time; `close` when done."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads - 1, thread_name_prefix="kernel") if threads > 1 else None
+
+    def run(self, kernel: Kernel, tasks: int, *args: object, grain: int = 1) -> None:
+        """kernel(*args, lo, hi) over [0, tasks), at least `grain` tasks to a thread (handing work over costs some 50 µs)."""
+        parts = min(self._threads, tasks // grain)
+        if self._pool is None or parts <= 1:
+            kernel(*args, 0, tasks)
+            return
+        bounds = [tasks * part // parts for part in range(parts + 1)]
+        pending = [self._pool.submit(kernel, *args, bounds[part], bounds[part + 1]) for part in range(1, parts)]
+        try:
+            kernel(*args, bounds[0], bounds[1])
+        finally:
+            results = [future.exception() for future in pending]
+        for error in results:
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def _compile(kernels: Kernels, dtype: DType) -> None:
+    """Call each kernel once on arrays of the types that the engine passes: compiles, or loads from the cache."""
+    item = np.uint16 if dtype == "bfloat16" else np.float32
+    one = np.zeros((1, 2), item)
+    angles = np.zeros((1, 1), np.float32)
+    pool = np.zeros((1, 1, 2, 1, 1, 2), item)
+    pages = np.zeros(1, np.int64)
+    eps = np.float32(1e-6)
+    if dtype == "bfloat16":
+        pairs = np.zeros((1, 1), np.uint32)
+        kernels.matvec(pairs[0], pairs, np.zeros(1, np.float32), np.zeros(1, item), 0, 1)
+    kernels.rms_norm(one, one[0], eps, one.copy(), 0, 1)
+    kernels.silu_mul(np.zeros((1, 4), item), one.copy(), 0, 1)
+    queries = np.zeros((1, 1, 2), item)
+    kernels.store_kv(np.zeros((1, 6), item), one[0], one[0], True, eps, angles, angles, pages, pages, pool, 0, queries, 0, 1)
+    kernels.attend_decode(queries, pool, 0, pages, pages, pages + 1, np.float32(1.0), queries.copy(), 0, 1)
+    tile = np.zeros((1, 1, 2), item)
+    kernels.gather_pages(pool, 0, pages, tile, tile.copy(), 0, 1)

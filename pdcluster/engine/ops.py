@@ -1,0 +1,103 @@
+"""The one place where an implementation is chosen: what runs the norms, the activation, the matrix products and the attention of a model.
+
+    TorchOps    plain torch: the reference, any device
+    CpuOps      numba kernels and, for bfloat16, prepacked oneDNN products
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdcluster.engine.attention.base import Attention, AttentionShape
+from pdcluster.engine.attention.cpu import CpuAttention
+from pdcluster.engine.attention.reference import ReferenceAttention
+from pdcluster.engine.linear import Linear, PackedLinear, PlainLinear, can_pack
+from pdcluster.engine.native import Kernels, Parallel, as_array, load_kernels
+from pdcluster.kv.layout import DType
+
+ROW_GRAIN = 32
+
+
+class Ops(Protocol):
+    name: str
+
+    def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
+        """One product for weights that share their input."""
+
+    def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
+        """Attention over the pool's tensor."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[n, width] → the same."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[n, 2 * width] → [n, width]."""
+
+    def close(self) -> None:
+        """Stop helper threads."""
+
+
+def select_ops(device: str, dtype: DType, threads: int, cache_dir: Path) -> Ops:
+    """The fastest that works here: CpuOps on a CPU where numba compiles, else TorchOps."""
+    kernels = load_kernels(cache_dir, dtype) if device == "cpu" else None
+    if kernels is None:
+        return TorchOps()
+    return CpuOps(kernels, Parallel(threads), pack=dtype == "bfloat16" and can_pack())
+
+
+class TorchOps:
+    name = "torch"
+
+    def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
+        return PlainLinear(weights, biases)
+
+    def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
+        return ReferenceAttention(shape, pages)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def close(self) -> None:
+        """Nothing runs beside the caller."""
+
+
+class CpuOps:
+    name = "cpu"
+
+    def __init__(self, kernels: Kernels, parallel: Parallel, *, pack: bool) -> None:
+        self._kernels = kernels
+        self._parallel = parallel
+        self._pack = pack
+
+    def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
+        if self._pack and weights[0].shape[1] % 2 == 0:
+            return PackedLinear(weights, biases, self._kernels, self._parallel)
+        return PlainLinear(weights, biases)
+
+    def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
+        return CpuAttention(shape, pages, self._kernels, self._parallel)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x)
+        self._parallel.run(self._kernels.rms_norm, x.shape[0], as_array(x), as_array(weight), np.float32(eps), as_array(out), grain=ROW_GRAIN)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+        self._parallel.run(self._kernels.silu_mul, gate_up.shape[0], as_array(gate_up), as_array(out), grain=ROW_GRAIN)
+        return out
+
+    def close(self) -> None:
+        self._parallel.close()

@@ -1,0 +1,122 @@
+"""Turns logits into tokens and logprobs. It runs no model and keeps no state: a token depends on its row's logits, sampling and position alone.
+
+Order of what is applied: bans (min_tokens), temperature, top_k, top_p (of what top_k left), min_p (of the most likely). Every filter is one
+threshold, so tokens that tie with the last one kept are kept too, and no order of sorting can change the result. One uniform number per token,
+inverse CDF over token ids in float64. Logprobs are of the raw logits, before all of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdcluster.engine.philox import uniforms
+from pdcluster.messages import Sampling, TokenLogprobs
+
+Scores = NDArray[np.float64]
+
+FIRST_CANDIDATES = 1024
+"""Most rows' filters are settled by that many of the best tokens, which are found without sorting the vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one row asks for. position: of the token to be chosen, which keys the generator; output_index: how many tokens were output before."""
+
+    sampling: Sampling
+    position: int
+    output_index: int = 0
+
+
+def sample(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int]) -> list[int]:
+    """One token per row of float32 [rows, vocabulary]. logits stay as they are."""
+    logits = _with_bans(logits, choices, eos_token_ids)
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature > 0]
+    if drawn:
+        chosen = _draw(logits[drawn].cpu().numpy().astype(np.float64), [choices[row] for row in drawn])
+        for row, token in zip(drawn, chosen, strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Natural logprob of each row's token, and of its counts[row] most likely tokens, best first."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    most = min(max(counts), logprobs.shape[1])
+    values, ids = logprobs.topk(most, dim=-1)
+    return [
+        TokenLogprobs(own[row], tuple(ids[row, :count].tolist()), tuple(values[row, :count].tolist())) if count else TokenLogprobs(own[row])
+        for row, count in enumerate(counts)
+    ]
+
+
+def _with_bans(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int]) -> Tensor:
+    """The same tensor when nothing is banned, else a copy without the ending tokens of rows that are too short to end."""
+    banned = [(row, _ending(choice.sampling, eos_token_ids)) for row, choice in enumerate(choices) if choice.output_index < choice.sampling.min_tokens]
+    banned = [(row, [token for token in ids if 0 <= token < logits.shape[1]]) for row, ids in banned]
+    if not any(ids for _, ids in banned):
+        return logits
+    logits = logits.clone()
+    for row, ids in banned:
+        logits[row, ids] = float("-inf")
+    return logits
+
+
+def _ending(sampling: Sampling, eos_token_ids: Sequence[int]) -> list[int]:
+    return [*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)]
+
+
+def _draw(logits: Scores, choices: Sequence[Choice]) -> list[int]:
+    samplings = [choice.sampling for choice in choices]
+    scores = logits / np.array([sampling.temperature for sampling in samplings])[:, None]
+    scores -= scores.max(axis=1, keepdims=True)
+    weights = np.exp(scores)
+    threshold = _thresholds(weights, samplings)
+    if threshold is not None:
+        weights[weights < threshold[:, None]] = 0.0
+    cumulative = weights.cumsum(axis=1)
+    numbers = uniforms([s.seed for s in samplings], [s.choice for s in samplings], [choice.position for choice in choices])
+    target = numbers * cumulative[:, -1]
+    found = (cumulative <= target[:, None]).sum(axis=1)
+    last_kept = weights.shape[1] - 1 - (weights[:, ::-1] > 0).argmax(axis=1)
+    tokens: list[int] = np.minimum(found, last_kept).tolist()
+    return tokens
+
+
+def _thresholds(weights: Scores, samplings: Sequence[Sampling]) -> Scores | None:
+    """Per row the least weight that stays, weights being exp(score - best score); None when no row filters."""
+    vocabulary = weights.shape[1]
+    top_k = np.array([vocabulary if s.top_k is None else min(s.top_k, vocabulary) for s in samplings])
+    top_p = np.array([1.0 if s.top_p is None else s.top_p for s in samplings])
+    min_p = np.array([0.0 if s.min_p is None else s.min_p for s in samplings])
+    ranked = (top_k < vocabulary) | (top_p < 1.0)
+    if not ranked.any():
+        return min_p if min_p.any() else None
+    thresholds = min_p
+    for row in np.flatnonzero(ranked):
+        thresholds[row] = max(thresholds[row], _rank_threshold(weights[row], int(top_k[row]), float(top_p[row])))
+    return thresholds
+
+
+def _rank_threshold(weights: Scores, top_k: int, top_p: float) -> float:
+    """The weight of the last token that top_k and top_p keep."""
+    vocabulary = len(weights)
+    kth = float(np.partition(weights, vocabulary - top_k)[vocabulary - top_k]) if top_k < vocabulary else 0.0
+    if top_p >= 1.0:
+        return kth
+    mass = top_p * float(weights[weights >= kth].sum())
+    count = min(FIRST_CANDIDATES, vocabulary)
+    while True:
+        best = np.sort(np.partition(weights, vocabulary - count)[vocabulary - count :])[::-1]
+        reached = np.flatnonzero(best.cumsum() >= mass)
+        if len(reached) or count == vocabulary:
+            last = int(reached[0]) if len(reached) else vocabulary - 1
+            return max(kth, float(best[last]))
+        count = min(count * 8, vocabulary)

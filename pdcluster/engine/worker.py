@@ -1,0 +1,82 @@
+"""A thread that computes one step at a time, and the descriptor that says when it is done. It knows nothing of what a step is.
+
+Requirements:
+ 1. Whatever the computation raises is raised by `collect`, once, with its traceback; the thread goes on.
+ 2. `done_fd` becomes readable no later than `collect` can return, and is not readable after it returned.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from pdcluster.errors import DeadlineExceeded, IntegrityError
+from pdcluster.step import StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """launch, collect and close from one thread, the owner's."""
+
+    def __init__(self, compute: Callable[[StepPlan], StepResult], threads: int) -> None:
+        self._compute = compute
+        self._threads = threads
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[StepResult | Exception] = queue.SimpleQueue()
+        self._in_flight = False
+        self._closed = False
+        self.done_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def launch(self, plan: StepPlan) -> None:
+        if self._closed:
+            raise IntegrityError("launch on a closed engine")
+        if self._in_flight:
+            raise IntegrityError("launch while a step is in flight; collect it first")
+        self._in_flight = True
+        self._plans.put(plan)
+
+    def collect(self, timeout: float | None) -> StepResult:
+        if not self._in_flight:
+            raise IntegrityError("collect without a launched step")
+        try:
+            outcome = self._outcomes.get(timeout=timeout)
+        except queue.Empty:
+            raise DeadlineExceeded(f"the step is not done after {timeout} s; collect it later", stage="liveness") from None
+        os.eventfd_read(self.done_fd)
+        self._in_flight = False
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def close(self) -> None:
+        """Wait for the step in flight, then stop. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._plans.put(None)
+        self._thread.join()
+        os.close(self.done_fd)
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            while (plan := self._plans.get()) is not None:
+                outcome = self._outcome(plan)
+                # Before the outcome is there to be collected, so that collect always finds the event it has to clear (2).
+                os.eventfd_write(self.done_fd, 1)
+                self._outcomes.put(outcome)
+
+    def _outcome(self, plan: StepPlan) -> StepResult | Exception:
+        try:
+            return self._compute(plan)
+        except Exception as error:
+            log.exception("the engine failed in a step of %d rows", len(plan.rows))
+            return error

@@ -1,0 +1,78 @@
+"""The memory behind page ids: one contiguous run of pages, and the tensor view that the engine computes in. It allocates no ids and knows no request.
+
+On CPU the pages are one memfd: anonymous shared memory that other processes can map through its descriptor and that the kernel frees with the
+last of them, even after SIGKILL. On an accelerator they are a plain device tensor, and `fd` is None.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+
+from pdcluster.errors import ConfigError
+from pdcluster.kv.layout import DType, KVLayout
+
+TORCH_DTYPE: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14; Python has no name for it."""
+
+
+class KVPool:
+    """Owns the pages from construction to `close`. Any thread may read the attributes; who may write which page is not decided here.
+
+    tensor: [page][layer][K, V][kv head][token][dim]; address, nbytes and fd are what `transfer.base.Region` wants.
+    """
+
+    def __init__(self, layout: KVLayout, num_pages: int, device: str = "cpu") -> None:
+        if num_pages < 1:
+            raise ConfigError(f"a KV pool of {num_pages} pages holds nothing; give it at least 1")
+        self.layout = layout
+        self.num_pages = num_pages
+        self.nbytes = num_pages * layout.page_bytes
+        self.fd: int | None = None
+        self._mapping: mmap.mmap | None = None
+        shape = (num_pages, layout.num_layers, 2, layout.num_kv_heads, layout.page_tokens, layout.head_dim)
+        dtype = TORCH_DTYPE[layout.dtype]
+        if device == "cpu":
+            self.fd, self._mapping = _map_shared(self.nbytes)
+            self.tensor = torch.frombuffer(self._mapping, dtype=dtype).view(shape)
+        else:
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.address: int = self.tensor.data_ptr()
+
+    @property
+    def view(self) -> memoryview:
+        """All bytes, writable. Only host memory has one."""
+        if self._mapping is None:
+            raise ConfigError("a pool in device memory has no host view; use a transfer backend that reaches device memory")
+        return memoryview(self._mapping)
+
+    def close(self) -> None:
+        """Give up the descriptor. The mapping itself goes with its last view, so that no reader is left with a dangling address. Idempotent."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+        self.tensor = torch.empty(0)
+        self._mapping = None
+
+
+def _map_shared(nbytes: int) -> tuple[int, mmap.mmap]:
+    fd = os.memfd_create("pdcluster-kv", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, nbytes)
+        mapping = mmap.mmap(fd, nbytes)
+    except (OSError, ValueError) as error:
+        os.close(fd)
+        raise ConfigError(f"cannot map {nbytes} bytes for the KV pool: {error}; lower the number of pages") from error
+    _populate(mapping)
+    return fd, mapping
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    """Touch every page now, so that the first prefill does not pay for it. Kernels that cannot are left to fault pages in on first use."""
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    except OSError:
+        mapping.madvise(mmap.MADV_WILLNEED)
