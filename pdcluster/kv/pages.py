@@ -83,6 +83,9 @@ class PagePool:
     def num_writers(self) -> int:
         return len(self._pages_of_writer)
 
+    def num_owners(self, page: int) -> int:
+        return self._owners[page]
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold num_tokens tokens."""
         return -(-num_tokens // self.page_tokens)

@@ -1,0 +1,35 @@
+"""What the scheduler may use. Plain values; the numbers come from the node's config and model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdcluster.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """token_budget: tokens computed in one step at most; max_rows: rows of the running batch and slots together; max_waiting: bound of the queue
+    (preempted rows come on top); max_len: prompt and output tokens of one request; reserve_tokens: output tokens of a row for which
+    admission keeps pages available; max_overtakes: how many smaller requests may pass one that waits for pages.
+    """
+
+    token_budget: int
+    max_rows: int
+    max_waiting: int
+    max_len: int
+    reserve_tokens: int = 512
+    eos_token_ids: frozenset[int] = frozenset()
+    max_overtakes: int = 8
+    retry_after_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name, value in (("token_budget", self.token_budget), ("max_rows", self.max_rows), ("max_waiting", self.max_waiting)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}, it must be at least 1")
+        if self.max_len < 2:
+            raise ConfigError(f"max_len is {self.max_len}, it must be at least 2: one prompt token and one output token")
+        if self.token_budget <= self.max_rows:
+            raise ConfigError(
+                f"token_budget {self.token_budget} must exceed max_rows {self.max_rows}: a row decodes one token a step, prompts need the rest"
+            )

@@ -1,0 +1,78 @@
+"""What a sequence puts into a step, what comes out of it, and when it ends. Pure functions over one sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdcluster.messages import FinishReason, TokenLogprobs
+from pdcluster.scheduler.sequence import Sequence
+from pdcluster.step import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one step, or a commit, did to one sequence.
+
+    token: the new output token, at output index `position` of the whole request; None for a chunk that is not the last of its prompt.
+    prompt_logprobs: all of them, with the first token of a request that asked for them. finished: why it ended with this token; its pages are no
+    longer its own then. parked: a remote prefill got its first token and keeps its pages until `release`.
+    """
+
+    key: str
+    request: str
+    attempt: int
+    position: int
+    sequence: Sequence
+    token: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finished: FinishReason | None = None
+    stop_token: int | None = None
+    parked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """The scheduler's part of messages.Load. waiting_tokens: those of prompts not computed yet; context_tokens: KV that running rows attend to."""
+
+    waiting: int
+    running: int
+    waiting_tokens: int
+    context_tokens: int
+    slots_used: int
+    reserved: int
+    parked: int
+
+
+def make_row(sequence: Sequence, count: int) -> Row:
+    """The row that computes the next `count` tokens; it samples when these are all there are."""
+    start = sequence.num_computed
+    end = start + count
+    tokens = sequence.tokens
+    wants = sequence.wants_prompt_logprobs
+    return Row(
+        request=sequence.key,
+        tokens=tokens[start:end],
+        start=start,
+        pages=sequence.pages,
+        sampling=sequence.sampling if end == sequence.num_tokens else None,
+        output_index=sequence.num_output,
+        prompt_logprobs=sequence.sampling.prompt_logprobs if wants else None,
+        next_token=int(tokens[end]) if wants and end < sequence.num_prompt else None,
+    )
+
+
+def finish(sequence: Sequence, token: int, eos_token_ids: frozenset[int]) -> tuple[FinishReason | None, int | None]:
+    """Why the sequence ends with `token`, which was just appended, and the token that ended it; (None, None) while it goes on.
+
+    Output tokens before index min_tokens end nothing, as in the sampler, which never draws an ending token there.
+    """
+    sampling = sequence.sampling
+    if sequence.num_output > sampling.min_tokens:
+        if not sampling.ignore_eos and token in eos_token_ids:
+            return "eos", token
+        if token in sampling.stop_token_ids:
+            return "stop", token
+    if sequence.num_tokens >= sequence.max_total:
+        return "length", None
+    return None, None

@@ -1,0 +1,476 @@
+"""Who computes which tokens in the next step. Pure: no torch, no I/O, no threads, no messages.
+
+There is no prefill phase and no decode phase: a sequence has tokens, some of them have KV, and each step computes some of the rest. Decode rows
+come first, one token each, so that the gap between tokens stays bounded; what is left of the token budget goes to prompts, in order of arrival.
+
+Rules that the code cites:
+ 1. A sequence gets the pages of all tokens it has when it is admitted, and one more whenever it outgrows them. Admission also keeps pages available
+    for the growth of every row (its *credit*), except when there is no other row: alone, a sequence may take what there is.
+ 2. A decode row that finds no page preempts the newest row; that one gives its pages back, waits in front of the queue and computes its tokens again.
+    A remote prefill is never preempted: it holds every page it will ever need, and a transfer may be reading them. Nor are slots and parked ones.
+ 3. A step in flight writes to the pages of its rows. A sequence that ends meanwhile keeps its pages until the step's results are taken in.
+ 4. A page enters the prefix cache after the step that filled it, or after its commit was verified; never before.
+ 5. At least one token of a prompt is computed here even if all of them are cached, because the first output token is drawn from its logits. A slot
+    needs no logits: its first token comes with the commit.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from itertools import islice
+
+from pdcluster.errors import BadRequest, IntegrityError, Overloaded, ProtocolError, RequestTooLarge
+from pdcluster.kv.pages import PagePool
+from pdcluster.lifecycle import Residence
+from pdcluster.messages import HASH_BYTES, TokenLogprobs
+from pdcluster.scheduler.limits import Limits
+from pdcluster.scheduler.rows import Occupancy, Update, finish, make_row
+from pdcluster.scheduler.sequence import Sequence
+from pdcluster.step import Row, RowResult, StepPlan, StepResult
+
+__all__ = ["Limits", "Occupancy", "Scheduler", "Update"]
+
+_LOOKAHEAD = 8
+"""How many requests are tried in one step beyond those that there are rows for."""
+
+
+class Scheduler:
+    """Owns the state of every sequence on the node; the pool is shared with the transfer's bookkeeping. Driven by one thread:
+
+    schedule → (the engine runs the plan; any other method may be called) → update.
+    """
+
+    def __init__(self, pages: PagePool, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pool = pages
+        self._limits = limits
+        self._clock = clock
+        self._live: dict[str, Sequence] = {}
+        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self._running: list[Sequence] = []
+        """Oldest first, whenever they were admitted; so the newest row is the last one."""
+        self._num_reserved = 0
+        self._num_parked = 0
+        self._credit = 0
+        self._num_arrived = 0
+        self._blocked: Sequence | None = None
+        """The first waiting sequence, when there were no pages for it."""
+        self._plan: StepPlan | None = None
+        self._in_flight: list[Sequence] = []
+        self.num_preemptions = 0
+
+    # ------------------------------------------------------------ sequences come and go
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence: local, or remote prefill. Raises BadRequest when it can never run here, Overloaded when the queue is full."""
+        self._accept(sequence)
+        if len(self._waiting) >= self._limits.max_waiting:
+            raise Overloaded(
+                f"{len(self._waiting)} requests are waiting, the queue takes {self._limits.max_waiting}; retry later", self._limits.retry_after_s
+            )
+        self._enter(sequence)
+        self._waiting[sequence.key] = sequence
+
+    def reserve(self, sequence: Sequence) -> list[int]:
+        """A slot for KV that another node writes: a row, the longest cached prefix (sequence.num_cached tokens) and pages for the rest.
+
+        Returns the pages of all tokens, in order. Raises BadRequest when it can never fit, Overloaded when there is no room now.
+        """
+        self._accept(sequence)
+        limits = self._limits
+        if self._num_free_rows == 0:
+            raise Overloaded(f"all {limits.max_rows} rows are taken; retry later", limits.retry_after_s)
+        if self._blocked is not None and self._blocked.state is Residence.WAITING and self._blocked.num_preempted:
+            raise Overloaded("a preempted request waits for KV pages; retry later", limits.retry_after_s)
+        if not self._take_pages(sequence, sequence.num_tokens // self._pool.page_tokens):
+            available = self._pool.num_available
+            raise Overloaded(f"no room for {sequence.num_tokens} tokens: {available} KV pages are available; retry later", limits.retry_after_s)
+        self._enter(sequence)
+        sequence.advance("reserve")
+        self._num_reserved += 1
+        self._stamp_start(sequence)
+        pages: list[int] = sequence.pages.tolist()
+        return pages
+
+    def commit(self, key: str, first_token: int, logprobs: TokenLogprobs | None = None) -> Update:
+        """The slot's KV was verified, and its writer detached: the row joins the batch with its first token, or ends with it."""
+        sequence = self._live.get(key)
+        if sequence is None or sequence.state is not Residence.RESERVED:
+            raise ProtocolError(f"commit for {key}, which is {'unknown' if sequence is None else sequence.state.name}, not a reserved slot")
+        sequence.num_computed = sequence.num_tokens
+        self._publish(sequence)
+        sequence.advance("commit")
+        self._num_reserved -= 1
+        insort(self._running, sequence, key=_order)
+        return self._append(sequence, first_token, logprobs)
+
+    def cancel(self, key: str) -> Sequence | None:
+        """End a sequence in whatever state (rule 3); None when it is not, or no longer, here. Its pages that have a writer turn quarantined."""
+        sequence = self._live.get(key)
+        if sequence is not None:
+            self._end(sequence)
+        return sequence
+
+    def release(self, key: str) -> Sequence | None:
+        """End a parked sequence: its KV was taken, or nobody wants it. None, and nothing done, when it is not parked here."""
+        sequence = self._live.get(key)
+        if sequence is None or sequence.state is not Residence.PARKED:
+            return None
+        self._end(sequence)
+        return sequence
+
+    def find(self, key: str) -> Sequence | None:
+        return self._live.get(key)
+
+    # ------------------------------------------------------------ steps
+
+    def schedule(self, token_budget: int | None = None) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute. token_budget: a smaller one for this step; decode rows run whatever it is."""
+        if self._plan is not None:
+            raise IntegrityError("schedule was called while a step is in flight; call update or drop_step first")
+        step = _Step(min(token_budget or self._limits.token_budget, self._limits.token_budget))
+        preemptions_before = self.num_preemptions
+        self._take_decodes(step)
+        step.left = max(step.left, 1)
+        self._take_chunks(step)
+        if self.num_preemptions == preemptions_before:
+            self._admit(step)
+        return self._launch(step)
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
+        """Take in the results of the step in flight: one Update per row whose sequence still lives, in the plan's order."""
+        self._check_results(plan, result)
+        in_flight = self._land()
+        return [
+            self._apply(sequence, row, answer)
+            for sequence, row, answer in zip(in_flight, plan.rows, result.rows, strict=True)
+            if sequence.state is Residence.RUNNING
+        ]
+
+    def drop_step(self) -> None:
+        """The step in flight failed: nothing was computed. Its rows stay as they were; the caller cancels those that shall not be tried again."""
+        self._land()
+
+    def _take_decodes(self, step: _Step) -> None:
+        for sequence in list(self._running):
+            if sequence.num_pending == 1 and sequence.state is Residence.RUNNING and self._has_room(sequence):
+                step.take(sequence, 1)
+
+    def _take_chunks(self, step: _Step) -> None:
+        for sequence in self._running:
+            if step.left == 0:
+                return
+            if sequence.num_pending > 1:
+                step.take(sequence, min(sequence.num_pending, step.left))
+
+    def _admit(self, step: _Step) -> None:
+        """Admit waiting sequences in order. When one finds no pages, smaller ones may pass it, but only max_overtakes times, so that it cannot
+        starve; a preempted one, whose client has seen tokens, is never passed."""
+        self._blocked = None
+        for sequence in list(islice(self._waiting.values(), self._num_free_rows + _LOOKAHEAD)):
+            blocked: Sequence | None = self._blocked
+            if step.left == 0 or self._num_free_rows == 0:
+                return
+            if blocked is not None and (blocked.num_preempted or blocked.num_overtaken >= self._limits.max_overtakes):
+                return
+            if self._try_admit(sequence):
+                step.take(sequence, min(sequence.num_pending, step.left))
+                if blocked is not None:
+                    blocked.num_overtaken += 1
+            elif blocked is None:
+                self._blocked = sequence
+
+    def _try_admit(self, sequence: Sequence) -> bool:
+        # Rule 5; and prompt logprobs need the logits of every prompt position.
+        usable_tokens = 0 if sequence.wants_prompt_logprobs else sequence.num_tokens - 1
+        if not self._take_pages(sequence, usable_tokens // self._pool.page_tokens):
+            return False
+        del self._waiting[sequence.key]
+        sequence.advance("admit")
+        insort(self._running, sequence, key=_order)
+        if sequence.first_scheduled is None:
+            self._stamp_start(sequence)
+        return True
+
+    def _launch(self, step: _Step) -> StepPlan | None:
+        self._in_flight = step.sequences
+        if not self._in_flight:
+            return None
+        for sequence in self._in_flight:
+            sequence.in_flight = True
+        self._plan = step.plan
+        return self._plan
+
+    def _check_results(self, plan: StepPlan, result: StepResult) -> None:
+        if plan is not self._plan:
+            raise IntegrityError("update was called for a step that is not in flight")
+        if [row.request for row in plan.rows] != [answer.request for answer in result.rows]:
+            raise IntegrityError("the engine's result has other rows than the plan")
+        for row, answer in zip(plan.rows, result.rows, strict=True):
+            if (row.sampling is None) != (answer.token is None):
+                raise IntegrityError(f"{row.request}: the engine gave {'no' if answer.token is None else 'a'} token, the plan says otherwise")
+
+    def _land(self) -> list[Sequence]:
+        """The step is over: its pages are no longer written to (rule 3)."""
+        in_flight, self._in_flight, self._plan = self._in_flight, [], None
+        for sequence in in_flight:
+            sequence.in_flight = False
+            if sequence.state is Residence.FINISHED:
+                self._free(sequence)
+        return in_flight
+
+    def _apply(self, sequence: Sequence, row: Row, answer: RowResult) -> Update:
+        sequence.num_computed += len(row.tokens)
+        self._publish(sequence)
+        if row.prompt_logprobs is not None:
+            sequence.prompt_logprobs.extend(answer.prompt_logprobs)
+        if answer.token is None:
+            return Update(sequence.key, sequence.request, sequence.attempt, sequence.num_output, sequence)
+        return self._append(sequence, answer.token, answer.logprobs)
+
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> Update:
+        """Give the sequence its next output token, and see what becomes of it."""
+        position = sequence.num_output
+        sequence.append(token)
+        sequence.last_token_at = self._clock()
+        if sequence.first_token_at is None:
+            sequence.first_token_at = sequence.last_token_at
+        prompt_logprobs, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), []
+        sequence.wants_prompt_logprobs = False
+        reason, stop_token = finish(sequence, token, self._limits.eos_token_ids)
+        parked = reason is None and sequence.remote
+        if reason is not None:
+            self._end(sequence)
+        elif parked:
+            self._park(sequence)
+        return Update(
+            sequence.key, sequence.request, sequence.attempt, position, sequence, token, logprobs, prompt_logprobs, reason, stop_token, parked
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ pages
+
+    def _take_pages(self, sequence: Sequence, max_cached: int) -> bool:
+        """Pages for all tokens of the sequence: the longest cached prefix of at most max_cached pages, and fresh ones. All or nothing (rule 1)."""
+        pool = self._pool
+        sequence.extend_hashes(sequence.num_tokens)
+        num_cached = pool.match_length(sequence.hashes, max_cached)
+        num_pages = pool.pages_for(sequence.num_tokens)
+        num_fresh = num_pages - num_cached
+        credit = self._growth(sequence, num_pages)
+        is_alone = not self._running and not self._num_reserved
+        needed = num_fresh if is_alone else num_fresh + credit + self._credit
+        if needed > pool.num_available:
+            return False
+        cached = pool.match(sequence.hashes, num_cached)
+        if needed > pool.num_available - pool.num_idle(cached):
+            return False
+        pool.acquire(cached)
+        fresh = pool.allocate(num_fresh)
+        assert fresh is not None
+        sequence.add_pages(cached + fresh)
+        sequence.num_published = num_cached
+        sequence.num_computed = num_cached * pool.page_tokens
+        self._set_credit(sequence, credit)
+        return True
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """A page for the next token of a decode row, at the cost of newer rows if need be; False when the row itself had to give way (rule 2)."""
+        if sequence.num_pages * self._pool.page_tokens >= sequence.num_tokens:
+            return True
+        while (pages := self._pool.allocate(1)) is None:
+            newest = next(row for row in reversed(self._running) if not row.remote)
+            self._preempt(newest)
+            if newest is sequence:
+                return False
+        sequence.add_pages(pages)
+        self._set_credit(sequence, self._growth(sequence, sequence.num_pages))
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        self._free(sequence)
+        sequence.advance("preempt")
+        sequence.num_preempted += 1
+        sequence.prompt_logprobs.clear()
+        self.num_preemptions += 1
+        self._waiting[sequence.key] = sequence
+        self._waiting.move_to_end(sequence.key, last=False)
+        self._blocked = sequence
+
+    def _growth(self, sequence: Sequence, num_pages: int) -> int:
+        """Pages beyond num_pages for the sequence's next reserve_tokens tokens. A remote prefill never grows; the last token needs no KV."""
+        if sequence.remote:
+            return 0
+        ahead = min(sequence.num_tokens + self._limits.reserve_tokens, sequence.max_total - 1)
+        return max(self._pool.pages_for(ahead) - num_pages, 0)
+
+    def _set_credit(self, sequence: Sequence, credit: int) -> None:
+        self._credit += credit - sequence.credit
+        sequence.credit = credit
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Enter the full pages that are computed into the prefix cache. Where the cache has a page of the same contents, the sequence takes that."""
+        pool = self._pool
+        num_full = sequence.num_computed // pool.page_tokens
+        if num_full == sequence.num_published:
+            return
+        sequence.extend_hashes(sequence.num_computed)
+        width = pool.page_tokens // pool.block_tokens * HASH_BYTES
+        for index in range(sequence.num_published, min(num_full, len(sequence.hashes) // width)):
+            start = index * width
+            page = int(sequence.pages[index])
+            parent = bytes(sequence.hashes[start - HASH_BYTES : start]) if index else None
+            kept = pool.publish(page, bytes(sequence.hashes[start : start + width]), parent)
+            if kept != page:
+                sequence.replace_page(index, kept)
+            sequence.num_published += 1
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _num_free_rows(self) -> int:
+        return self._limits.max_rows - len(self._running) - self._num_reserved
+
+    def _accept(self, sequence: Sequence) -> None:
+        """Refuse what can never run on this node."""
+        limits, pool = self._limits, self._pool
+        if sequence.key in self._live:
+            raise ProtocolError(f"{sequence.key} is here already; a new attempt needs a key of its own")
+        max_tokens = sequence.sampling.max_tokens
+        if max_tokens <= sequence.num_output:
+            raise BadRequest(f"max_tokens is {max_tokens}, but {sequence.num_output} output tokens exist; ask for more", "max_tokens")
+        if sequence.num_tokens >= limits.max_len:
+            raise RequestTooLarge(
+                f"the prompt has {sequence.num_tokens} tokens, this node takes {limits.max_len} with the output; shorten it or raise --max-len"
+            )
+        sequence.max_total = min(sequence.num_prompt + max_tokens, limits.max_len)
+        most = sequence.num_tokens if sequence.remote else sequence.max_total - 1
+        if pool.pages_for(most) > pool.num_pages:
+            raise RequestTooLarge(
+                f"the request may need KV for {most} tokens, this node's pool holds {pool.num_pages * pool.page_tokens}; "
+                "shorten the prompt, lower max_tokens, or give the node more KV memory"
+            )
+
+    def _enter(self, sequence: Sequence) -> None:
+        sequence.order = self._num_arrived
+        self._num_arrived += 1
+        self._live[sequence.key] = sequence
+
+    def _stamp_start(self, sequence: Sequence) -> None:
+        sequence.num_cached = sequence.num_computed
+        sequence.first_scheduled = self._clock()
+
+    def _park(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        sequence.advance("park")
+        self._num_parked += 1
+
+    def _end(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        sequence.advance("end")
+        del self._live[sequence.key]
+        if not sequence.in_flight:
+            self._free(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take the sequence off the list of its state."""
+        match sequence.state:
+            case Residence.WAITING:
+                del self._waiting[sequence.key]
+            case Residence.RUNNING:
+                self._running.remove(sequence)
+            case Residence.RESERVED:
+                self._num_reserved -= 1
+            case Residence.PARKED:
+                self._num_parked -= 1
+            case Residence.FINISHED:
+                raise IntegrityError(f"{sequence!r} ended twice")
+        self._set_credit(sequence, 0)
+
+    def _free(self, sequence: Sequence) -> None:
+        self._pool.release(sequence.take_pages())
+
+    # ------------------------------------------------------------ questions
+
+    def is_idle(self) -> bool:
+        """No sequence is here and no step in flight."""
+        return not self._live and self._plan is None
+
+    def has_work(self) -> bool:
+        """Some sequence waits or runs, so that `schedule` is worth calling."""
+        return bool(self._waiting or self._running)
+
+    def load(self) -> Occupancy:
+        prompts_left = sum(sequence.num_pending for sequence in self._running if sequence.num_pending > 1)
+        return Occupancy(
+            waiting=len(self._waiting),
+            running=len(self._running),
+            waiting_tokens=prompts_left + sum(sequence.num_tokens for sequence in self._waiting.values()),
+            context_tokens=sum(sequence.num_computed for sequence in self._running),
+            slots_used=len(self._running) + self._num_reserved,
+            reserved=self._num_reserved,
+            parked=self._num_parked,
+        )
+
+    def check_integrity(self) -> None:
+        """Recount everything, the pool's books too; raises IntegrityError that names what does not add up."""
+        self._pool.check_integrity()
+        states = Counter(sequence.state for sequence in self._live.values())
+        counted = {
+            Residence.WAITING: len(self._waiting),
+            Residence.RUNNING: len(self._running),
+            Residence.RESERVED: self._num_reserved,
+            Residence.PARKED: self._num_parked,
+            Residence.FINISHED: 0,
+        }
+        for state, count in counted.items():
+            _require(states[state] == count, f"{states[state]} sequences are {state.name}, {count} are counted")
+        credit = sum(sequence.credit for sequence in self._live.values())
+        _require(credit == self._credit, f"the rows' credit is {credit} pages, {self._credit} are counted")
+        _require(self._running == sorted(self._running, key=_order), "the running batch is out of order")
+        self._check_pages()
+
+    def _check_pages(self) -> None:
+        held: Counter[int] = Counter()
+        ending = [sequence for sequence in self._in_flight if sequence.state is Residence.FINISHED]
+        for sequence in [*self._live.values(), *ending]:
+            held.update(sequence.pages.tolist())
+            _require(bool(sequence.num_pages) == (sequence.state is not Residence.WAITING), f"{sequence!r} holds {sequence.num_pages} pages")
+        for page, count in held.items():
+            owners = self._pool.num_owners(page)
+            _require(owners >= count, f"page {page} is held by {count} sequences, but has {owners} owners")
+
+
+class _Step:
+    """A plan in the making. Rows of one token come first."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self._singles: list[Sequence] = []
+        self._chunks: list[Sequence] = []
+        self._single_rows: list[Row] = []
+        self._chunk_rows: list[Row] = []
+
+    def take(self, sequence: Sequence, count: int) -> None:
+        self.left -= count
+        (self._singles if count == 1 else self._chunks).append(sequence)
+        (self._single_rows if count == 1 else self._chunk_rows).append(make_row(sequence, count))
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self._singles + self._chunks
+
+    @property
+    def plan(self) -> StepPlan:
+        return StepPlan((*self._single_rows, *self._chunk_rows))
+
+
+def _order(sequence: Sequence) -> int:
+    return sequence.order
+
+
+def _require(condition: bool, complaint: str) -> None:
+    if not condition:
+        raise IntegrityError(f"scheduler: {complaint}")

@@ -1,0 +1,183 @@
+"""One attempt of one request while it is on a node: its tokens, how many of them have KV, and the pages that hold it.
+
+Plain state with one owner, the scheduler; others read. Where it may go from where is the table RESIDENCE in `lifecycle`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdcluster.errors import BadRequest
+from pdcluster.kv.hashing import extend
+from pdcluster.lifecycle import RESIDENCE, Residence, advance
+from pdcluster.messages import HASH_BYTES, Sampling, TokenLogprobs, Work
+
+_HEADROOM = 64
+"""Output tokens for which a new token array has room, so that short answers never copy it."""
+
+
+class Sequence:
+    """key: unique on the node; the scheduler and the engine know it by this. arrived: the scheduler's clock when it came.
+
+    tokens: the prompt, then every output token known so far, whoever made it. num_computed of them have KV in `pages`. Views that were handed out
+    stay valid, but a page table entry may change to another page of the same contents between steps.
+    """
+
+    __slots__ = (
+        "_block_tokens",
+        "_hash_root",
+        "_num_pages",
+        "_pages",
+        "_tokens",
+        "arrived",
+        "attempt",
+        "credit",
+        "first_scheduled",
+        "first_token_at",
+        "hashes",
+        "in_flight",
+        "key",
+        "last_token_at",
+        "max_total",
+        "num_cached",
+        "num_computed",
+        "num_overtaken",
+        "num_preempted",
+        "num_prompt",
+        "num_published",
+        "num_tokens",
+        "order",
+        "prompt_logprobs",
+        "remote",
+        "request",
+        "sampling",
+        "state",
+        "wants_prompt_logprobs",
+    )
+
+    def __init__(self, work: Work, *, key: str, remote: bool = False, arrived: float = 0.0, block_tokens: int = 32) -> None:
+        _check(work, block_tokens)
+        self.key = key
+        self.request = work.request
+        self.attempt = work.attempt
+        self.remote = remote
+        """Prefill whose decoding happens on another node: parked after its first token."""
+        self.sampling: Sampling = work.sampling
+        self.num_prompt = work.num_prompt
+        self.num_tokens = len(work.token_ids) // 4
+        self._tokens: NDArray[np.int32] = np.empty(self.num_tokens + _HEADROOM, np.int32)
+        self._tokens[: self.num_tokens] = np.frombuffer(work.token_ids, "<i4")
+        self._pages: NDArray[np.int32] = np.empty(0, np.int32)
+        self._num_pages = 0
+        self.hashes = bytearray(work.hashes)
+        self._hash_root = work.hash_root
+        self._block_tokens = block_tokens
+        self.state = Residence.WAITING
+        self.in_flight = False
+        """A launched step computes it, and so writes to its pages."""
+        self.num_computed = 0
+        self.num_published = 0
+        """Pages, from the first on, whose contents are in the prefix cache."""
+        self.num_cached = 0
+        """Tokens whose KV was found here when the sequence first got pages."""
+        self.credit = 0
+        """Pages that it does not hold but that admission keeps available for its growth."""
+        self.max_total = 0
+        """Tokens at which it ends at the latest; set by the scheduler."""
+        self.order = 0
+        self.num_preempted = 0
+        self.num_overtaken = 0
+        self.wants_prompt_logprobs = self.sampling.prompt_logprobs is not None and self.num_tokens == self.num_prompt
+        """False for a replay: an earlier attempt reported them with the first token."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.arrived = arrived
+        self.first_scheduled: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.key}, {self.state.name}, {self.num_computed}/{self.num_tokens} tokens, {self._num_pages} pages)"
+
+    def advance(self, event: str) -> None:
+        self.state = advance(RESIDENCE, self.state, event)
+
+    # ------------------------------------------------------------ tokens
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens of the whole request so far; also the position of the next one."""
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens without KV."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        return self._tokens[: self.num_tokens]
+
+    def append(self, token: int) -> None:
+        if self.num_tokens == len(self._tokens):
+            self._tokens = _grown(self._tokens, self.num_tokens + 1)
+        self._tokens[self.num_tokens] = token
+        self.num_tokens += 1
+
+    def extend_hashes(self, num_tokens: int) -> None:
+        """Have the hash chain cover the full blocks of the first num_tokens tokens, where its start is known."""
+        if num_tokens // self._block_tokens * HASH_BYTES <= len(self.hashes) or not (self.hashes or self._hash_root):
+            return
+        packed = self._tokens[:num_tokens].data
+        self.hashes += extend(self.hashes, packed, root=self._hash_root, block_tokens=self._block_tokens)
+
+    # ------------------------------------------------------------ pages
+
+    @property
+    def num_pages(self) -> int:
+        return self._num_pages
+
+    @property
+    def pages(self) -> NDArray[np.int32]:
+        """Page ids in token order."""
+        return self._pages[: self._num_pages]
+
+    def add_pages(self, pages: list[int]) -> None:
+        end = self._num_pages + len(pages)
+        if end > len(self._pages):
+            self._pages = _grown(self._pages, end)
+        self._pages[self._num_pages : end] = pages
+        self._num_pages = end
+
+    def replace_page(self, index: int, page: int) -> None:
+        self._pages[index] = page
+
+    def take_pages(self) -> list[int]:
+        """Give up all pages; nothing is computed any more. The array handed out by `pages` before is left as it was."""
+        pages: list[int] = self.pages.tolist()
+        self._pages = np.empty(0, np.int32)
+        self._num_pages = 0
+        self.num_computed = self.num_published = 0
+        return pages
+
+
+def _grown(values: NDArray[np.int32], at_least: int) -> NDArray[np.int32]:
+    """A longer copy, by half at least, so that appending one by one costs O(1) on average."""
+    longer = np.empty(max(at_least, len(values) + len(values) // 2), np.int32)
+    longer[: len(values)] = values
+    return longer
+
+
+def _check(work: Work, block_tokens: int) -> None:
+    num_tokens, rest = divmod(len(work.token_ids), 4)
+    if rest:
+        raise BadRequest(f"token_ids has {len(work.token_ids)} bytes, which is no multiple of 4; send int32 ids")
+    if num_tokens == 0:
+        raise BadRequest("the prompt is empty; send at least one token", "prompt")
+    if not 1 <= work.num_prompt <= num_tokens:
+        raise BadRequest(f"num_prompt is {work.num_prompt}, but token_ids holds {num_tokens} tokens; it must be between 1 and that")
+    num_hashes, rest = divmod(len(work.hashes), HASH_BYTES)
+    if rest or num_hashes > num_tokens // block_tokens:
+        raise BadRequest(f"hashes has {len(work.hashes)} bytes; {num_tokens} tokens have {num_tokens // block_tokens} hashes of {HASH_BYTES} bytes")
+    if work.hash_root and len(work.hash_root) != HASH_BYTES:
+        raise BadRequest(f"hash_root has {len(work.hash_root)} bytes; a chain's root has {HASH_BYTES}, or none when it is not known")
