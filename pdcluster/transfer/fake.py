@@ -21,15 +21,16 @@ from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Write
 class Fault:
     """What happens to one write; the default is nothing bad.
 
-    delay_s: write → last byte lands (the first half lands at half of it). answer_s: that → final status. status: the final status (DONE, FAILED, LOST); a
-    FAILED write never lands, a LOST one lands if `lands`. unknown_s: write → UNKNOWN, until the final status. torn_bytes: only so many bytes land.
-    flip_byte: the byte at this offset lands wrong. arrivals: how many stamps arrive. arrival_s: landing → stamp.
+    delay_s: write → last byte lands (the first half lands at half of it). answer_s: that → final status, DONE or FAILED (then it never lands).
+    lost_s: write → LOST; it still lands, from a copy of the source made then. unknown_s: write → UNKNOWN, until the final status; it still reads
+    the source. torn_bytes: only so many bytes land. flip_byte: the byte at this offset lands wrong. arrivals: how many stamps arrive.
+    arrival_s: landing → stamp.
     """
 
     delay_s: float = 0.0
     answer_s: float = 0.0
     status: WriteStatus = WriteStatus.DONE
-    lands: bool = True
+    lost_s: float | None = None
     unknown_s: float | None = None
     torn_bytes: int | None = None
     flip_byte: int | None = None
@@ -49,6 +50,8 @@ class _Write:
     fault: Fault
     cut: bool = False
     """Its connection ended: no further byte lands, the source is not read."""
+    snapshot: bytes | None = None
+    """The payload, once the source is read no more."""
 
 
 class FakeNetwork:
@@ -147,9 +150,11 @@ class FakeBackend:
         network.writes.append(write)
         if fault.unknown_s is not None:
             network.at(fault.unknown_s, lambda: self._writes.settle(handle, WriteStatus.UNKNOWN))
+        if fault.lost_s is not None:
+            network.at(fault.lost_s, lambda: self._lose(write))
         middle = stamp.nbytes // 2 if fault.delay_s else 0
         if middle:
-            network.at(fault.delay_s / 2, lambda: self._land(write, 0, middle))
+            network.at(fault.delay_s / 2, lambda: self._land_half(write, middle))
         network.at(fault.delay_s, lambda: self._finish(write, middle))
         return handle
 
@@ -186,6 +191,13 @@ class FakeBackend:
 
     # ------------------------------------------------------------ landing
 
+    def _lose(self, write: _Write) -> None:
+        write.snapshot = b"".join(ctypes.string_at(write.source.address + run.source, run.nbytes) for run in write.runs)
+        self._writes.settle(write.handle, WriteStatus.LOST)
+
+    def _land_half(self, write: _Write, middle: int) -> None:
+        self._land(write, 0, middle)
+
     def _finish(self, write: _Write, start: int) -> None:
         fault = write.fault
         landed = self._land(write, start, write.stamp.nbytes)
@@ -199,7 +211,7 @@ class FakeBackend:
     def _land(self, write: _Write, start: int, end: int) -> bool:
         """Copy bytes [start, end) of the payload if the write still can land."""
         fault, target = write.fault, self.network.backends.get(write.target)
-        if write.cut or target is None or fault.status is WriteStatus.FAILED or not fault.lands:
+        if write.cut or target is None or fault.status is WriteStatus.FAILED:
             return False
         if not target._accepts(write):
             return False
@@ -225,9 +237,10 @@ class FakeBackend:
         return permitted or not self.network.checks_permits
 
     def _copy(self, write: _Write, run: Run, low: int, high: int, position: int) -> None:
-        region, flip = self._regions[write.region], write.fault.flip_byte
+        region, flip, snapshot = self._regions[write.region], write.fault.flip_byte, write.snapshot
         if self.network.on_land is not None:
             self.network.on_land(self, write.stamp, [(run.target + low, high - low)])
-        ctypes.memmove(region.address + run.target + low, write.source.address + run.source + low, high - low)
+        source = write.source.address + run.source + low if snapshot is None else snapshot[position + low : position + high]
+        ctypes.memmove(region.address + run.target + low, source, high - low)
         if flip is not None and position + low <= flip < position + high:
             ctypes.c_ubyte.from_address(region.address + run.target + flip - position).value ^= 0x10

@@ -1,0 +1,88 @@
+"""What movers and owner share."""
+
+from __future__ import annotations
+
+import select
+
+import pytest
+
+from pdcluster.transfer.base import Peer, Permit, Stamp, WriteStatus
+from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, covers
+
+ME, OTHER = Peer("p0", "a"), Peer("p0", "b")
+
+
+def is_ringing(doorbell: Doorbell) -> bool:
+    return bool(select.select([doorbell.fd], [], [], 0)[0])
+
+
+def test_a_doorbell_rings_until_arrivals_are_taken() -> None:
+    doorbell = Doorbell()
+    arrivals = Arrivals(doorbell)
+    stamp = Stamp(1, 0, 1, 8)
+    arrivals.add(stamp)
+    arrivals.add(stamp)
+    assert is_ringing(doorbell)
+    assert arrivals.take() == [stamp, stamp]
+    assert not is_ringing(doorbell)
+    assert arrivals.take() == []
+    doorbell.close()
+    doorbell.ring()
+    doorbell.close()
+
+
+def test_the_first_final_answer_stays_and_is_given_once() -> None:
+    doorbell = Doorbell()
+    writes = Writes(doorbell)
+    handle = writes.new()
+    assert writes.poll(handle) is WriteStatus.PENDING
+    writes.settle(handle, WriteStatus.UNKNOWN)
+    assert writes.poll(handle) is WriteStatus.UNKNOWN
+    assert writes.poll(handle) is WriteStatus.UNKNOWN
+    writes.settle(handle, WriteStatus.FAILED)
+    writes.settle(handle, WriteStatus.DONE)
+    assert writes.poll(handle) is WriteStatus.FAILED
+    with pytest.raises(KeyError):
+        writes.poll(handle)
+    doorbell.close()
+
+
+@pytest.mark.parametrize(
+    ("writer", "nonce", "region", "span", "reason"),
+    [
+        (ME, 8, 0, (0, 8), "unknown_nonce"),
+        (OTHER, 7, 0, (0, 8), "wrong_writer"),
+        (ME, 7, 1, (0, 8), "outside_permit"),
+        (ME, 7, 0, (8, 9), "outside_permit"),
+        (ME, 7, 0, (15, 2), "outside_permit"),
+        (ME, 7, 0, (16, 8), "outside_permit"),
+        (ME, 7, 0, (-8, 8), "outside_permit"),
+        (ME, 7, 0, (0, 0), "outside_permit"),
+        (ME, 7, 0, (0, -4), "outside_permit"),
+    ],
+)
+def test_a_write_without_a_fitting_permit_is_counted_by_reason(
+    writer: Peer, nonce: int, region: int, span: tuple[int, int], reason: str
+) -> None:
+    counts = Counts()
+    permits = Permits(counts)
+    permits.grant(Permit(7, ME, 0, ((0, 16), (32, 8))))
+    assert permits.find(writer, nonce, region, [span]) is None
+    assert counts.by_reason == {reason: 1}
+
+
+def test_a_permit_allows_all_of_its_ranges_until_it_is_revoked() -> None:
+    permits = Permits(Counts())
+    permit = Permit(7, ME, 0, ((0, 16), (32, 8)))
+    permits.grant(permit)
+    assert permits.find(ME, 7, 0, [(0, 16), (36, 4)]) is permit
+    assert permits.is_current(permit)
+    assert permits.revoke(7) is permit
+    assert not permits.is_current(permit)
+    assert permits.revoke(7) is None
+
+
+def test_covers_knows_borders() -> None:
+    ranges = ((0, 16), (32, 8))
+    assert covers(ranges, 0, 16) and covers(ranges, 32, 8) and covers(ranges, 39, 1)
+    assert not covers(ranges, 15, 2) and not covers(ranges, 40, 1) and not covers((), 0, 1)

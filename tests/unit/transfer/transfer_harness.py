@@ -1,0 +1,151 @@
+"""Two nodes in one process: a Writer and a Reader over fake media, an injected clock, and control messages that arrive when the test says so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pdcluster.messages import Endpoint, Message, Ticket, TokenLogprobs
+from pdcluster.transfer.base import Peer, Region, Stamp
+from pdcluster.transfer.fake import FakeBackend, FakeNetwork, Fault
+from pdcluster.transfer.reader import Reader
+from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed, Send, Settings
+from pdcluster.transfer.writer import Writer
+
+PAGE_TOKENS = 4
+PAGE_BYTES = 64
+NUM_PAGES = 64
+WRITER = Peer("p0", "boot-p")
+READER = Peer("d0", "boot-d")
+QUICK = Settings(chunk_bytes=2 * PAGE_BYTES, window_bytes=8 * PAGE_BYTES, verify_bytes=4 * PAGE_BYTES)
+LOGPROBS = TokenLogprobs(-0.5, (7,), (-0.5,))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Node:
+    """Memory of one node, its ends of the networks."""
+
+    def __init__(self, peer: Peer, networks: dict[str, FakeNetwork], seed: int) -> None:
+        self.peer = peer
+        self.memory = np.random.default_rng(seed).integers(0, 255, NUM_PAGES * PAGE_BYTES, dtype=np.uint8)
+        self.backends = {name: FakeBackend(network, peer, name) for name, network in networks.items()}
+        for backend in self.backends.values():
+            backend.register(Region(0, self.memory.ctypes.data, self.memory.nbytes))
+
+    def page(self, page: int) -> bytes:
+        return self.memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES].tobytes()
+
+    def fill(self, page: int, value: int) -> None:
+        self.memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = value
+
+
+class Pair:
+    """`inbox` holds control messages under way, (receiver, message); `deliver` hands over the oldest ones."""
+
+    def __init__(
+        self,
+        plan: Callable[[Stamp], Fault] | None = None,
+        *,
+        media: Sequence[str] = ("fake",),
+        plans: dict[str, Callable[[Stamp], Fault]] | None = None,
+        checks_permits: bool = True,
+        settings: Settings = QUICK,
+        on_land: Callable[[FakeBackend, Stamp, list[tuple[int, int]]], None] | None = None,
+        writer_class: type[Writer] = Writer,
+        reader_class: type[Reader] = Reader,
+    ) -> None:
+        self.clock = Clock()
+        plans = plans if plans is not None else {}
+        self.networks = {
+            name: FakeNetwork(self.clock, plan=plans.get(name, plan), checks_permits=checks_permits, on_land=on_land) for name in media
+        }
+        self.source, self.target = Node(WRITER, self.networks, 1), Node(READER, self.networks, 2)
+        shape = {"region": 0, "page_tokens": PAGE_TOKENS, "page_bytes": PAGE_BYTES, "clock": self.clock, "settings": settings}
+        self.writer = writer_class(WRITER, self.source.backends, media, memory=memoryview(self.source.memory), **shape)
+        me = Endpoint(READER.node, READER.incarnation, "d0:1")
+        self.reader = reader_class(me, self.target.backends, media, memory=memoryview(self.target.memory), rng=random.Random(5), **shape)
+        self.inbox: list[tuple[Peer, Message]] = []
+        self.writer_events: list[object] = []
+        self.reader_events: list[object] = []
+
+    @property
+    def network(self) -> FakeNetwork:
+        return next(iter(self.networks.values()))
+
+    def open(self, pages: Sequence[int], num_tokens: int, cached: int = 0, deadline_s: float = 30.0) -> Ticket:
+        writer = Endpoint(WRITER.node, WRITER.incarnation, "p0:1")
+        return self.reader.open("r1", 0, writer, pages, num_tokens, cached, deadline_s)
+
+    def send_all(self, ticket: Ticket, pages: Sequence[int]) -> None:
+        """Writer side of a ticket, everything at once."""
+        self.writer.open(ticket)
+        self.writer.push(ticket.nonce, pages, 0, ticket.num_tokens)
+        self.writer.finish(ticket.nonce, 42, LOGPROBS)
+
+    def poll(self) -> None:
+        for end, events in ((self.reader, self.reader_events), (self.writer, self.writer_events)):
+            for event in end.poll():
+                if isinstance(event, Send):
+                    self.inbox.append((Peer(event.to.node, event.to.incarnation), event.message))
+                else:
+                    events.append(event)
+        self.reader.check_integrity()
+        self.writer.check_integrity()
+
+    def deliver(self, count: int | None = None) -> None:
+        batch, self.inbox = self.inbox[:count], self.inbox[len(self.inbox) if count is None else count :]
+        for receiver, message in batch:
+            self.hand_over(receiver, message)
+
+    def hand_over(self, receiver: Peer, message: Message) -> None:
+        if receiver == READER:
+            self.reader.handle(WRITER, message)
+        elif receiver == WRITER:
+            self.writer.handle(READER, message)
+
+    def step(self, seconds: float = 0.0) -> None:
+        self.clock.now += seconds
+        self.poll()
+        self.deliver()
+
+    def run(self, seconds: float, tick: float = 0.05) -> None:
+        for _ in range(round(seconds / tick)):
+            self.step(tick)
+
+    # what happened
+
+    def of(self, *kinds: type) -> list[object]:
+        return [event for event in self.writer_events + self.reader_events if isinstance(event, kinds)]
+
+    @property
+    def acked(self) -> list[object]:
+        return self.of(Acked)
+
+    @property
+    def gave_up(self) -> list[object]:
+        return self.of(GaveUp)
+
+    @property
+    def drained(self) -> list[object]:
+        return self.of(Drained)
+
+    @property
+    def landed(self) -> list[object]:
+        return self.of(Landed)
+
+    @property
+    def failed(self) -> list[object]:
+        return self.of(Failed)
+
+    @property
+    def reclaimed(self) -> list[object]:
+        return self.of(Reclaimed)
