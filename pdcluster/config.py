@@ -29,7 +29,7 @@ Kind = Callable[[object], T]
 
 BackendName = Literal["auto", "shm", "tcp", "mooncake"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
-Mode = Literal["auto", "disaggregated", "local"]
+Mode = Literal["auto", "remote", "local"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 
@@ -195,6 +195,12 @@ def key(default: T, kind: Kind[T], help: str, *, flag: str = "", secret: bool = 
 # ---------------------------------------------------------------- parts
 
 
+class Section:
+    """A part that is a section of the file, with keys of its own."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class LogConfig:
     level: LogLevel = key("info", choice("debug", "info", "warning", "error"), "least severe level that is logged")
@@ -268,7 +274,7 @@ class TransferConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeConfig:
+class NodeConfig(Section):
     """One engine process."""
 
     role: Role = key("mixed", choice("prefill", "decode", "mixed"), "what the node is scheduled for: prefill, decode or mixed")
@@ -311,7 +317,7 @@ class StageConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig:
+class RouterConfig(Section):
     """One router process."""
 
     name: str | None = key(None, text, "the router's name; default: router and a random suffix")
@@ -319,7 +325,7 @@ class RouterConfig:
     grpc: None = key(None, no_grpc_yet, "HOST:PORT of the gRPC API (not built yet)")
     bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
     tokenizer: Path | None = key(None, path, "directory with tokenizer.json and the chat template; default: asked from a node")
-    mode: Mode = key("auto", choice("auto", "disaggregated", "local"), "auto chooses per request; the others force it")
+    mode: Mode = key("auto", choice("auto", "remote", "local"), "remote: prefill and decode on two nodes, local: on one; auto chooses per request")
     max_requests: int = key(1024, integer(1, 2**20), "most requests accepted at a time")
     max_body_bytes: int = key(8 * 2**20, size(1024), "largest request body")
     deadline_s: float = key(600.0, duration(0.001), "longest time of one request")
@@ -337,7 +343,7 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class BootstrapConfig:
+class BootstrapConfig(Section):
     """The service that knows who is alive."""
 
     listen: str = key("127.0.0.1:8998", address, "HOST:PORT to listen on; port 0 takes a free one")
@@ -348,7 +354,7 @@ class BootstrapConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class UpConfig:
+class UpConfig(Section):
     """A whole cluster on this machine. What only a child knows is set in the sections node, router and bootstrap."""
 
     model: Path | None = key(None, path, "Hugging Face model directory; default: the bundled model")
@@ -376,7 +382,6 @@ class UpConfig:
             raise ConfigError(f"up.{lack} is 0 and there are only {have} nodes; add --{lack} 1 or use --mixed N")
 
 
-Section = NodeConfig | RouterConfig | BootstrapConfig | UpConfig
 SECTIONS: Mapping[str, type[Section]] = {"node": NodeConfig, "router": RouterConfig, "bootstrap": BootstrapConfig, "up": UpConfig}
 S = TypeVar("S", bound=Section)
 

@@ -76,6 +76,10 @@ class Output:
     def say(self, line: str) -> None:
         print(line, file=self._out, flush=True)
 
+    def write(self, text: str) -> None:
+        """A piece of a line."""
+        print(text, end="", file=self._out, flush=True)
+
     def forward(self, name: str, line: str) -> None:
         if not self._as_json:
             line = f"{name:<{self._width}} | {line}"
@@ -190,10 +194,10 @@ async def _serve(loaded: Loaded[UpConfig]) -> int:
     cluster = Cluster(loaded, output, log_format=log_format)
     failure: PdclusterError | None = None
     try:
-        serving = await _unless(stop.first, cluster.start())
+        serving = await unless(stop.first, cluster.start())
         if serving is not None:
             output.say(serving.line())
-            failure = await _unless(stop.first, cluster.supervisor.failed())
+            failure = await unless(stop.first, cluster.supervisor.failed())
     except PdclusterError as error:
         failure = error
     if failure is not None:
@@ -300,7 +304,7 @@ async def _all_or_nothing(starts: list[Coroutine[None, None, Facts]]) -> list[Fa
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[None, None, T]) -> T | None:
+async def unless(stop: asyncio.Event, work: Coroutine[None, None, T]) -> T | None:
     """The result of `work`, or None when `stop` was set first."""
     task = asyncio.create_task(work)
     stopped = asyncio.create_task(stop.wait())

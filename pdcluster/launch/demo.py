@@ -1,0 +1,131 @@
+"""`pdcluster demo`: starts a cluster like `up`, sends it real requests over HTTP, prints each stream and its timeline, and stops it.
+
+A client like any other: it uses the OpenAI API and the standard library's HTTP, nothing of the cluster's insides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdcluster.config import Loaded, RouterConfig, UpConfig, load
+from pdcluster.errors import PdclusterError
+from pdcluster.launch import timeline
+from pdcluster.launch.up import Cluster, Output, Serving, make_output, on_signals, unless
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+LONG_PROMPT_CHARS = 1800
+REQUEST_TIMEOUT_S = 60.0
+DEFAULTS: dict[str, object] = {"up.http": "127.0.0.1:0", "up.log.level": "warning", "router.mode": "remote"}
+"""What the demo wants unless the user says otherwise: any free port, quiet logs, and every request through both nodes."""
+
+
+class DemoFailed(PdclusterError):
+    """A request of the demo was not answered well."""
+
+    code = "demo_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    title: str
+    path: str
+    body: Mapping[str, object]
+
+
+def examples() -> list[Example]:
+    """The long prompt is a piece of the standard library, since that is what the bundled model has read."""
+    short: dict[str, object] = {"prompt": 'def read_lines(path):\n    """Return the lines of', "max_tokens": 64, "temperature": 0}
+    long: dict[str, object] = {"prompt": inspect.getsource(textwrap)[:LONG_PROMPT_CHARS], "max_tokens": 48, "temperature": 0}
+    chat = {"messages": [{"role": "user", "content": "def parse_args(argv):"}], "max_tokens": 64, "temperature": 0.7, "seed": 7}
+    return [
+        Example("a completion, greedy", COMPLETIONS, short),
+        Example("a chat, sampled with a seed", CHAT, chat),
+        Example("a long prompt, so that KV moves while prefill still runs", COMPLETIONS, long),
+        Example("the same long prompt again: its KV is cached", COMPLETIONS, long),
+    ]
+
+
+def run(loaded: Loaded[UpConfig]) -> int:
+    return asyncio.run(_demo(_with_defaults(loaded)))
+
+
+def _with_defaults(loaded: Loaded[UpConfig]) -> Loaded[UpConfig]:
+    origins = {**loaded.origins, **load(RouterConfig, loaded.flags, loaded.file).origins}
+    wanted = {path: value for path, value in DEFAULTS.items() if origins[path] == "default"}
+    return load(UpConfig, {**wanted, **loaded.flags}, loaded.file)
+
+
+async def _demo(loaded: Loaded[UpConfig]) -> int:
+    output, log_format = make_output(loaded)
+    stop = on_signals()
+    cluster = Cluster(loaded, output, log_format=log_format)
+    code = 1
+    try:
+        serving = await unless(stop.first, cluster.start())
+        if serving is not None:
+            output.say(serving.line())
+            done = await unless(stop.first, _converse(serving, output))
+            code = 0 if done else 1
+    except PdclusterError as error:
+        output.say(f"error: {error}")
+    clean = await cluster.stop()
+    output.say("stopped; `make up` keeps a cluster running" if code == 0 else "stopped")
+    return code if clean else 1
+
+
+async def _converse(serving: Serving, output: Output) -> bool:
+    """Send the examples one after the other; True when all were answered."""
+    for number, example in enumerate(examples(), start=1):
+        output.say(f"\n{number}. {example.title} (POST {example.path})\n")
+        usage = await asyncio.to_thread(_show, serving, example, output)
+        output.say("\n")
+        for line in timeline.render(usage):
+            output.say(line)
+    output.say("")
+    return True
+
+
+def _show(serving: Serving, example: Example, output: Output) -> dict[str, Any]:
+    """Print one answer as it streams in; returns its usage."""
+    usage: dict[str, Any] = {}
+    output.write("  ")
+    for event in _events(serving, example):
+        if "error" in event:
+            raise DemoFailed(f"{example.path} broke off: {event['error'].get('message')}")
+        for choice in event.get("choices", []):
+            text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            output.write(text.replace("\n", "\n  "))
+        usage = event.get("usage") or usage
+    if not usage.get("completion_tokens"):
+        raise DemoFailed(f"{example.path} ended without usage, so it was not answered in full")
+    return usage
+
+
+def _events(serving: Serving, example: Example) -> Iterator[dict[str, Any]]:
+    """The server-sent events of one streaming request, up to its [DONE]."""
+    body = {**example.body, "model": serving.model, "stream": True, "stream_options": {"include_usage": True}}
+    connection = http.client.HTTPConnection(serving.host, serving.port, timeout=REQUEST_TIMEOUT_S)
+    try:
+        connection.request("POST", example.path, json.dumps(body), {"content-type": "application/json"})
+        reply = connection.getresponse()
+        if reply.status != 200:
+            raise DemoFailed(f"{example.path} was answered with {reply.status}: {reply.read(2000).decode(errors='replace')}")
+        for line in reply:
+            data = line.removeprefix(b"data: ").strip()
+            if data == b"[DONE]":
+                return
+            if data.startswith(b"{"):
+                yield json.loads(data)
+    except (OSError, http.client.HTTPException) as error:
+        raise DemoFailed(f"{example.path} lost its connection: {error}") from error
+    finally:
+        connection.close()
+    raise DemoFailed(f"{example.path} ended without [DONE]")
