@@ -1,0 +1,387 @@
+"""Envelopes as msgpack frames: `encode` what we send, `decode` and check what a peer sent.
+
+Decoding is typed, and then every id, size, range and number is checked, so that nothing behind this border meets a value that it does not
+expect. Whatever is wrong raises ProtocolError and nothing else. Not here: sockets, sequence numbers, and what a message means. `encode` checks the
+frame's size only: our own values are right by construction, and it runs once per step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pdcluster import messages as m
+from pdcluster.errors import ProtocolError
+from pdcluster.wire.address import parse_address
+
+MAX_FRAME_BYTES = 64 << 20
+MAX_ID_CHARS = 128
+MAX_TEXT_CHARS = 16 << 10
+MAX_ITEMS = 1 << 20
+MAX_TICKET_ADVERT_BYTES = 64 << 10
+INT31 = (1 << 31) - 1
+UINT63 = (1 << 63) - 1
+UINT64 = (1 << 64) - 1
+MAX_SECONDS = 1e9
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(m.Envelope)
+
+
+class _Version(msgspec.Struct, frozen=True, array_like=True):
+    """The part of an envelope that no protocol version may move."""
+
+    protocol: int
+
+
+_version_decoder = msgspec.msgpack.Decoder(_Version)
+# A frame may nest deeper than the interpreter's stack: msgspec raises RecursionError for it, and ValueError subclasses for all else.
+_DECODE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
+
+
+def encode(envelope: m.Envelope, *, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """The frame of an envelope; raises ProtocolError when it is larger than any peer would take."""
+    frame = _encoder.encode(envelope)
+    if len(frame) > max_bytes:
+        name = type(envelope.message).__name__
+        raise ProtocolError(f"{name} of {len(frame)} bytes exceeds the frame limit of {max_bytes} bytes; split it or raise the limit")
+    return frame
+
+
+def decode(frame: bytes, *, max_bytes: int = MAX_FRAME_BYTES) -> m.Envelope:
+    """The checked envelope of a frame; raises ProtocolError for anything that this version would not send."""
+    if len(frame) > max_bytes:
+        raise ProtocolError(f"frame of {len(frame)} bytes exceeds the limit of {max_bytes} bytes")
+    try:
+        envelope = _decoder.decode(frame)
+    except _DECODE_ERRORS as error:
+        _check_version(_peek_version(frame))
+        raise ProtocolError(f"malformed frame of {len(frame)} bytes: {error}") from error
+    _check_version(envelope.protocol)
+    _check_envelope(envelope)
+    return envelope
+
+
+def _peek_version(frame: bytes) -> int:
+    try:
+        return _version_decoder.decode(frame).protocol
+    except _DECODE_ERRORS:
+        return m.PROTOCOL_VERSION
+
+
+def _check_version(protocol: int) -> None:
+    if protocol != m.PROTOCOL_VERSION:
+        raise ProtocolError(f"peer speaks protocol {protocol}, this process speaks {m.PROTOCOL_VERSION}; run the same pdcluster version on both")
+
+
+def _check_envelope(envelope: m.Envelope) -> None:
+    _identifier("sender", envelope.sender)
+    _identifier("incarnation", envelope.incarnation)
+    if envelope.to_incarnation or not isinstance(envelope.message, m.Hello):
+        _identifier("to_incarnation", envelope.to_incarnation)
+    _integer("sequence", envelope.sequence, 1, UINT63)
+    check = _CHECKS.get(type(envelope.message))
+    if check is not None:
+        check(envelope.message)
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _identifier(name: str, value: str) -> None:
+    if not 0 < len(value) <= MAX_ID_CHARS:
+        raise ProtocolError(f"{name} has {len(value)} characters, allowed are 1 to {MAX_ID_CHARS}")
+
+
+def _text(name: str, value: str) -> None:
+    if len(value) > MAX_TEXT_CHARS:
+        raise ProtocolError(f"{name} has {len(value)} characters, at most {MAX_TEXT_CHARS} are allowed")
+
+
+def _integer(name: str, value: int, low: int, high: int = INT31) -> None:
+    if not low <= value <= high:
+        raise ProtocolError(f"{name} is {value}, allowed are {low} to {high}")
+
+
+def _integers(name: str, values: Iterable[int], low: int = 0, high: int = INT31) -> None:
+    for value in values:
+        if not low <= value <= high:
+            raise ProtocolError(f"{name} holds {value}, allowed are {low} to {high}")
+
+
+def _number(name: str, value: float, low: float, high: float = MAX_SECONDS) -> None:
+    # Written so that NaN fails.
+    if not low <= value <= high:
+        raise ProtocolError(f"{name} is {value}, allowed are {low} to {high}")
+
+
+def _optional(check: Callable[..., None], name: str, value: float | None, *bounds: float) -> None:
+    if value is not None:
+        check(name, value, *bounds)
+
+
+def _count(name: str, values: tuple[Any, ...], limit: int = MAX_ITEMS) -> None:
+    if len(values) > limit:
+        raise ProtocolError(f"{name} has {len(values)} entries, at most {limit} are allowed")
+
+
+def _multiple(name: str, packed: bytes, item_bytes: int) -> int:
+    count, rest = divmod(len(packed), item_bytes)
+    if rest:
+        raise ProtocolError(f"{name} has {len(packed)} bytes, which is no multiple of {item_bytes}")
+    return count
+
+
+def _packed_ids(name: str, packed: bytes) -> int:
+    count = _multiple(name, packed, 4)
+    if count and int(np.frombuffer(packed, "<i4").min()) < 0:
+        raise ProtocolError(f"{name} holds a negative id")
+    return count
+
+
+def _attempt(message: Any) -> None:
+    _identifier("request", message.request)
+    _integer("attempt", message.attempt, 0)
+
+
+def _check_sampling(sampling: m.Sampling) -> None:
+    _integer("max_tokens", sampling.max_tokens, 1)
+    _integer("seed", sampling.seed, -UINT63 - 1, UINT64)
+    _integer("choice", sampling.choice, 0)
+    _integer("min_tokens", sampling.min_tokens, 0)
+    _number("temperature", sampling.temperature, 0.0)
+    _optional(_integer, "top_k", sampling.top_k, 1)
+    _optional(_number, "top_p", sampling.top_p, 0.0, 1.0)
+    _optional(_number, "min_p", sampling.min_p, 0.0, 1.0)
+    _integers("stop_token_ids", sampling.stop_token_ids)
+    _optional(_integer, "logprobs", sampling.logprobs, 0)
+    _optional(_integer, "prompt_logprobs", sampling.prompt_logprobs, 0)
+
+
+def _check_work(work: m.Work) -> None:
+    _attempt(work)
+    num_tokens = _packed_ids("token_ids", work.token_ids)
+    _integer("num_prompt", work.num_prompt, 1, num_tokens)
+    num_hashes = _multiple("hashes", work.hashes, m.HASH_BYTES)
+    if num_hashes > num_tokens:
+        raise ProtocolError(f"{num_hashes} block hashes for {num_tokens} tokens")
+    if len(work.hash_root) not in (0, m.HASH_BYTES):
+        raise ProtocolError(f"hash_root has {len(work.hash_root)} bytes, allowed are none or {m.HASH_BYTES}")
+    _check_sampling(work.sampling)
+    _number("deadline_s", work.deadline_s, -MAX_SECONDS)
+
+
+def _check_endpoint(endpoint: m.Endpoint) -> None:
+    _identifier("node", endpoint.node)
+    _identifier("incarnation", endpoint.incarnation)
+    parse_address(endpoint.address)
+    _count("adverts", endpoint.adverts, 64)
+    for name, advert in endpoint.adverts:
+        _identifier("backend", name)
+        if len(advert) > MAX_TICKET_ADVERT_BYTES:
+            raise ProtocolError(f"advert of {name} has {len(advert)} bytes, at most {MAX_TICKET_ADVERT_BYTES} are allowed")
+
+
+def _check_ticket(ticket: m.Ticket) -> None:
+    _integer("nonce", ticket.nonce, 0, UINT64)
+    _attempt(ticket)
+    _check_endpoint(ticket.reader)
+    _check_endpoint(ticket.writer)
+    _integer("region", ticket.region, 0)
+    _integer("page_tokens", ticket.page_tokens, 1)
+    _integer("page_bytes", ticket.page_bytes, 1, UINT63)
+    _integer("num_tokens", ticket.num_tokens, 1)
+    _integer("cached_tokens", ticket.cached_tokens, 0, ticket.num_tokens)
+    num_pages = _packed_ids("pages", ticket.pages)
+    if num_pages * ticket.page_tokens < ticket.num_tokens:
+        raise ProtocolError(f"{num_pages} pages of {ticket.page_tokens} tokens do not hold the ticket's {ticket.num_tokens} tokens")
+    _number("deadline_s", ticket.deadline_s, -MAX_SECONDS)
+
+
+def _check_logprobs(entry: m.TokenLogprobs) -> None:
+    # Minus infinity is the true logprob of a token that the model rules out.
+    if math.isnan(entry.logprob) or entry.logprob == math.inf or any(math.isnan(x) or x == math.inf for x in entry.top_logprobs):
+        raise ProtocolError("a logprob is not a number")
+    if len(entry.top_ids) != len(entry.top_logprobs):
+        raise ProtocolError(f"{len(entry.top_ids)} top ids with {len(entry.top_logprobs)} top logprobs")
+    _integers("top_ids", entry.top_ids)
+
+
+def _check_row(row: m.TokenRow) -> None:
+    _attempt(row)
+    _integer("position", row.position, 0)
+    _integers("tokens", row.tokens)
+    if row.logprobs and len(row.logprobs) != len(row.tokens):
+        raise ProtocolError(f"{len(row.logprobs)} logprobs for {len(row.tokens)} tokens")
+    for entry in row.logprobs:
+        _check_logprobs(entry)
+    for entry in row.prompt_logprobs:
+        _check_logprobs(entry)
+
+
+def _check_timings(timings: m.Timings) -> None:
+    for seconds in (timings.queue_s, timings.prefill_s, timings.transfer_s, timings.exposed_s, timings.decode_s):
+        _number("timings", seconds, 0.0)
+    _integer("transfer_bytes", timings.transfer_bytes, 0, UINT63)
+    _integer("decode_tokens", timings.decode_tokens, 0)
+    _integer("cached_tokens", timings.cached_tokens, 0)
+    _text("backend", timings.backend)
+
+
+# ---------------------------------------------------------------- messages
+
+
+def _check_hello(message: m.Hello) -> None:
+    _count("open", message.open)
+    for request, attempt, position in message.open:
+        _identifier("request", request)
+        _integer("attempt", attempt, 0)
+        _integer("position", position, 0)
+
+
+def _check_welcome(message: m.Welcome) -> None:
+    _count("lost", message.lost)
+    for request, attempt in message.lost:
+        _identifier("request", request)
+        _integer("attempt", attempt, 0)
+
+
+def _check_prefill(message: m.Prefill) -> None:
+    _check_work(message.work)
+
+
+def _check_reserve(message: m.Reserve) -> None:
+    _check_work(message.work)
+    _check_endpoint(message.writer)
+
+
+def _check_ticketed(message: m.Deliver | m.Reserved) -> None:
+    _check_ticket(message.ticket)
+
+
+def _check_cancel(message: m.Cancel) -> None:
+    _attempt(message)
+    _text("reason", message.reason)
+
+
+def _check_release(message: m.Release) -> None:
+    _identifier("request", message.request)
+
+
+def _check_fetch(message: m.FetchFile) -> None:
+    _identifier("name", message.name)
+    _integer("offset", message.offset, 0, UINT63)
+
+
+def _check_refused(message: m.Refused) -> None:
+    _attempt(message)
+    _text("reason", message.reason)
+    _number("retry_after_s", message.retry_after_s, 0.0)
+
+
+def _check_tokens(message: m.Tokens) -> None:
+    for row in message.rows:
+        _check_row(row)
+
+
+def _check_delivered(message: m.Delivered) -> None:
+    _attempt(message)
+    _check_timings(message.timings)
+
+
+def _check_finished(message: m.Finished) -> None:
+    _attempt(message)
+    _integer("num_output", message.num_output, 0)
+    _check_timings(message.timings)
+    _optional(_integer, "stop_token", message.stop_token, 0)
+
+
+def _check_failed(message: m.Failed) -> None:
+    _attempt(message)
+    _identifier("code", message.code)
+    _text("message", message.message)
+
+
+def _check_load(message: m.Load) -> None:
+    _integers("load", msgspec.structs.astuple(message), high=UINT63)
+
+
+def _check_delta(message: m.CacheDelta) -> None:
+    _integer("sequence", message.sequence, 0, UINT63)
+    _multiple("added", message.added, m.HASH_BYTES)
+    _multiple("removed", message.removed, m.HASH_BYTES)
+
+
+def _check_chunk(message: m.FileChunk) -> None:
+    _identifier("name", message.name)
+    _integer("offset", message.offset, 0, UINT63)
+    _integer("total_bytes", message.total_bytes, 0, UINT63)
+    if message.data and message.offset + len(message.data) > message.total_bytes:
+        raise ProtocolError(f"{message.name}: {len(message.data)} bytes at {message.offset} end past the file's {message.total_bytes} bytes")
+
+
+def _check_commit(message: m.Commit) -> None:
+    _integer("nonce", message.nonce, 0, UINT64)
+    _integer("round", message.round, 0)
+    _integer("first_token", message.first_token, 0)
+    _count("legs", message.legs, 1024)
+    for leg in message.legs:
+        _integer("rank", leg.rank, 0)
+        _count("chunks", leg.chunks)
+        for index, start, num_tokens, nbytes, digest in leg.chunks:
+            _integer("chunk index", index, 0)
+            _integer("chunk start", start, 0)
+            _integer("chunk tokens", num_tokens, 1)
+            _integer("chunk bytes", nbytes, 1, UINT63)
+            _integer("chunk digest", digest, 0, UINT64)
+    if message.first_logprobs is not None:
+        _check_logprobs(message.first_logprobs)
+
+
+def _check_commit_ack(message: m.CommitAck) -> None:
+    _integer("nonce", message.nonce, 0, UINT64)
+    _integer("round", message.round, 0)
+    _count("resend", message.resend)
+    _integers("resend", message.resend)
+    _text("refused", message.refused)
+
+
+def _check_abort(message: m.Abort) -> None:
+    _integer("nonce", message.nonce, 0, UINT64)
+    _text("reason", message.reason)
+    _number("remaining_s", message.remaining_s, -MAX_SECONDS)
+
+
+def _check_abort_ack(message: m.AbortAck) -> None:
+    _integer("nonce", message.nonce, 0, UINT64)
+    _text("reason", message.reason)
+
+
+_CHECKS: Mapping[type[m.Message], Callable[[Any], None]] = {
+    m.Hello: _check_hello,
+    m.Welcome: _check_welcome,
+    m.Prefill: _check_prefill,
+    m.Reserve: _check_reserve,
+    m.Deliver: _check_ticketed,
+    m.Reserved: _check_ticketed,
+    m.Cancel: _check_cancel,
+    m.Release: _check_release,
+    m.FetchFile: _check_fetch,
+    m.Scheduled: _attempt,
+    m.Refused: _check_refused,
+    m.Tokens: _check_tokens,
+    m.Delivered: _check_delivered,
+    m.Finished: _check_finished,
+    m.Failed: _check_failed,
+    m.Load: _check_load,
+    m.CacheDelta: _check_delta,
+    m.FileChunk: _check_chunk,
+    m.Commit: _check_commit,
+    m.CommitAck: _check_commit_ack,
+    m.Abort: _check_abort,
+    m.AbortAck: _check_abort_ack,
+}  # Ping has nothing to check.

@@ -1,0 +1,67 @@
+"""Admission to encrypted links: answers libzmq's authentication questions (ZAP, RFC 27), yes to holders of the cluster key and no to all others.
+
+One per ZMQ context, in a thread of its own, so that a node that is busy computing still lets peers in. Key derivation is in `wire.sockets`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import zmq
+from zmq.utils import z85
+
+from pdcluster.errors import ConfigError
+from pdcluster.wire.sockets import ZAP_DOMAIN, KeyPair
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+log = logging.getLogger(__name__)
+
+
+class Gatekeeper:
+    """Owns the context's ZAP endpoint from construction to `close`. `refused` counts the handshakes it turned down."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: KeyPair) -> None:
+        self._allowed = z85.decode(keys.public)
+        self.refused = 0
+        self._questions = context.socket(zmq.REP)
+        self._questions.setsockopt(zmq.LINGER, 0)
+        self._stopper, self._stop = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        try:
+            self._questions.bind(_ZAP_ENDPOINT)
+        except zmq.ZMQError as error:
+            for socket in (self._questions, self._stopper, self._stop):
+                socket.close(0)
+            raise ConfigError("this ZMQ context already has an authenticator; give each hub with a cluster key a context of its own") from error
+        stop_address = f"inproc://pdcluster-gatekeeper-{id(self)}"
+        self._stop.bind(stop_address)
+        self._stopper.connect(stop_address)
+        self._thread = threading.Thread(target=self._run, name="wire-gatekeeper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._stopper.send(b"")
+            self._thread.join()
+        self._stopper.close(0)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                ready, _, _ = zmq.select([self._questions, self._stop], [], [])
+                if self._stop in ready:
+                    return
+                self._questions.send_multipart(self._answer(self._questions.recv_multipart()))
+        except zmq.ContextTerminated:
+            log.warning("the ZMQ context ended before its gatekeeper was closed")
+        finally:
+            self._questions.close(0)
+            self._stop.close(0)
+
+    def _answer(self, question: list[bytes]) -> list[bytes]:
+        version, request_id, domain, *rest = question
+        allowed = domain == ZAP_DOMAIN and rest[2:] == [b"CURVE", self._allowed]
+        if not allowed:
+            self.refused += 1
+        status = [b"200", b"OK"] if allowed else [b"400", b"not a member of this cluster"]
+        return [version, request_id, *status, b"", b""]

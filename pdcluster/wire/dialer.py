@@ -1,0 +1,246 @@
+"""The calling end of a link: one DEALER socket to one boot of one node. Plain and non-blocking; whoever owns it polls its sockets.
+
+A link is Hello, then numbered frames both ways, then silence or a cut. The rules, which both ends share:
+ 1. The first frame of every connection is Hello with the attempts that the caller still waits for, and so is the first one after a gap.
+    A socket is never reused over two connections: what an old one still held is never delivered after the Hello of the new one.
+ 2. Frames are numbered per sender; Hello and Welcome set the count. A number that is not the next one means lost frames (gap): say Hello again.
+    A number seen before is a duplicate: dropped, counted.
+ 3. A Hello from the listening end asks for a Hello: it lost frames of ours, or does not know us (any more).
+ 4. Any good frame proves that this boot of the node is alive (UP) and renews the lease. Silence for lease_s ends the link, and so does a cut
+    that is not healed by the same boot within rewelcome_s.
+ 5. A frame of another boot of that node ends the link at once.
+LOST is for ever; whoever still wants the node opens a new link.
+
+Not here: asyncio (`wire.links`), many peers (`wire.hub`), what messages mean.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Literal
+
+import zmq
+
+from pdcluster import messages as m
+from pdcluster.errors import ProtocolError
+from pdcluster.transfer.base import Peer
+from pdcluster.wire import codec
+from pdcluster.wire.address import format_address, parse_address
+from pdcluster.wire.sockets import Monitor, WireSettings, open_dealer
+
+Open = tuple[tuple[str, int, int], ...]
+"""(request, attempt, next output position expected) of each attempt still waited for."""
+
+
+class LinkState(Enum):
+    CONNECTING = auto()
+    UP = auto()
+    LOST = auto()
+
+
+class Dialer:
+    """One thread owns it. `dropped` counts frames by reason; `gaps` the times when frames were missing; `replaced`: lost to a newer boot."""
+
+    def __init__(
+        self,
+        me: Peer,
+        endpoint: m.Endpoint,
+        *,
+        kind: Literal["router", "node"],
+        context: zmq.Context[zmq.Socket[bytes]],
+        settings: WireSettings,
+        open_attempts: Callable[[], Open],
+        now: float,
+        dropped: Counter[str] | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.peer = Peer(endpoint.node, endpoint.incarnation)
+        self.state = LinkState.CONNECTING
+        self.lost_because = ""
+        self.replaced = False
+        self.gaps = 0
+        self.dropped: Counter[str] = Counter() if dropped is None else dropped
+        self._me, self._kind, self._context, self._settings = me, kind, context, settings
+        self._open_attempts = open_attempts
+        self._target = "tcp://" + format_address(*parse_address(endpoint.address))
+        self._sent = 0
+        self._received: int | None = None
+        self._heard_at = self._sent_at = self._hello_at = self._drained_at = now
+        self._up_by = now + settings.lease_s
+        self._was_up = False
+        self._hello_due = False
+        self._reopen_at: float | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: Monitor | None = None
+        self._retired: list[tuple[Monitor, zmq.Socket[bytes]]] = []
+        self._events: list[str] = []
+        self._open_socket(now)
+
+    # ------------------------------------------------------------ what the owner calls
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """What to poll for reading; changes when the connection is replaced."""
+        return [] if self._socket is None or self._monitor is None else [self._socket, self._monitor.socket]
+
+    def release(self) -> None:
+        """Close the sockets of connections that are over. The owner calls it once it no longer polls them: a descriptor that is closed
+        while it is polled may come back as that of another file."""
+        for monitor, socket in self._retired:
+            monitor.close()
+            socket.close(0)
+        self._retired.clear()
+
+    def send(self, message: m.AnyMessage, now: float) -> bool:
+        """Hand one message to the socket. False when the link is lost, not open, or too many frames wait already."""
+        if self._socket is None:
+            return False
+        frame = codec.encode(self._envelope(message, self._sent + 1), max_bytes=self._settings.max_frame_bytes)
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._sent += 1
+        self._sent_at = now
+        return True
+
+    def receive(self, now: float) -> tuple[list[m.AnyMessage], bool]:
+        """New messages in order, at most max_drain, and whether more wait."""
+        if self._monitor is not None:
+            self._events += self._monitor.drain()
+        messages, more = self._drain(now)
+        if not more:
+            # Only now: what a node said before it hung up still counts.
+            events, self._events = self._events, []
+            self._note_connection(events, now)
+        return messages, more
+
+    def tick(self, now: float) -> None:
+        """Say what is due (Hello, Ping), and end what is over. Call it a few times per heartbeat, after `receive`."""
+        if self.state is LinkState.LOST:
+            return
+        if self._reopen_at is not None and now >= self._reopen_at:
+            self._open_socket(now)
+        if self._hello_due:
+            self._ask_again(now)
+        if self._socket is not None and now - self._sent_at >= self._settings.heartbeat_s:
+            self.send(m.Ping(), now)
+        self._end_if_over(now)
+
+    def close(self, reason: str = "closed") -> None:
+        """Drop the connection; nothing is sent any more. Idempotent; `release` follows."""
+        if self.state is not LinkState.LOST:
+            self.state, self.lost_because = LinkState.LOST, reason
+        self._reopen_at = None
+        self._retire_socket()
+
+    # ------------------------------------------------------------ connection
+
+    def _open_socket(self, now: float) -> None:
+        self._reopen_at = None
+        self._received = None
+        socket = open_dealer(self._context, self._settings)
+        self._socket, self._monitor = socket, Monitor(self._context, socket)
+        try:
+            socket.connect(self._target)
+        except zmq.ZMQError as error:
+            self.close(f"cannot connect to {self.endpoint.address}: {error}")
+            return
+        self._say_hello(now)
+
+    def _retire_socket(self) -> None:
+        if self._socket is not None and self._monitor is not None:
+            self._retired.append((self._monitor, self._socket))
+        self._socket = self._monitor = None
+        self._events = []
+
+    def _note_connection(self, events: list[str], now: float) -> None:
+        for event in events:
+            if event == "down":
+                self._reconnect(now)
+                return
+            if self._was_up:
+                # It was there and now nobody listens: that process is gone, no need to wait.
+                self.close(f"{self.endpoint.address} refuses connections")
+                return
+
+    def _reconnect(self, now: float) -> None:
+        self._retire_socket()
+        if self.state is LinkState.UP:
+            self.state = LinkState.CONNECTING
+            self._up_by = now + self._settings.rewelcome_s
+            self._open_socket(now)
+        else:
+            self._reopen_at = now + self._settings.hello_interval_s
+
+    def _end_if_over(self, now: float) -> None:
+        # Judged by the time of the last complete drain: when we were busy ourselves, frames may be waiting unread.
+        if self.state is LinkState.UP and self._drained_at - self._heard_at >= self._settings.lease_s:
+            self.close(f"nothing heard from {self.peer.node} for {self._settings.lease_s} s")
+        elif self.state is LinkState.CONNECTING and now >= self._up_by:
+            self.close(f"{self.peer.node} did not answer at {self.endpoint.address}")
+
+    # ------------------------------------------------------------ frames
+
+    def _drain(self, now: float) -> tuple[list[m.AnyMessage], bool]:
+        messages: list[m.AnyMessage] = []
+        for _ in range(self._settings.max_drain):
+            if self._socket is None:
+                return messages, False
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                self._drained_at = now
+                return messages, False
+            message = self._accept(frame, now)
+            if message is not None:
+                messages.append(message)
+        return messages, True
+
+    def _envelope(self, message: m.AnyMessage, sequence: int) -> m.Envelope:
+        return m.Envelope(m.PROTOCOL_VERSION, self._me.node, self._me.incarnation, self.peer.incarnation, sequence, message)
+
+    def _say_hello(self, now: float) -> None:
+        self._hello_at = now
+        self._hello_due = not self.send(m.Hello(self._kind, self._open_attempts()), now)
+
+    def _ask_again(self, now: float) -> None:
+        # At most one per interval: a peer that loses everything must not make us send everything.
+        self._hello_due = True
+        if now - self._hello_at >= self._settings.hello_interval_s:
+            self._say_hello(now)
+
+    def _accept(self, frame: bytes, now: float) -> m.AnyMessage | None:
+        try:
+            envelope = codec.decode(frame, max_bytes=self._settings.max_frame_bytes)
+        except ProtocolError:
+            self.dropped["malformed"] += 1
+            return None
+        if envelope.sender == self.peer.node and envelope.incarnation != self.peer.incarnation:
+            self.dropped["other_incarnation"] += 1
+            self.replaced = True
+            self.close(f"{self.peer.node} at {self.endpoint.address} is now another boot ({envelope.incarnation})")
+            return None
+        if envelope.sender != self.peer.node or envelope.to_incarnation != self._me.incarnation:
+            self.dropped["misdirected"] += 1
+            return None
+        self._heard_at = now
+        self.state, self._was_up = LinkState.UP, True
+        return self._in_order(envelope, now)
+
+    def _in_order(self, envelope: m.Envelope, now: float) -> m.AnyMessage | None:
+        last, self._received = self._received, envelope.sequence
+        if isinstance(envelope.message, m.Hello):
+            self.gaps += 1
+            self._ask_again(now)
+            return None
+        if isinstance(envelope.message, m.Welcome) or last is None or envelope.sequence == last + 1:
+            return None if isinstance(envelope.message, m.Ping) else envelope.message
+        if envelope.sequence <= last:
+            self._received = last
+            self.dropped["duplicate"] += 1
+            return None
+        self.gaps += 1
+        self._ask_again(now)
+        return None if isinstance(envelope.message, m.Ping) else envelope.message

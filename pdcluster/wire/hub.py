@@ -1,0 +1,350 @@
+"""A node's links: one bound ROUTER socket for everyone who calls, one Dialer for each node it calls. Synchronous, owned by the node's loop thread.
+
+The hub knows who is there (leases), what arrived in order, and which frame comes from a boot that is gone. What a message means, and which
+tokens are said again after a gap, is the node loop's: it answers every Hello that it receives with Welcome, and for a router says again
+what the router misses. The rules of a link are in `wire.dialer`; this is their other end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import monotonic
+from typing import Literal
+
+import zmq
+
+from pdcluster import messages as m
+from pdcluster.errors import ProtocolError
+from pdcluster.transfer.base import Peer
+from pdcluster.wire import codec
+from pdcluster.wire.curve import Gatekeeper
+from pdcluster.wire.dialer import Dialer, LinkState
+from pdcluster.wire.sockets import WireSettings, derive_keys, open_router
+
+Kind = Literal["router", "node"]
+MAX_RETIRED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    peer: Peer
+    kind: Kind
+    message: m.AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """That boot of a node cannot be reached any more, or was replaced by a newer one."""
+
+    peer: Peer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkGap:
+    """Frames between us and that peer were lost: say again what it may have missed, and expect it to do the same."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """That router is silent for lease_s: what it asked for is nobody's now. It may come back with a Hello."""
+
+    peer: Peer
+
+
+Event = LinkLost | LinkGap | LeaseEnded
+
+
+@dataclass(slots=True)
+class _Route:
+    """One caller at the ROUTER socket. Kept after its lease ended, so that its numbers go on when it returns."""
+
+    kind: Kind
+    identity: bytes
+    received: int
+    heard_at: float
+    sent_at: float
+    sent: int = 0
+    alive: bool = True
+
+
+class Hub:
+    """`dropped` counts what was not accepted or could not be sent, by reason: malformed, other_incarnation, old_incarnation, unknown_peer,
+    duplicate, misdirected, too_many_peers, unreachable, high_water, bad_address. `gaps` counts the times when frames were missing."""
+
+    def __init__(
+        self, me: Peer, *, listen: str, context: zmq.Context[zmq.Socket[bytes]], settings: WireSettings, clock: Callable[[], float] = monotonic
+    ) -> None:
+        self._me, self._context, self._settings, self._clock = me, context, settings, clock
+        self.dropped: Counter[str] = Counter()
+        self._gaps = 0
+        self._gatekeeper = None if settings.cluster_key is None else Gatekeeper(context, derive_keys(settings.cluster_key))
+        try:
+            self._router, self.address = open_router(context, listen, settings)
+        except BaseException:
+            self._close_gatekeeper()
+            raise
+        self._routes: OrderedDict[Peer, _Route] = OrderedDict()
+        self._retired: OrderedDict[Peer, None] = OrderedDict()
+        self._dialers: dict[Peer, Dialer] = {}
+        self._events: list[Event] = []
+        self._now = self._drained_at = clock()
+
+    # ------------------------------------------------------------ what the loop calls
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """What to poll for reading, with zmq.Poller (their descriptors are edge-triggered). Ask again after every receive, send and tick."""
+        return [self._router, *(socket for dialer in self._dialers.values() for socket in dialer.sockets())]
+
+    def receive(self) -> list[Received]:
+        """Whatever came, at most max_drain per socket; never blocks."""
+        self._now = self._clock()
+        received = list(self._receive_calls())
+        for peer, dialer in list(self._dialers.items()):
+            gaps = dialer.gaps
+            messages, _ = dialer.receive(self._now)
+            dialer.release()
+            received += (Received(peer, "node", message) for message in messages)
+            if dialer.gaps > gaps:
+                self._note_gap(peer)
+            self._forget_if_lost(peer, dialer)
+        return received
+
+    def send(self, to: m.Endpoint | Peer, message: m.AnyMessage) -> bool:
+        """Queue one message; False (counted) when the peer cannot be reached or too many frames wait for it. Never blocks.
+
+        A node is called at its endpoint when no link with that boot is up. A peer that called us and is only known by name is answered there.
+        """
+        self._now = self._clock()
+        if isinstance(to, Peer):
+            return self._send_to_known(to, message)
+        peer = Peer(to.node, to.incarnation)
+        if peer in self._retired:
+            return self._counted(False, "old_incarnation")
+        dialer = self._dialers.get(peer) or self._dial(peer, to)
+        return dialer is not None and self._counted(dialer.send(message, self._now), "high_water")
+
+    def events(self) -> list[Event]:
+        """What happened to links since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def tick(self, now: float | None = None) -> None:
+        """Pings and leases. Call it after `receive`, about every quarter of a heartbeat. now: as the hub's clock tells it."""
+        self._now = self._clock() if now is None else now
+        for peer, route in self._routes.items():
+            if route.alive:
+                self._keep(peer, route)
+        for peer, dialer in list(self._dialers.items()):
+            dialer.tick(self._now)
+            self._forget_if_lost(peer, dialer)
+
+    def peers(self, kind: Kind) -> list[Peer]:
+        """Everyone of that kind who called us and whose lease runs."""
+        return [peer for peer, route in self._routes.items() if route.alive and route.kind == kind]
+
+    def forget(self, peer: Peer) -> None:
+        """The bootstrap says that this boot of a node is gone: drop its links, without an event. It may come back with a Hello."""
+        dialer = self._dialers.pop(peer, None)
+        if dialer is not None:
+            dialer.close()
+            dialer.release()
+        self._routes.pop(peer, None)
+
+    @property
+    def gaps(self) -> int:
+        return self._gaps
+
+    def close(self) -> None:
+        """Close every socket of the hub; the context stays its owner's. Idempotent."""
+        for dialer in self._dialers.values():
+            dialer.close()
+            dialer.release()
+        self._dialers.clear()
+        self._router.close(0)
+        self._close_gatekeeper()
+
+    # ------------------------------------------------------------ sending
+
+    def _send_to_known(self, peer: Peer, message: m.AnyMessage) -> bool:
+        route = self._routes.get(peer)
+        if route is not None and route.alive:
+            return self._send_on(peer, route, message)
+        dialer = self._dialers.get(peer)
+        return self._counted(dialer is not None and dialer.send(message, self._now), "unreachable")
+
+    def _send_on(self, peer: Peer, route: _Route, message: m.AnyMessage) -> bool:
+        # The number is used up even when the frame is dropped: the peer then sees the gap and asks. A lost Ping is no loss.
+        sequence = route.sent + 1
+        sent = self._send_frame(route.identity, peer.incarnation, sequence, message)
+        if sent or not isinstance(message, m.Ping):
+            route.sent = sequence
+        if sent:
+            route.sent_at = self._now
+        return sent
+
+    def _send_frame(self, identity: bytes, to_incarnation: str, sequence: int, message: m.AnyMessage) -> bool:
+        envelope = m.Envelope(m.PROTOCOL_VERSION, self._me.node, self._me.incarnation, to_incarnation, sequence, message)
+        frame = codec.encode(envelope, max_bytes=self._settings.max_frame_bytes)
+        try:
+            self._router.send_multipart((identity, frame), zmq.NOBLOCK)
+        except zmq.Again:
+            return self._counted(False, "high_water")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return self._counted(False, "unreachable")
+        return True
+
+    def _counted(self, sent: bool, reason: str) -> bool:
+        if not sent:
+            self.dropped[reason] += 1
+        return sent
+
+    def _dial(self, peer: Peer, endpoint: m.Endpoint) -> Dialer | None:
+        if len(self._dialers) >= self._settings.max_peers:
+            self.dropped["too_many_peers"] += 1
+            return None
+        try:
+            dialer = Dialer(
+                self._me, endpoint, kind="node", context=self._context, settings=self._settings,
+                open_attempts=tuple, now=self._now, dropped=self.dropped,
+            )  # fmt: skip
+        except ProtocolError:
+            self.dropped["bad_address"] += 1
+            return None
+        self._dialers[peer] = dialer
+        return dialer
+
+    # ------------------------------------------------------------ receiving
+
+    def _receive_calls(self) -> Iterator[Received]:
+        for _ in range(self._settings.max_drain):
+            try:
+                parts = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                self._drained_at = self._now
+                return
+            received = self._accept(parts)
+            if received is not None:
+                yield received
+
+    def _accept(self, parts: list[bytes]) -> Received | None:
+        try:
+            if len(parts) != 2:
+                raise ProtocolError(f"a frame of {len(parts)} parts")
+            envelope = codec.decode(parts[1], max_bytes=self._settings.max_frame_bytes)
+        except ProtocolError:
+            self.dropped["malformed"] += 1
+            return None
+        peer = Peer(envelope.sender, envelope.incarnation)
+        if envelope.to_incarnation not in ("", self._me.incarnation):
+            self._answer_stranger(parts[0], peer, "other_incarnation")
+            return None
+        if peer in self._retired:
+            self.dropped["old_incarnation"] += 1
+            return None
+        if isinstance(envelope.message, m.Hello):
+            return self._accept_hello(parts[0], peer, envelope.message, envelope.sequence)
+        route = self._routes.get(peer)
+        if route is None or not route.alive or route.identity != parts[0]:
+            self._answer_stranger(parts[0], peer, "unknown_peer")
+            return None
+        return self._in_order(peer, route, envelope)
+
+    def _answer_stranger(self, identity: bytes, peer: Peer, reason: str) -> None:
+        """A Hello of ours says who lives here, and asks the other to say who it is."""
+        self.dropped[reason] += 1
+        current = self._routes.get(peer)
+        if current is None or current.identity != identity:
+            self._send_frame(identity, peer.incarnation, 1, m.Hello("node"))
+        else:
+            self._send_on(peer, current, m.Hello("node"))
+
+    def _accept_hello(self, identity: bytes, peer: Peer, hello: m.Hello, sequence: int) -> Received | None:
+        route = self._routes.get(peer)
+        if route is None:
+            route = self._new_route(identity, peer, hello.kind)
+            if route is None:
+                return None
+        route.identity, route.kind, route.received, route.heard_at, route.alive = identity, hello.kind, sequence, self._now, True
+        # Proves at once that this boot lives, also when the loop is about to compute for a while before its Welcome.
+        self._send_on(peer, route, m.Ping())
+        return Received(peer, hello.kind, hello)
+
+    def _new_route(self, identity: bytes, peer: Peer, kind: Kind) -> _Route | None:
+        if kind == "node":
+            self._replace_older_boots(peer)
+        if len(self._routes) >= self._settings.max_peers and not self._make_room():
+            self.dropped["too_many_peers"] += 1
+            return None
+        route = _Route(kind, identity, 0, self._now, self._now)
+        self._routes[peer] = route
+        return route
+
+    def _make_room(self) -> bool:
+        over = next((peer for peer, route in self._routes.items() if not route.alive), None)
+        if over is not None:
+            del self._routes[over]
+        return over is not None
+
+    def _replace_older_boots(self, peer: Peer) -> None:
+        # Names of nodes are unique in a cluster, so a new boot proves the old one dead. Routers may share a name; their leases decide.
+        known = [*(p for p, route in self._routes.items() if route.kind == "node"), *self._dialers]
+        for old in dict.fromkeys(known):
+            if old.node == peer.node and old != peer:
+                self.forget(old)
+                self._retire(old)
+                self._events.append(LinkLost(old, f"{peer.node} started again as {peer.incarnation}"))
+
+    def _in_order(self, peer: Peer, route: _Route, envelope: m.Envelope) -> Received | None:
+        route.heard_at = self._now
+        if envelope.sequence <= route.received:
+            self.dropped["duplicate"] += 1
+            return None
+        if envelope.sequence != route.received + 1:
+            self._note_gap(peer)
+            self._send_on(peer, route, m.Hello("node"))
+        route.received = envelope.sequence
+        return None if isinstance(envelope.message, m.Ping) else Received(peer, route.kind, envelope.message)
+
+    # ------------------------------------------------------------ who is there
+
+    def _keep(self, peer: Peer, route: _Route) -> None:
+        # Judged by the last complete drain: while we compute, pings may be waiting unread.
+        if self._drained_at - route.heard_at >= self._settings.lease_s:
+            route.alive = False
+            dialled = peer in self._dialers
+            if route.kind == "router":
+                self._events.append(LeaseEnded(peer))
+            elif not dialled:
+                self._events.append(LinkLost(peer, f"nothing heard from {peer.node} for {self._settings.lease_s} s"))
+        elif self._now - route.sent_at >= self._settings.heartbeat_s:
+            self._send_on(peer, route, m.Ping())
+
+    def _forget_if_lost(self, peer: Peer, dialer: Dialer) -> None:
+        if dialer.state is LinkState.LOST:
+            del self._dialers[peer]
+            dialer.release()
+            if dialer.replaced:
+                self._retire(peer)
+            self._events.append(LinkLost(peer, dialer.lost_because))
+
+    def _note_gap(self, peer: Peer) -> None:
+        self._gaps += 1
+        self._events.append(LinkGap(peer))
+
+    def _retire(self, peer: Peer) -> None:
+        self._retired[peer] = None
+        self._retired.move_to_end(peer)
+        while len(self._retired) > MAX_RETIRED:
+            self._retired.popitem(last=False)
+
+    def _close_gatekeeper(self) -> None:
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+            self._gatekeeper = None

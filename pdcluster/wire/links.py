@@ -1,0 +1,140 @@
+"""A router's link to one node, driven by its asyncio loop (uvloop too). The rules of a link are in `wire.dialer`; this file only wakes it.
+
+ZMQ's descriptors are edge-triggered: they become readable once per change, and sending may swallow that edge. So every wake-up drains to the
+end, and every send looks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import zmq
+
+from pdcluster.errors import NodeLost
+from pdcluster.messages import AnyMessage, Endpoint
+from pdcluster.transfer.base import Peer
+from pdcluster.wire.dialer import Dialer, LinkState, Open
+from pdcluster.wire.sockets import WireSettings
+
+__all__ = ["LinkState", "NodeLink"]
+
+
+class NodeLink:
+    """One DEALER to one boot of one node; belongs to the running loop.
+
+    Two plain callbacks instead of a queue: a token frame reaches its coroutine without another task switch. on_message gets every message
+    but Ping and Hello, on_state every change of state; neither may block. Sending is allowed while CONNECTING: frames follow the Hello.
+    """
+
+    def __init__(
+        self,
+        me: Peer,
+        endpoint: Endpoint,
+        *,
+        context: zmq.Context[zmq.Socket[bytes]],
+        on_message: Callable[[AnyMessage], None],
+        on_state: Callable[[LinkState], None],
+        open_attempts: Callable[[], Open],
+        settings: WireSettings,
+    ) -> None:
+        self.endpoint = endpoint
+        self._on_message, self._on_state = on_message, on_state
+        self._tick_s = settings.heartbeat_s / 4
+        self._loop = asyncio.get_running_loop()
+        self._dialer = Dialer(
+            me, endpoint, kind="router", context=context, settings=settings, open_attempts=open_attempts, now=self._loop.time()
+        )  # fmt: skip
+        self._told = LinkState.CONNECTING
+        self._watched: list[zmq.Socket[bytes]] = []
+        self._closed = False
+        self._drain_due = False
+        self._watch()
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+    @property
+    def state(self) -> LinkState:
+        return self._dialer.state
+
+    @property
+    def lost_because(self) -> str:
+        """Why the link is LOST, "" while it is not."""
+        return self._dialer.lost_because
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Frames that were not accepted, by reason."""
+        return self._dialer.dropped
+
+    @property
+    def gaps(self) -> int:
+        return self._dialer.gaps
+
+    def send(self, message: AnyMessage) -> None:
+        """Queue one message; raises NodeLost when the link is lost, broken just now, or its queue full."""
+        if not self._dialer.send(message, self._loop.time()):
+            node, state = self.endpoint.node, self.state
+            why = self.lost_because or (f"its link is {state.name.lower()} and takes no more frames")
+            raise NodeLost(f"cannot send {type(message).__name__} to {node} at {self.endpoint.address}: {why}")
+        self._drain_soon()
+
+    def close(self) -> None:
+        """Let go of the sockets; on_state is not called. Idempotent."""
+        self._closed = True
+        self._timer.cancel()
+        self._dialer.close()
+        self._watch()
+
+    def _drain_soon(self) -> None:
+        if not self._drain_due:
+            self._drain_due = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._drain_due = False
+        messages, more = self._dialer.receive(self._loop.time())
+        if more:
+            self._drain_soon()
+        self._watch()
+        if self.state is LinkState.UP:
+            self._tell()
+        self._deliver(messages)
+        self._tell()
+
+    def _deliver(self, messages: list[AnyMessage]) -> None:
+        # One message that its receiver cannot stand must not cost the others of the same batch.
+        for message in messages:
+            if self._closed:
+                return
+            try:
+                self._on_message(message)
+            except Exception as error:
+                what = f"{type(message).__name__} from {self.endpoint.node} was not handled"
+                self._loop.call_exception_handler({"message": what, "exception": error})
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+        self._drain()
+        self._dialer.tick(self._loop.time())
+        self._drain_soon()
+
+    def _tell(self) -> None:
+        if self._closed or self.state is self._told:
+            return
+        self._told = self.state
+        if self.state is LinkState.LOST:
+            self._timer.cancel()
+        self._on_state(self.state)
+
+    def _watch(self) -> None:
+        """Follow the dialer's sockets, which change with every connection."""
+        sockets = self._dialer.sockets()
+        if sockets != self._watched:
+            for socket in self._watched:
+                self._loop.remove_reader(socket.fileno())
+            for socket in sockets:
+                self._loop.add_reader(socket.fileno(), self._drain)
+            self._watched = sockets
+            self._drain_soon()
+        self._dialer.release()

@@ -1,0 +1,156 @@
+"""ZMQ sockets as every link wants them: options, encryption, address, connection events. What is said over them is not decided here."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from pdcluster.errors import ConfigError
+from pdcluster.wire.address import format_address, is_wildcard, parse_address
+from pdcluster.wire.codec import MAX_FRAME_BYTES
+
+CLUSTER_KEY_BYTES = 32
+ZAP_DOMAIN = b"pdcluster"
+_DOWN = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_REFUSED = zmq.EVENT_CONNECT_RETRIED
+_monitor_names = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class WireSettings:
+    """lease_s: a link on which nothing arrived for so long is lost; rewelcome_s: the time a cut connection has to come back;
+    high_water: frames that may wait per peer; max_peers bounds what strangers can make us remember.
+    advertise_host: the host others connect to when we listen on a wildcard address.
+    cluster_key: secret of CLUSTER_KEY_BYTES shared by the whole cluster; None leaves links unencrypted."""
+
+    heartbeat_s: float = 0.5
+    lease_s: float = 2.5
+    rewelcome_s: float = 0.5
+    hello_interval_s: float = 0.1
+    high_water: int = 4096
+    max_frame_bytes: int = MAX_FRAME_BYTES
+    max_peers: int = 4096
+    max_drain: int = 512
+    advertise_host: str | None = None
+    cluster_key: bytes | None = None
+
+    def __post_init__(self) -> None:
+        if self.cluster_key is not None and len(self.cluster_key) != CLUSTER_KEY_BYTES:
+            size = len(self.cluster_key)
+            raise ConfigError(f"the cluster key has {size} bytes, it must have {CLUSTER_KEY_BYTES}; head -c 32 /dev/urandom makes one")
+        if not 0 < self.heartbeat_s < self.lease_s:
+            raise ConfigError(f"heartbeat_s is {self.heartbeat_s} and lease_s {self.lease_s}; a lease must outlast its heartbeats")
+
+    def __repr__(self) -> str:
+        key = "None" if self.cluster_key is None else "<secret>"
+        return f"WireSettings(heartbeat_s={self.heartbeat_s}, lease_s={self.lease_s}, high_water={self.high_water}, cluster_key={key})"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """The one CURVE key pair that every member of a cluster derives from the cluster key (Z85 text). Never shown."""
+
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return "KeyPair(<secret>)"
+
+
+def derive_keys(cluster_key: bytes) -> KeyPair:
+    secret = z85.encode(hashlib.blake2b(cluster_key, digest_size=32, person=b"pdcluster-curve").digest())
+    return KeyPair(public=zmq.curve_public(secret), secret=secret)
+
+
+def open_router(context: zmq.Context[zmq.Socket[bytes]], listen: str, settings: WireSettings) -> tuple[zmq.Socket[bytes], str]:
+    """A bound ROUTER socket, and the address that others connect to."""
+    host, port = parse_address(listen, allow_port_0=True)
+    if is_wildcard(host) and settings.advertise_host is None:
+        raise ConfigError(f"listening on {listen} needs an advertise host: the name or address under which other nodes reach this one")
+    socket = context.socket(zmq.ROUTER)
+    try:
+        _set_options(socket, settings)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if settings.cluster_key is not None:
+            _set_server_keys(socket, derive_keys(settings.cluster_key))
+        socket.bind(f"tcp://{format_address(host, port) if port else format_address(host, 0).removesuffix('0') + '*'}")
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise ConfigError(f"cannot listen on {listen}: {error}; choose another --listen address") from error
+    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(bound, bytes)
+    bound_port = int(bound.rstrip(b"\0").rpartition(b":")[2])
+    return socket, format_address(settings.advertise_host or host, bound_port)
+
+
+def open_dealer(context: zmq.Context[zmq.Socket[bytes]], settings: WireSettings) -> zmq.Socket[bytes]:
+    """A DEALER socket, not connected yet, so that a monitor misses nothing."""
+    socket = context.socket(zmq.DEALER)
+    _set_options(socket, settings)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, max(1, int(settings.lease_s * 1000)))
+    if settings.cluster_key is not None:
+        _set_client_keys(socket, derive_keys(settings.cluster_key))
+    return socket
+
+
+def _set_options(socket: zmq.Socket[bytes], settings: WireSettings) -> None:
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.IPV6, 1),
+        (zmq.SNDHWM, settings.high_water),
+        (zmq.RCVHWM, settings.high_water),
+        (zmq.RECONNECT_IVL, 50),
+        (zmq.RECONNECT_IVL_MAX, 500),
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, 10),
+        (zmq.TCP_KEEPALIVE_INTVL, 5),
+        (zmq.TCP_KEEPALIVE_CNT, 3),
+        (zmq.HANDSHAKE_IVL, max(1, int(settings.lease_s * 1000))),
+    ):
+        socket.setsockopt(option, value)
+    socket.setsockopt(zmq.MAXMSGSIZE, settings.max_frame_bytes)
+
+
+def _set_server_keys(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    # Without it, libzmq lets everyone in when the authenticator is not there.
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def _set_client_keys(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
+
+
+class Monitor:
+    """The connection events of one socket. Open it before the socket connects, close it before the socket."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], watched: zmq.Socket[bytes]) -> None:
+        self._watched = watched
+        address = f"inproc://pdcluster-monitor-{next(_monitor_names)}"
+        watched.monitor(address, _DOWN | _REFUSED)
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+
+    def drain(self) -> list[str]:
+        """"down" (a connection ended) and "refused" (none came about), in the order they happened."""
+        found: list[str] = []
+        while True:
+            try:
+                event = recv_monitor_message(self.socket, zmq.NOBLOCK)["event"]
+            except zmq.Again:
+                return found
+            found.append("down" if event & _DOWN else "refused")
+
+    def close(self) -> None:
+        self._watched.monitor(None, 0)
+        self.socket.close(0)

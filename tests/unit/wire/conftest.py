@@ -1,0 +1,35 @@
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+from wire_nodes import SETTINGS, Node
+
+from pdcluster.transfer.base import Peer
+from pdcluster.wire.hub import Hub
+from pdcluster.wire.sockets import WireSettings
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    context: Context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def make_node(context: Context) -> Iterator[Callable[..., Node]]:
+    hubs: list[Hub] = []
+
+    def make(
+        name: str, incarnation: str = "boot-1", *, listen: str = "127.0.0.1:0", settings: WireSettings = SETTINGS, own: Context | None = None
+    ) -> Node:
+        me = Peer(name, incarnation)
+        hub = Hub(me, listen=listen, context=own or context, settings=settings)
+        hubs.append(hub)
+        return Node(hub, me)
+
+    yield make
+    for hub in hubs:
+        hub.close()

@@ -1,0 +1,182 @@
+import math
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pdcluster import messages as m
+from pdcluster.errors import ProtocolError
+from pdcluster.wire.codec import decode, encode
+
+SAMPLING = m.Sampling(max_tokens=16, seed=-7, top_k=5, top_p=0.9, min_p=0.1, stop_token_ids=(2, 3), logprobs=2)
+WORK = m.Work("req-1", 0, m.pack_tokens(range(70)), 64, bytes(32), SAMPLING, 12.5)
+READER = m.Endpoint("decode-0", "inc-d", "127.0.0.1:4000", (("tcp", b"\x01\x02"),))
+WRITER = m.Endpoint("prefill-0", "inc-p", "[::1]:4001")
+TICKET = m.Ticket(2**64 - 1, "req-1", 0, READER, WRITER, 0, m.pack_tokens([4, 9, 1]), 32, 65536, 70, 32, 9.5)
+LOGPROBS = m.TokenLogprobs(-0.5, (3, 4), (-0.5, -math.inf))
+TIMINGS = m.Timings(queue_s=0.1, transfer_bytes=1 << 40, backend="shm")
+MESSAGES: tuple[m.AnyMessage, ...] = (
+    m.Hello("router", (("req-1", 0, 3),)),
+    m.Ping(),
+    m.Prefill(WORK, True),
+    m.Reserve(WORK, WRITER),
+    m.Deliver(TICKET),
+    m.Cancel("req-1", 2, "client left"),
+    m.Release("req-1"),
+    m.FetchFile("tokenizer.json", 1 << 20),
+    m.Welcome("mixed", (("req-1", 0),)),
+    m.Scheduled("req-1", 0),
+    m.Reserved(TICKET),
+    m.Refused("req-1", 0, "reserve", "no pages", 0.25),
+    m.Tokens((m.TokenRow("req-1", 0, 5, (7, 8), (LOGPROBS, LOGPROBS)),)),
+    m.Delivered("req-1", 0, TIMINGS),
+    m.Finished("req-1", 0, "eos", num_output=9, timings=TIMINGS, stop_token=2),
+    m.Failed("req-1", 0, "node_lost", "why", True),
+    m.Load(*range(len(m.Load.__struct_fields__) - 2), draining=True, steps=1 << 40),
+    m.CacheDelta(1, True, bytes(48), b""),
+    m.FileChunk("tokenizer.json", 4, 8, b"data"),
+    m.Commit(5, (m.Leg(0, ((0, 0, 32, 65536, 2**64 - 1),)),), 11, LOGPROBS),
+    m.CommitAck(5, (0, 3)),
+    m.Abort(5, "slot gone", 3.0),
+    m.AbortAck(5, "drained"),
+)
+FRAMES = [encode(m.Envelope(m.PROTOCOL_VERSION, "a", "inc-a", "inc-b", 1, message)) for message in MESSAGES]
+
+
+def envelope(message: m.AnyMessage, **changes: object) -> m.Envelope:
+    return msgspec.structs.replace(m.Envelope(m.PROTOCOL_VERSION, "a", "inc-a", "inc-b", 1, message), **changes)
+
+
+def test_the_samples_hold_every_message_once() -> None:
+    assert {type(message) for message in MESSAGES} == set(m.AnyMessage.__args__)
+    assert len(MESSAGES) == len(m.AnyMessage.__args__)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_message_comes_back_as_it_was(message: m.AnyMessage) -> None:
+    assert decode(encode(envelope(message))) == envelope(message)
+
+
+def test_a_peer_of_another_protocol_version_is_told_both_versions() -> None:
+    with pytest.raises(ProtocolError, match=r"protocol 99.*speaks 1"):
+        decode(encode(envelope(m.Ping(), protocol=99)))
+
+
+def test_another_version_is_recognised_even_when_its_messages_are_unknown() -> None:
+    with pytest.raises(ProtocolError, match="protocol 2"):
+        decode(msgspec.msgpack.encode([2, "a", {"new": "shape"}]))
+
+
+def test_a_frame_over_the_cap_is_refused_at_both_ends() -> None:
+    frame = encode(envelope(m.FileChunk("f", 0, 1000, bytes(1000))))
+    with pytest.raises(ProtocolError, match="limit of 100 bytes"):
+        decode(frame, max_bytes=100)
+    with pytest.raises(ProtocolError, match=r"FileChunk of .* split it"):
+        encode(envelope(m.FileChunk("f", 0, 1000, bytes(1000))), max_bytes=100)
+
+
+def test_only_hello_may_leave_the_receiver_open() -> None:
+    assert decode(encode(envelope(m.Hello("node"), to_incarnation=""))).to_incarnation == ""
+    with pytest.raises(ProtocolError, match="to_incarnation"):
+        decode(encode(envelope(m.Ping(), to_incarnation="")))
+
+
+@pytest.mark.parametrize("changes", [{"sender": ""}, {"sender": "x" * 129}, {"incarnation": ""}, {"sequence": 0}, {"sequence": -1}], ids=str)
+def test_an_envelope_with_a_bad_field_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError, match=next(iter(changes))):
+        decode(encode(envelope(m.Ping(), **changes)))
+
+
+replace: Callable[..., m.AnyMessage] = msgspec.structs.replace
+
+
+def work(**changes: object) -> m.Prefill:
+    return m.Prefill(replace(WORK, **changes), True)
+
+
+def sampling(**changes: object) -> m.Prefill:
+    return work(sampling=replace(SAMPLING, **changes))
+
+
+def ticket(**changes: object) -> m.Deliver:
+    return m.Deliver(replace(TICKET, **changes))
+
+
+def finished(**changes: object) -> m.AnyMessage:
+    return replace(MESSAGES[14], **changes)
+
+
+def chunk(*values: int) -> m.Commit:
+    return m.Commit(1, (m.Leg(0, (values,)),), 0)
+
+
+BAD: tuple[m.AnyMessage, ...] = (
+    work(request=""), work(request="r" * 129), work(attempt=-1), work(token_ids=bytes(7)), work(token_ids=b""), work(hashes=bytes(17)),
+    work(token_ids=m.pack_tokens([1, -1] * 32)), work(num_prompt=0), work(num_prompt=71), work(hashes=bytes(16 * 71)),
+    work(deadline_s=math.nan), work(deadline_s=math.inf),
+    sampling(max_tokens=0), sampling(seed=2**64 - 1, temperature=math.nan), sampling(temperature=-0.1), sampling(temperature=math.inf),
+    sampling(top_k=0), sampling(top_p=1.1), sampling(min_p=-0.1), sampling(stop_token_ids=(-1,)), sampling(logprobs=-1), sampling(min_tokens=-1),
+    ticket(nonce=-1), ticket(pages=bytes(3)), ticket(pages=m.pack_tokens([1, 2])), ticket(cached_tokens=71), ticket(page_tokens=0),
+    ticket(page_bytes=0), ticket(num_tokens=0), ticket(reader=replace(READER, address="nowhere")), ticket(writer=replace(WRITER, node="")),
+    ticket(reader=replace(READER, adverts=(("tcp", bytes(1 << 17)),))), ticket(deadline_s=-math.inf),
+    m.Hello("router", (("", 0, 0),)), m.Hello("router", (("r", -1, 0),)), m.Hello("router", (("r", 0, -1),)), m.Welcome("mixed", (("r", -1),)),
+    m.Cancel("r", 0, "x" * 20000), m.Release(""), m.FetchFile("f", -1), m.Refused("r", 0, "reserve", "", -1.0),
+    m.Tokens((m.TokenRow("r", 0, -1, (1,)),)), m.Tokens((m.TokenRow("r", 0, 0, (-1,)),)), m.Tokens((m.TokenRow("r", 0, 0, (1, 2), (LOGPROBS,)),)),
+    m.Tokens((m.TokenRow("r", 0, 0, (1,), (m.TokenLogprobs(math.nan),)),)), m.Tokens((m.TokenRow("r", 0, 0, (1,), (m.TokenLogprobs(0.0, (1,)),)),)),
+    finished(timings=m.Timings(decode_s=-1.0)), finished(stop_token=-1), finished(num_output=-1),
+    m.Failed("r", 0, "", "", True), work(hash_root=bytes(15)), m.Commit(1, (), 0, round=-1), m.CommitAck(1, round=-1),
+    replace(MESSAGES[16], slots=-1), m.CacheDelta(0, False, bytes(8), b""), m.CacheDelta(0, False, b"", bytes(1)), m.CacheDelta(-1, False, b"", b""),
+    m.FileChunk("f", 5, 8, b"data"), chunk(-1, 0, 1, 1, 0), chunk(0, 0, 0, 1, 0), chunk(0, 0, 1, 0, 0), chunk(0, 0, 1, 1, -1),
+    m.Commit(1, (), -1), m.CommitAck(1, (-1,)), m.Abort(-1, "", 1.0), m.Abort(1, "", math.nan), m.AbortAck(1, "x" * 20000),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD, ids=repr)
+def test_a_message_with_a_bad_value_is_refused(message: m.AnyMessage) -> None:
+    with pytest.raises(ProtocolError):
+        decode(encode(envelope(message)))
+
+
+def decodes_or_refuses(frame: bytes) -> None:
+    try:
+        envelope = decode(frame)
+    except ProtocolError:
+        return
+    assert decode(encode(envelope)) == envelope
+
+
+@given(st.binary(max_size=300))
+@example(b"\xdd\xff\xff\xff\xff")
+@example(b"\x96\x01\xa1\xff")
+@example(b"\x97" + FRAMES[1][1:] + b"\x91" * 100_000)
+def test_random_bytes_are_refused_and_never_crash(frame: bytes) -> None:
+    decodes_or_refuses(frame)
+
+
+@st.composite
+def mutated_frames(draw: st.DrawFn) -> bytes:
+    frame = bytearray(draw(st.sampled_from(FRAMES)))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(0, len(frame) - 1)))
+        cut = draw(st.integers(0, 8))
+        frame[at : at + cut] = draw(st.binary(max_size=8))
+    return bytes(frame)
+
+
+@given(mutated_frames())
+def test_mutated_frames_are_refused_or_valid_and_never_crash(frame: bytes) -> None:
+    decodes_or_refuses(frame)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=5),
+    max_leaves=20,
+)
+
+
+@given(st.sampled_from([type(message).__name__ for message in MESSAGES]), st.lists(plain, max_size=13))
+def test_messages_with_fields_of_any_type_are_refused_and_never_crash(tag: str, fields: list[object]) -> None:
+    decodes_or_refuses(msgspec.msgpack.encode([1, "a", "i", "j", 1, [tag, *fields]]))

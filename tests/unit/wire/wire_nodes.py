@@ -1,0 +1,46 @@
+"""A node's loop around a hub, in miniature: real sockets on loopback, short leases.
+Both ends run in one thread, so a slow machine slows them together."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pdcluster.messages import AnyMessage, Endpoint
+from pdcluster.transfer.base import Peer
+from pdcluster.wire.hub import Event, Hub, Received
+from pdcluster.wire.sockets import WireSettings
+
+SETTINGS = WireSettings(heartbeat_s=0.05, lease_s=0.4, rewelcome_s=0.2, hello_interval_s=0.02)
+
+
+class Node:
+    """A hub with everything it ever received, as a node loop would see it."""
+
+    def __init__(self, hub: Hub, me: Peer) -> None:
+        self.hub, self.me = hub, me
+        self.received: list[Received] = []
+        self.events: list[Event] = []
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.me.node, self.me.incarnation, self.hub.address)
+
+    def turn(self) -> None:
+        self.received += self.hub.receive()
+        self.hub.tick()
+        self.events += self.hub.events()
+
+    def messages(self, kind: type[Any]) -> list[AnyMessage]:
+        return [item.message for item in self.received if isinstance(item.message, kind)]
+
+
+def pump(until: Callable[[], object], *nodes: Node, limit_s: float = 20.0) -> None:
+    """Run the nodes' loops until the condition holds."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        for node in nodes:
+            node.turn()
+        if until():
+            return
+        assert time.monotonic() < deadline, f"never happened; {[(node.received, node.events, node.hub.dropped) for node in nodes]}"
+        time.sleep(0.002)
