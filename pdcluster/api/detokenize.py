@@ -1,0 +1,128 @@
+"""Token ids to text, one token at a time: text never holds half a character, and the pieces joined are the text of all tokens.
+
+Works on bytes, through a table of what every token id stands for, so a token costs a list lookup and every token's bytes are known exactly
+(logprobs report them). That is possible for decoders that map tokens one by one: byte-level BPE, and SentencePiece-like with byte fallback.
+Any other decoder is refused when the model is loaded.
+
+Where this differs from `tokenizers`: in a run of byte-fallback tokens that is not valid UTF-8, the valid characters are kept here, while
+`tokenizers` replaces the whole run, which a stream cannot know in advance.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pdcluster.errors import ModelError
+
+SPACE_MARK = "\u2581"
+"""What SentencePiece writes for a space."""
+
+BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2})>")
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """Byte-level BPE writes each byte as one printable character: itself where it prints, otherwise one from U+0100 on. Character → latin-1."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    alphabet = {byte: chr(byte) for byte in printable}
+    alphabet |= {0x100 + index: chr(byte) for index, byte in enumerate(hidden)}
+    # Characters that no byte is written as must not pass for the byte of the same number.
+    return alphabet | dict.fromkeys(hidden, "\uffff")
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What each token id stands for. `special` ids vanish from text unless asked for; `strips_lead`: one leading space is not part of the text."""
+
+    table: Sequence[bytes]
+    special: frozenset[int]
+    strips_lead: bool
+
+    def of(self, token_id: int) -> bytes:
+        """b"" for ids the tokenizer does not know: models have padded vocabularies."""
+        return self.table[token_id] if 0 <= token_id < len(self.table) else b""
+
+
+def build_pieces(vocabulary: Mapping[str, int], special: Iterable[int], decoder: Mapping[str, Any] | None) -> Pieces:
+    """From the vocabulary with added tokens and the `decoder` section of tokenizer.json; raises ModelError for decoders we cannot follow."""
+    steps = _decoder_steps(decoder)
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return Pieces(_byte_level_table(vocabulary), frozenset(special), strips_lead=False)
+    if kinds in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
+        _check_sentencepiece(steps)
+        return Pieces(_sentencepiece_table(vocabulary), frozenset(special), strips_lead=kinds[-1] == "Strip")
+    raise ModelError(
+        f"tokenizer.json has the decoder {'+'.join(kinds) or 'none'}, which is not supported; "
+        "supported are ByteLevel and Replace+ByteFallback+Fuse(+Strip)"
+    )
+
+
+def _decoder_steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if decoder is None:
+        return []
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+def _check_sentencepiece(steps: Sequence[Mapping[str, Any]]) -> None:
+    replace = steps[0]
+    if replace.get("pattern") != {"String": SPACE_MARK} or replace.get("content") != " ":
+        raise ModelError(
+            f"tokenizer.json's decoder replaces {replace.get('pattern')} by {replace.get('content')!r}; only {SPACE_MARK!r} by a space is supported"
+        )
+    if len(steps) == 4 and (steps[3].get("content"), steps[3].get("start"), steps[3].get("stop")) != (" ", 1, 0):
+        raise ModelError("tokenizer.json's decoder strips something else than one leading space, which is not supported")
+
+
+def _byte_level_table(vocabulary: Mapping[str, int]) -> list[bytes]:
+    alphabet = _byte_alphabet()
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        try:
+            table[token_id] = token.translate(alphabet).encode("latin-1")
+        except UnicodeEncodeError:  # an added token, written as plain text
+            table[token_id] = token.encode()
+    return table
+
+
+def _sentencepiece_table(vocabulary: Mapping[str, int]) -> list[bytes]:
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        byte = BYTE_TOKEN.fullmatch(token)
+        table[token_id] = bytes([int(byte[1], 16)]) if byte else token.replace(SPACE_MARK, " ").encode()
+    return table
+
+
+class Detokenizer:
+    """One stream of tokens. at_start: the text starts here, so a leading space that only marks a word is dropped; a continuation keeps it."""
+
+    __slots__ = ("_decoder", "_pieces", "_skip", "_strip")
+
+    def __init__(self, pieces: Pieces, *, skip_special_tokens: bool, at_start: bool) -> None:
+        self._pieces = pieces
+        self._skip = pieces.special if skip_special_tokens else frozenset[int]()
+        self._strip = at_start and pieces.strips_lead
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_id: int) -> str:
+        """The text that became certain with this token; "" while a character is incomplete."""
+        if token_id in self._skip:
+            return ""
+        piece = self._pieces.of(token_id)
+        if self._strip and piece:
+            self._strip = False
+            piece = piece.removeprefix(b" ")
+        return self._decoder.decode(piece)
+
+    def flush(self) -> str:
+        """What is left at the end: an incomplete character becomes U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+def detokenize(pieces: Pieces, token_ids: Iterable[int], *, skip_special_tokens: bool, at_start: bool = True) -> str:
+    stream = Detokenizer(pieces, skip_special_tokens=skip_special_tokens, at_start=at_start)
+    return "".join([stream.feed(token_id) for token_id in token_ids]) + stream.flush()

@@ -1,0 +1,82 @@
+"""What a request may ask of one model: lengths, token ids in range, and the Sampling that follows from its fields and the model's defaults."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdcluster.api.openai import Common
+from pdcluster.api.text import SamplingDefaults
+from pdcluster.errors import BadRequest
+from pdcluster.messages import Sampling
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for plain completions; chat goes on to the end of the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """max_len: prompt and output tokens together; vocab_size: ids the model has an embedding for."""
+
+    max_len: int
+    vocab_size: int
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> array[int]:
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise BadRequest(f"{param}[{index}] is {token_id}, which is no token id of this model; ids go from 0 to {vocab_size - 1}", param)
+    return array("i", token_ids)
+
+
+def check_prompt(num_tokens: int, limits: Limits, param: str) -> None:
+    if num_tokens == 0:
+        raise BadRequest(f"{param} has no tokens; send a prompt with at least one", param)
+    if num_tokens >= limits.max_len:
+        raise BadRequest(
+            f"{param} has {num_tokens} tokens, this model takes {limits.max_len} including at least one of output; "
+            "shorten it or serve with a higher --max-len",
+            param,
+        )
+
+
+def output_tokens(asked: int | None, default: int | None, num_prompt: int, limits: Limits, param: str) -> int:
+    """max_tokens of one request: as asked, if it fits; else the default or all that is left."""
+    left = limits.max_len - num_prompt
+    if asked is None:
+        return left if default is None else min(default, left)
+    if asked > left:
+        raise BadRequest(
+            f"the prompt's {num_prompt} tokens and {param} {asked} make {num_prompt + asked}, this model takes {limits.max_len} together; "
+            f"lower {param} to at most {left} or shorten the prompt",
+            param,
+        )
+    return asked
+
+
+def build_sampling(request: Common, defaults: SamplingDefaults, limits: Limits, *, max_tokens: int, seed: int, logprobs: int | None) -> Sampling:
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise BadRequest(f"min_tokens is {min_tokens}, more than the {max_tokens} output tokens allowed; lower it or raise max_tokens", "min_tokens")
+    top_k = defaults.top_k if request.top_k is None else request.top_k
+    top_p = defaults.top_p if request.top_p is None else request.top_p
+    min_p = defaults.min_p if request.min_p is None else request.min_p
+    return Sampling(
+        max_tokens=max_tokens,
+        seed=seed,
+        min_tokens=min_tokens,
+        temperature=defaults.temperature if request.temperature is None else request.temperature,
+        # the neutral values mean that the filter is off
+        top_k=top_k if top_k is not None and top_k > 0 else None,
+        top_p=top_p if top_p is not None and top_p < 1 else None,
+        min_p=min_p if min_p else None,
+        stop_token_ids=tuple(check_token_ids(request.stop_token_ids or (), limits.vocab_size, "stop_token_ids")),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=logprobs,
+    )
+
+
+def wire_seed(seed: int) -> int:
+    """OpenAI's seeds are signed 64-bit numbers, the generator's key is 63 bits: the same seed always gives the same key."""
+    return seed & (2**63 - 1)

@@ -1,0 +1,326 @@
+"""What clients may ask, in OpenAI's words: the bodies of the /v1 endpoints, /tokenize and /detokenize, and what they must hold.
+
+A field is supported, without effect here (accepted), or refused by name: unknown ones always, those we know but cannot honour when they are
+set to something that would change the output. Lengths against the model's limits are in `api.limits`, replies in `api.replies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from pdcluster.api import validate
+from pdcluster.api.template import RESERVED
+from pdcluster.errors import BadRequest
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+TokenId: TypeAlias = int
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Common(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What chat and plain completions share. Fields typed `object` are looked at by `check_unsupported`, or by nobody."""
+
+    model: str
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Seed | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    # without effect here
+    user: object = None
+    metadata: object = None
+    store: object = None
+    service_tier: object = None
+    safety_identifier: object = None
+    prompt_cache_key: object = None
+    prompt_cache_retention: object = None
+    # would change the output
+    frequency_penalty: object = None
+    presence_penalty: object = None
+    repetition_penalty: object = None
+    length_penalty: object = None
+    logit_bias: object = None
+    best_of: object = None
+    use_beam_search: object = None
+    response_format: object = None
+    include_stop_str_in_output: object = None
+    truncate_prompt_tokens: object = None
+    prompt_logprobs: object = None
+
+
+class FunctionCall(Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, forbid_unknown_fields=True):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class ContentPart(Struct, forbid_unknown_fields=True):
+    type: str
+    text: str | None = None
+    # named so that they can be refused with a reason
+    image_url: object = None
+    input_audio: object = None
+    file: object = None
+    refusal: object = None
+
+
+class ChatMessage(Struct, forbid_unknown_fields=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    # part of the messages OpenAI returns, so of the histories clients send back
+    refusal: object = None
+    annotations: object = None
+    audio: object = None
+    function_call: object = None
+
+
+class ChatPrompt(Struct, kw_only=True, forbid_unknown_fields=True):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(Common, ChatPrompt, kw_only=True, forbid_unknown_fields=True):
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    # without effect here
+    parallel_tool_calls: object = None
+    prediction: object = None
+    # would change the output
+    chat_template: object = None
+    tools: object = None
+    tool_choice: object = None
+    functions: object = None
+    function_call: object = None
+    audio: object = None
+    modalities: object = None
+    reasoning_effort: object = None
+    verbosity: object = None
+    web_search_options: object = None
+    echo: object = None
+
+
+class CompletionRequest(Common, kw_only=True, forbid_unknown_fields=True):
+    prompt: str | list[str | int | list[TokenId]]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: object = None
+
+
+class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Either prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    tokens: list[TokenId]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+NESTED: Mapping[str, type[Struct]] = {
+    "stream_options": StreamOptions,
+    "messages[…]": ChatMessage,
+    "messages[…].content[…]": ContentPart,
+    "messages[…].tool_calls[…]": ToolCall,
+    "messages[…].tool_calls[…].function": FunctionCall,
+}
+
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "response_format": ({"type": "text"},),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "chat_template": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "web_search_options": (),
+    "echo": (False,),
+    "suffix": ("",),
+}
+"""Fields we know but cannot honour → the values, besides null, that ask for nothing."""
+
+_CHAT_UNSUPPORTED = tuple(name for name in ChatRequest.__struct_fields__ if name in UNSUPPORTED)
+_COMPLETION_UNSUPPORTED = tuple(name for name in CompletionRequest.__struct_fields__ if name in UNSUPPORTED)
+
+_CHAT = msgspec.json.Decoder(ChatRequest)
+_COMPLETION = msgspec.json.Decoder(CompletionRequest)
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def decode_chat(body: bytes) -> ChatRequest:
+    request = validate.decode(body, _CHAT, {"": ChatRequest, **NESTED})
+    _check_unsupported(request, _CHAT_UNSUPPORTED, request.n)
+    _check_common(request)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise BadRequest(f"top_logprobs is {request.top_logprobs} but logprobs is not true; set logprobs to true", "top_logprobs")
+    if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
+        raise BadRequest("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
+    return request
+
+
+def decode_completion(body: bytes) -> CompletionRequest:
+    request = validate.decode(body, _COMPLETION, {"": CompletionRequest, **NESTED})
+    _check_unsupported(request, _COMPLETION_UNSUPPORTED, request.n)
+    _check_common(request)
+    return request
+
+
+def decode_tokenize(body: bytes) -> TokenizeRequest:
+    request = validate.decode(body, _TOKENIZE, {"": TokenizeRequest, **NESTED})
+    if (request.prompt is None) == (request.messages is None):
+        raise BadRequest("send either prompt (a string) or messages (a list)", "prompt")
+    return request
+
+
+def decode_detokenize(body: bytes) -> DetokenizeRequest:
+    return validate.decode(body, _DETOKENIZE, {"": DetokenizeRequest})
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """One entry per prompt: text, or token ids."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise BadRequest("prompt is an empty list; send a string, a list of strings, token ids, or a list of token id lists", "prompt")
+    if all(isinstance(entry, int) for entry in prompt):
+        return [[entry for entry in prompt if isinstance(entry, int)]]
+    kind = type(prompt[0])
+    for index, entry in enumerate(prompt):
+        if type(entry) is not kind:
+            raise BadRequest(f"prompt[{index}] is of another kind than prompt[0]; send only strings, token ids, or token id lists", "prompt")
+    return [entry for entry in prompt if not isinstance(entry, int)]
+
+
+def stops_of(request: Common) -> tuple[str, ...]:
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+
+
+def messages_of(messages: list[ChatMessage]) -> list[dict[str, object]]:
+    """Messages as a chat template wants them: plain text, tool arguments as objects; raises BadRequest for what we cannot show to a model."""
+    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _check_unsupported(request: Common, fields: Sequence[str], n: int | None) -> None:
+    for name, value in zip(fields, attrgetter(*fields)(request), strict=True):
+        if value is None or value in UNSUPPORTED[name] or (name == "best_of" and value == n):
+            continue
+        raise BadRequest(f"{name} is {validate.shown(value)}, but {name} is not supported yet; leave it out", name)
+
+
+def _check_common(request: Common) -> None:
+    stops = stops_of(request)
+    if len(stops) > MAX_STOPS:
+        raise BadRequest(f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed", "stop")
+    if not all(stops):
+        raise BadRequest("stop has an empty string, which would match everywhere; leave it out", "stop")
+    if request.stream_options is not None and not request.stream:
+        raise BadRequest("stream_options is set but stream is not true; set stream to true or leave stream_options out", "stream_options")
+    if request.stream_options is not None and request.stream_options.include_obfuscation:
+        raise BadRequest("stream_options.include_obfuscation is not supported; leave it out", "stream_options.include_obfuscation")
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> None:
+    clash = sorted(RESERVED & set(kwargs or ()))
+    if clash:
+        raise BadRequest(f"chat_template_kwargs may not set {', '.join(clash)}; use the request's own fields", "chat_template_kwargs")
+
+
+def _plain_message(message: ChatMessage, path: str) -> dict[str, object]:
+    for name, value in (("audio", message.audio), ("function_call", message.function_call)):
+        if value is not None:
+            raise BadRequest(f"{path}.{name} is not supported; leave it out", f"{path}.{name}")
+    plain: dict[str, object] = {"role": message.role, "content": _plain_content(message, path)}
+    for name, text in (("name", message.name), ("tool_call_id", message.tool_call_id), ("reasoning_content", message.reasoning_content)):
+        if text is not None:
+            plain[name] = text
+    if message.tool_calls:
+        plain["tool_calls"] = [_plain_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)]
+    return plain
+
+
+def _plain_content(message: ChatMessage, path: str) -> str | None:
+    content = message.content
+    if isinstance(content, list):
+        return "\n".join([_plain_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)])
+    if content is None and not (message.role == "assistant" and message.tool_calls):
+        raise BadRequest(f"{path}.content is missing; a {message.role} message needs content (a string or a list of text parts)", f"{path}.content")
+    return content
+
+
+def _plain_part(part: ContentPart, path: str) -> str:
+    if part.type != "text":
+        raise BadRequest(f"{path}.type is {validate.shown(part.type)}; only text parts are supported, no images, audio or files", f"{path}.type")
+    if part.text is None:
+        raise BadRequest(f"{path}.text is missing; a text part needs it", f"{path}.text")
+    return part.text
+
+
+def _plain_call(call: ToolCall, path: str) -> dict[str, object]:
+    try:
+        arguments = msgspec.json.decode(call.function.arguments)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"{path}.function.arguments is not JSON: {error}; send the arguments as a JSON object in a string", path) from error
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

@@ -1,0 +1,307 @@
+"""What clients get, in OpenAI's words: chat and plain completions, whole or as a stream of chunks, usage, models, errors.
+
+A format makes bytes; it knows neither sockets nor who generated the tokens. `UNSET` fields are left out of the JSON, None is written as null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from pdcluster.api import sse
+from pdcluster.api.choice import Piece
+from pdcluster.api.detokenize import Pieces
+from pdcluster.api.logprobs import ChatLogprobs, CompletionLogprobs, chat_logprobs, completion_logprobs
+from pdcluster.errors import BadRequest, PdclusterError
+
+_encode = msgspec.json.Encoder().encode
+
+
+# ---------------------------------------------------------------- usage and route
+
+
+class TimelineReport(Struct):
+    """Seconds; null where there is no such moment."""
+
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    exposed_s: float
+    ttft_s: float | None
+    ttst_s: float | None
+    decode_s: float
+    decode_tokens: int
+    transfer_bytes: int
+
+
+class RouteReport(Struct):
+    """Where one choice ran. attempts and timeline are null when a stop string ended it: then nodes did not report."""
+
+    mode: str
+    prefill: str | None
+    decode: str | None
+    transfer: str
+    attempts: int | None
+    timeline: TimelineReport | None
+    choices: list[RouteReport] | UnsetType = UNSET
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None
+    pdcluster: RouteReport
+
+
+# ---------------------------------------------------------------- chat
+
+
+class ChatReplyMessage(Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: ChatReplyMessage
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatReply(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatDelta(Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChatDelta
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+# ---------------------------------------------------------------- plain completions
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionReply(Struct):
+    """The same object whole and as a chunk, as OpenAI has it."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["text_completion"] = "text_completion"
+
+
+# ---------------------------------------------------------------- formats
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all chunks of one reply share. pieces: for the text of tokens in logprobs."""
+
+    id: str
+    created: int
+    model: str
+    pieces: Pieces
+    logprobs: bool
+    token_ids: bool
+    include_usage: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether chunks carry nothing but text, so that they can be put together from prepared parts."""
+        return not (self.logprobs or self.token_ids or self.include_usage)
+
+
+class Format(Protocol):
+    def opening(self, index: int) -> bytes:
+        """The event before a choice's first text; b"" for none."""
+        ...
+
+    def chunk(self, index: int, piece: Piece) -> bytes: ...
+
+    def usage_chunk(self, usage: Usage) -> bytes: ...
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes: ...
+
+
+class ChatFormat:
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._plain = _PlainChunks(self._encode_chunk(0, Piece(), ChatDelta(content="")), b'"content":""')
+
+    def opening(self, index: int) -> bytes:
+        return sse.event(self._encode_chunk(index, Piece(), ChatDelta(role="assistant", content=""), empty=True))
+
+    def chunk(self, index: int, piece: Piece) -> bytes:
+        if index == 0 and piece.finish is None and self._head.is_plain:
+            return self._plain.event(piece.text)
+        delta = ChatDelta(content=piece.text) if piece.text or piece.finish is None else ChatDelta()
+        return sse.event(self._encode_chunk(index, piece, delta))
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return sse.event(_encode(ChatChunk(self._head.id, self._head.created, self._head.model, [], usage)))
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        choices = [
+            ChatChoice(index, ChatReplyMessage(piece.text), piece.finish, self._logprobs(piece), _prompt_ids(piece), _token_ids(self._head, piece))
+            for index, piece in enumerate(pieces)
+        ]
+        return _encode(ChatReply(self._head.id, self._head.created, self._head.model, choices, usage))
+
+    def _encode_chunk(self, index: int, piece: Piece, delta: ChatDelta, *, empty: bool = False) -> bytes:
+        logprobs = None if empty else self._logprobs(piece)
+        token_ids = UNSET if empty else _token_ids(self._head, piece)
+        choice = ChatChunkChoice(index, delta, piece.finish, logprobs, _prompt_ids(piece), token_ids)
+        return _encode(ChatChunk(self._head.id, self._head.created, self._head.model, [choice], _no_usage(self._head)))
+
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        return chat_logprobs(piece.tokens, self._head.pieces) if self._head.logprobs else None
+
+
+class CompletionFormat:
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._plain = _PlainChunks(self._encode_chunk(0, Piece()), b'"text":""')
+
+    def opening(self, index: int) -> bytes:
+        return b""
+
+    def chunk(self, index: int, piece: Piece) -> bytes:
+        if index == 0 and piece.finish is None and self._head.is_plain:
+            return self._plain.event(piece.text)
+        return sse.event(self._encode_chunk(index, piece))
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return sse.event(_encode(CompletionReply(self._head.id, self._head.created, self._head.model, [], usage)))
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
+        return _encode(CompletionReply(self._head.id, self._head.created, self._head.model, choices, usage))
+
+    def _encode_chunk(self, index: int, piece: Piece) -> bytes:
+        return _encode(CompletionReply(self._head.id, self._head.created, self._head.model, [self._choice(index, piece)], _no_usage(self._head)))
+
+    def _choice(self, index: int, piece: Piece) -> CompletionChoice:
+        logprobs = completion_logprobs([*piece.echo, *piece.tokens], self._head.pieces) if self._head.logprobs else None
+        return CompletionChoice(index, piece.text, piece.finish, logprobs, _prompt_ids(piece), _token_ids(self._head, piece))
+
+
+class _PlainChunks:
+    """Chunks of the first choice that carry only text: everything around the text is encoded once."""
+
+    def __init__(self, example: bytes, empty: bytes) -> None:
+        before, after = example.split(empty, 1)
+        self._before = b"data: " + before + empty[:-2]
+        self._after = after + b"\n\n"
+
+    def event(self, text: str) -> bytes:
+        return self._before + _encode(text) + self._after
+
+
+def _no_usage(head: Head) -> UnsetType | None:
+    """With include_usage every chunk but the last says `usage: null`; without it the field is absent."""
+    return None if head.include_usage else UNSET
+
+
+def _token_ids(head: Head, piece: Piece) -> list[int] | UnsetType:
+    return [token.id for token in piece.tokens] if head.token_ids else UNSET
+
+
+def _prompt_ids(piece: Piece) -> list[int] | UnsetType:
+    return UNSET if piece.prompt_token_ids is None else piece.prompt_token_ids
+
+
+# ---------------------------------------------------------------- models, tokens
+
+
+class ModelCard(Struct):
+    id: str
+    created: int
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "pdcluster"
+
+
+class ModelList(Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class TokenizeReply(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeReply(Struct):
+    prompt: str
+
+
+# ---------------------------------------------------------------- errors
+
+
+class ErrorBody(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(Struct):
+    error: ErrorBody
+
+
+ERROR_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
+
+
+def error_body(error: PdclusterError) -> bytes:
+    """OpenAI's shape for any of our errors."""
+    status = error.http_status
+    kind = "invalid_request_error" if 400 <= status < 429 else ERROR_TYPES.get(status, "server_error")
+    param = error.param if isinstance(error, BadRequest) else None
+    return _encode(ErrorReply(ErrorBody(str(error), kind, param, error.code)))

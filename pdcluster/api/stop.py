@@ -1,0 +1,50 @@
+"""Stop strings over a text that arrives in pieces: nothing after the match is released, and only what may become a match is held back.
+
+The match is the one that is complete first; of several complete at the same character, the longest. So it does not depend on how the text was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    __slots__ = ("_held", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """stops: none of them empty."""
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """The text that is now certain; once `matched` is set, the text before the match, and nothing more is released."""
+        if not self._stops:
+            return text
+        buffer = self._held + text
+        found = self._find(buffer)
+        if found is not None:
+            end, self.matched = found
+            self._held = ""
+            return buffer[: end - len(self.matched)]
+        keep = self._holdback(buffer)
+        self._held = buffer[len(buffer) - keep :]
+        return buffer[: len(buffer) - keep]
+
+    def flush(self) -> str:
+        """The held text, when the stream ended without a match."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, buffer: str) -> tuple[int, str] | None:
+        ends = [(start + len(stop), stop) for stop in self._stops if (start := buffer.find(stop)) >= 0]
+        return min(ends, key=lambda match: (match[0], -len(match[1])), default=None)
+
+    def _holdback(self, buffer: str) -> int:
+        """Length of the longest end of buffer that begins some stop string."""
+        longest = max(len(stop) for stop in self._stops) - 1
+        for size in range(min(longest, len(buffer)), 0, -1):
+            tail = buffer[-size:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return size
+        return 0

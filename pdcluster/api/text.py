@@ -1,0 +1,203 @@
+"""Everything between text and token ids for one model: its tokenizer, chat template, special tokens and sampling defaults.
+
+Built from the model's files (bytes, whoever brought them), never from the network, and without torch or transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from pdcluster.api.detokenize import Detokenizer, build_pieces, detokenize
+from pdcluster.api.template import ChatTemplate, Message
+from pdcluster.errors import BadRequest, ModelError
+
+log = logging.getLogger(__name__)
+
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "config.json",
+)
+"""The files of a model that a TextModel reads; only the first must exist."""
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+SHORT_CHARACTERS = 4096
+"""Text up to here is tokenized at once; longer text in the way that lets other threads run meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What the model's authors recommend (generation_config.json), for fields a request leaves out."""
+
+    temperature: float = 1.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+
+
+class TextModel:
+    """Immutable after construction, so it may be used from several threads."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        """files: contents by name, of those in TEXT_FILES that the model has. Raises ModelError naming the file that is missing or wrong."""
+        config = {**_json_file(files, "special_tokens_map.json"), **_json_file(files, "tokenizer_config.json")}
+        generation = _json_file(files, "generation_config.json")
+        special = _special_tokens(config)
+        self._tokenizer = _load_tokenizer(files, config, special)
+        self.pieces = build_pieces(
+            self._tokenizer.get_vocab(with_added_tokens=True),
+            [token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special],
+            _json_file(files, "tokenizer.json").get("decoder"),
+        )
+        source = _template_source(files, config)
+        self.template = None if source is None else ChatTemplate(source, special)
+        self.defaults = _sampling_defaults(generation)
+        self.eos_token_ids = _eos_token_ids(generation, _json_file(files, "config.json"), self._tokenizer, special)
+
+    @classmethod
+    def from_dir(cls, directory: Path) -> TextModel:
+        return cls({name: (directory / name).read_bytes() for name in TEXT_FILES if (directory / name).is_file()})
+
+    @property
+    def vocab_size(self) -> int:
+        """Highest token id the tokenizer knows, plus one; the model's own vocabulary may be padded beyond."""
+        return len(self.pieces.table)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
+        """add_special_tokens is for plain prompts; a chat template writes its own. Long text does not hold the interpreter lock."""
+        if len(text) <= SHORT_CHARACTERS:
+            return array("i", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        return array("i", self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt's text, special tokens included: encode it with add_special_tokens=False."""
+        if self.template is None:
+            way_out = "use /v1/completions, or put a chat_template.jinja beside its tokenizer.json"
+            raise BadRequest(f"this model has no chat template; {way_out}", "messages")
+        return self.template.render(
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, kwargs=kwargs
+        )
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True, at_start: bool = True) -> str:
+        return detokenize(self.pieces, token_ids, skip_special_tokens=skip_special_tokens, at_start=at_start)
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, at_start: bool = True) -> Detokenizer:
+        return Detokenizer(self.pieces, skip_special_tokens=skip_special_tokens, at_start=at_start)
+
+
+def _json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    if name not in files:
+        return {}
+    try:
+        return msgspec.json.decode(files[name], type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ModelError(f"{name} is not a JSON object: {error}; take the model's original file") from error
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """A special token is written as text or as {"content": text, …}."""
+    found: dict[str, str] = {}
+    for name in SPECIAL_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _load_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any], special: Mapping[str, str]) -> Tokenizer:
+    if "tokenizer.json" not in files:
+        way_out = "make one with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        raise ModelError(f"the model has no tokenizer.json; {way_out}")
+    try:
+        tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ModelError(f"tokenizer.json cannot be read: {error}") from error
+    # A file may carry the training run's truncation and padding, which would cut prompts silently.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    _add_missing_tokens(tokenizer, config, special)
+    if "add_bos_token" in config or "add_eos_token" in config:
+        tokenizer.post_processor = _bos_eos_processor(tokenizer, config, special)
+    return tokenizer
+
+
+def _add_missing_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """tokenizer_config.json may name tokens that tokenizer.json lacks, under the ids that follow."""
+    decoder: Mapping[str, Mapping[str, Any]] = config.get("added_tokens_decoder") or {}
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    for token_id, entry in sorted(decoder.items(), key=lambda item: int(item[0])):
+        if entry["content"] in known:
+            continue
+        tokenizer.add_tokens([AddedToken(entry["content"], **{flag: entry[flag] for flag in flags if flag in entry})])
+        got = tokenizer.token_to_id(entry["content"])
+        if got != int(token_id):
+            content = entry["content"]
+            raise ModelError(f"tokenizer_config.json gives {content!r} the id {token_id}, tokenizer.json makes it {got}; use files of one model")
+    missing = [token for token in special.values() if tokenizer.token_to_id(token) is None]
+    if missing:
+        raise ModelError(f"tokenizer_config.json names the special tokens {missing}, which tokenizer.json does not hold; use files of one model")
+    tokenizer.add_special_tokens([token for token in special.values() if token not in known])
+
+
+def _bos_eos_processor(tokenizer: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> TemplateProcessing:
+    """add_bos_token and add_eos_token, where a model says them, overrule tokenizer.json's own post-processor."""
+    bos = special.get("bos_token") if config.get("add_bos_token") else None
+    eos = special.get("eos_token") if config.get("add_eos_token") else None
+    single = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
+    return TemplateProcessing(single=single, special_tokens=[(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token])
+
+
+def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja first, then tokenizer_config.json, then chat_template.json; of several named templates the default one."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode()
+    source = config.get("chat_template") or _json_file(files, "chat_template.json").get("chat_template")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if source is not None and not isinstance(source, str):
+        raise ModelError(f"chat_template is a {type(source).__name__}; it must be text, or a list of named templates")
+    return source
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
+    penalty = generation.get("repetition_penalty", 1.0)
+    if penalty != 1.0:
+        log.warning("generation_config.json recommends repetition_penalty %s, which is not supported yet and not applied", penalty)
+    return SamplingDefaults(
+        temperature=float(generation.get("temperature") or 1.0),
+        top_p=None if generation.get("top_p") in (None, 1.0) else float(generation["top_p"]),
+        top_k=None if generation.get("top_k") in (None, 0) else int(generation["top_k"]),
+        min_p=None if generation.get("min_p") in (None, 0.0) else float(generation["min_p"]),
+    )
+
+
+def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
+    for source in (generation, config):
+        ids = source.get("eos_token_id")
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    named = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    return () if named is None else (named,)

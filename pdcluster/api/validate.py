@@ -1,0 +1,136 @@
+"""JSON bodies into structs, and what is wrong with them in words a caller can act on: the field, the value, the way out.
+
+A body that is right is decoded once, by msgspec. Only a body that is wrong is looked at again, to say where and why.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Literal, NoReturn, TypeVar, get_args, get_origin
+
+import msgspec
+
+from pdcluster.errors import BadRequest
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+KIND_NAMES = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+BOUNDS = {">=": "at least", "<=": "at most", ">": "greater than", "<": "less than"}
+SHOWN_CHARACTERS = 60
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[T], schemas: Mapping[str, type[msgspec.Struct]]) -> T:
+    """schemas: the struct that stands at a path ("" for the body itself, "messages[…]" with the index left out), for naming known fields."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), body, schemas) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(_why_not_json(body)) from error
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """" (did you mean X?)", or "" when nothing is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def shown(value: object) -> str:
+    """A value as JSON, cut to a length a message can carry."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
+
+
+# ---------------------------------------------------------------- not JSON at all
+
+
+def _why_not_json(body: bytes) -> str:
+    if not body.strip():
+        return "the body is empty; send a JSON object"
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        return f"the body is not valid UTF-8: byte 0x{body[error.start]:02x} at offset {error.start}; send JSON encoded as UTF-8"
+    try:
+        json.loads(text, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        near = text[max(error.pos - 15, 0) : error.pos + 15]
+        return f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}, near {shown(near)}"
+    except RecursionError:
+        return "the body is JSON nested too deeply; send a flatter object"
+    except ValueError as error:
+        return f"the body is not valid JSON: {error}"
+    return "the body has a string with half a surrogate pair (such as \\ud800 alone), which is no character; send whole characters"
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number; leave the field out or send a finite number")
+
+
+# ---------------------------------------------------------------- JSON of another shape
+
+
+def _invalid(message: str, body: bytes, schemas: Mapping[str, type[msgspec.Struct]]) -> BadRequest:
+    what, _, at = message.partition(" - at `")
+    path = at.removesuffix("`").removeprefix("$").removeprefix(".")
+    schema = schemas.get(re.sub(r"\[\d+\]", "[…]", path))
+    if match := re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL):
+        return _unknown_field(match[1], path, schema)
+    if match := re.fullmatch(r"Object missing required field `(.*)`", what):
+        full = f"{path}.{match[1]}" if path else match[1]
+        return BadRequest(f"{full} is missing; it is required", full)
+    where = path or "the body"
+    value = _value_at(body, path)
+    if what.startswith("Number out of range"):
+        return BadRequest(f"{where} is out of range; send a finite number", path or None)
+    if what.startswith("Invalid enum value"):
+        return BadRequest(f"{where} is {shown(value)}; it must be one of {', '.join(_options(path, schemas))}", path or None)
+    return BadRequest(f"{where} {_expectation(what)}, got {shown(value)}", path or None)
+
+
+def _unknown_field(name: str, path: str, schema: type[msgspec.Struct] | None) -> BadRequest:
+    known = schema.__struct_fields__ if schema is not None else ()
+    full = f"{path}.{name}" if path else name
+    way_out = closest(name, known) or "; leave it out"
+    return BadRequest(f"unknown field {full[:200]}{way_out}", full[:200])
+
+
+def _expectation(what: str) -> str:
+    """"Expected `int | null`, got `str`" → "must be a whole number"; "Expected `float` <= 2.0" → "must be at most 2.0"."""
+    if match := re.match(r"Expected `(?:int|float)` (>=|<=|>|<) (\S+)", what):
+        return f"must be {BOUNDS[match[1]]} {match[2]}"
+    if match := re.match(r"Expected `(str|array)` of length (>=|<=) (\d+)", what):
+        return f"must have {BOUNDS[match[2]]} {match[3]} {'characters' if match[1] == 'str' else 'entries'}"
+    if match := re.match(r"Expected `([^`]*)`", what):
+        kinds = [KIND_NAMES.get(kind, kind) for kind in match[1].split(" | ")]
+        return "must be " + " or ".join([kind for kind in kinds if kind != "null"] or kinds)
+    return what[:1].lower() + what[1:]
+
+
+def _value_at(body: bytes, path: str) -> object:
+    value: object = msgspec.json.decode(body)
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+        if name == "..." or not isinstance(value, dict | list):
+            break
+        value = value[int(index)] if isinstance(value, list) else value.get(name)
+    return value
+
+
+def _options(path: str, schemas: Mapping[str, type[msgspec.Struct]]) -> list[str]:
+    """The literals a field takes, from its struct's annotations."""
+    parent, _, name = re.sub(r"\[\d+\]", "[…]", path).rpartition(".")
+    for field in msgspec.structs.fields(schemas[parent]) if parent in schemas else ():
+        if field.name == name and get_origin(field.type) is Literal:
+            return [str(option) for option in get_args(field.type)]
+    return []

@@ -1,0 +1,50 @@
+"""What is measured, one declaration each: names start with pdcluster_, base units, counters end in _total.
+
+A group is built on a registry by whoever owns it (a router process, a test); nothing is registered at import time.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""From a fast step to a long queue."""
+
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+
+class RouterMetrics:
+    """A router's front door: what clients asked, what they got, and when. Times are as the client saw them, but for those of the nodes."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(f"pdcluster_{name}_total", help_text, labels, registry=registry)
+
+        def seconds(name: str, help_text: str, *labels: str) -> Histogram:
+            return Histogram(f"pdcluster_{name}_seconds", help_text, labels, buckets=SECONDS, registry=registry)
+
+        def tokens(name: str, help_text: str) -> Histogram:
+            return Histogram(f"pdcluster_{name}_tokens", help_text, buckets=TOKENS, registry=registry)
+
+        self.http_requests = counter("http_requests", "HTTP requests by endpoint and status (499: the client left).", "endpoint", "status")
+        self.http_requests_open = Gauge("pdcluster_http_requests_open", "HTTP requests being worked on.", registry=registry)
+        self.request_seconds = seconds("request", "From a request's arrival to its last byte.", "endpoint")
+        self.errors = counter("errors", "Requests that ended in an error, by its code.", "code")
+        self.disconnects = counter("client_disconnects", "Requests whose client left or stalled before the end.")
+
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of choices that reached a first token.")
+        self.cached_tokens = counter("cached_prompt_tokens", "Prompt tokens whose KV was cached already.")
+        self.output_tokens = counter("output_tokens", "Output tokens of all choices.")
+        self.prompt_length = tokens("prompt_length", "Prompt of one choice.")
+        self.output_length = tokens("output_length", "Output of one choice that ended well.")
+
+        self.choices = counter("choices", "Choices that ended well, by mode and finish reason.", "mode", "finish")
+        self.attempts = counter("attempts", "Attempts of choices that ended well; more than choices means retries.")
+        self.ttft = seconds("time_to_first_token", "From a request's arrival to its first token.", "mode")
+        self.ttst = seconds("time_to_second_token", "From a request's arrival to its second token.", "mode")
+        self.tpot = seconds("time_per_output_token", "Mean time between the output tokens of one choice.", "mode")
+        self.queue_seconds = seconds("prefill_queue", "Wait of a prompt in its node's queue.")
+        self.transfer_seconds = seconds("kv_transfer", "First KV write submitted to last one done.", "backend")
+        self.transfer_bytes = counter("kv_transfer_bytes", "KV moved for choices that ended well.", "backend")

@@ -1,0 +1,209 @@
+"""The OpenAI-compatible HTTP application: which path does what, how many requests at a time, and what becomes of errors.
+
+A raw ASGI application without a framework. Preparing and answering generations is in `prepare` and `answer`, running it under a server in `server`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from pdcluster.api import limits, openai
+from pdcluster.api.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
+from pdcluster.api.validate import closest
+from pdcluster.errors import Cancelled, Overloaded, PdclusterError, Unavailable
+from pdcluster.metrics import RouterMetrics
+from pdcluster_router.answer import answer
+from pdcluster_router.asgi import Exchange, MethodNotAllowed, NotFound, Receive, Scope, Send
+from pdcluster_router.generation import Dispatcher, ModelInfo
+from pdcluster_router.prepare import Terms, encode, encode_chat, find_model, prepare_chat, prepare_completion
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+MODELS_PREFIX = "/v1/models/"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """body_s: longest time for a body to arrive; stall_s: longest time for a client to read what it was sent."""
+
+    max_requests: int = 1024
+    max_body_bytes: int = 8 * 2**20
+    max_choices: int = 128
+    deadline_s: float = 600.0
+    body_s: float = 30.0
+    stall_s: float = 60.0
+
+
+def create_app(dispatcher: Dispatcher, settings: HttpSettings, metrics: RouterMetrics) -> App:
+    return App(dispatcher, settings, metrics)
+
+
+class App:
+    """Lives in one event loop, as all its exchanges do."""
+
+    def __init__(self, dispatcher: Dispatcher, settings: HttpSettings, metrics: RouterMetrics) -> None:
+        self._dispatcher = dispatcher
+        self._settings = settings
+        self._metrics = metrics
+        self._num_working = 0
+        self._get: Mapping[str, Handler] = {
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metrics": self._exposition,
+            "/v1/models": self._models,
+        }
+        self._post: Mapping[str, Handler] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._completion,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"{scope['type']} is not served; run the server with lifespan and websockets off")
+        exchange = Exchange(scope, receive, send, self._settings.stall_s)
+        self._metrics.http_requests_open.inc()
+        try:
+            await self._answered(exchange)
+        finally:
+            self._metrics.http_requests_open.dec()
+            endpoint = self._endpoint(exchange.path)
+            self._metrics.http_requests.labels(endpoint, str(exchange.status)).inc()
+            self._metrics.request_seconds.labels(endpoint).observe(monotonic() - exchange.arrived)
+
+    async def _answered(self, exchange: Exchange) -> None:
+        try:
+            await self._handle(exchange)
+        except Cancelled as error:
+            exchange.status = error.http_status
+            self._metrics.disconnects.inc()
+            log.info("request %s: %s", exchange.id, error)
+        except PdclusterError as error:
+            await self._fail(exchange, error)
+        except Exception:  # the top of a request: a bug of ours, which must not take the others with it
+            log.exception("request %s to %s failed", exchange.id, exchange.path)
+            await self._fail(exchange, PdclusterError(f"internal error; the server's log has it under request {exchange.id}"))
+
+    async def _fail(self, exchange: Exchange, error: PdclusterError) -> None:
+        self._metrics.errors.labels(error.code).inc()
+        try:
+            await exchange.fail(error)
+        except Cancelled as gone:
+            log.info("request %s: %s", exchange.id, gone)
+
+    # ------------------------------------------------ routing
+
+    async def _handle(self, exchange: Exchange) -> None:
+        handler, methods = self._route(exchange.path)
+        if exchange.method not in methods:
+            raise MethodNotAllowed(f"{exchange.method} {exchange.path} is not possible; use {' or '.join(methods)}")
+        await handler(exchange)
+
+    def _route(self, path: str) -> tuple[Handler, tuple[str, ...]]:
+        if path in self._post:
+            return self._post[path], ("POST",)
+        if path in self._get:
+            return self._get[path], ("GET", "HEAD")
+        if path.startswith(MODELS_PREFIX):
+            return self._model, ("GET", "HEAD")
+        raise NotFound(f"there is no {path[:200]}{closest(path, self._paths())}")
+
+    def _paths(self) -> tuple[str, ...]:
+        return (*self._post, *self._get)
+
+    def _endpoint(self, path: str) -> str:
+        """The metric's label: known paths only, so that clients cannot make up series."""
+        if path.startswith(MODELS_PREFIX):
+            return "/v1/models"
+        return path if path in self._post or path in self._get else "other"
+
+    # ------------------------------------------------ generations
+
+    async def _chat(self, exchange: Exchange) -> None:
+        with self._place():
+            request = openai.decode_chat(await self._body(exchange))
+            prepared = await prepare_chat(request, self._dispatcher, self._terms(exchange))
+            await answer(exchange, prepared, self._dispatcher, self._metrics)
+
+    async def _completion(self, exchange: Exchange) -> None:
+        with self._place():
+            request = openai.decode_completion(await self._body(exchange))
+            prepared = await prepare_completion(request, self._dispatcher, self._terms(exchange))
+            await answer(exchange, prepared, self._dispatcher, self._metrics)
+
+    def _terms(self, exchange: Exchange) -> Terms:
+        return Terms(exchange.id, exchange.arrived, self._settings.max_choices, self._settings.deadline_s)
+
+    async def _body(self, exchange: Exchange) -> bytes:
+        return await exchange.read_json(self._settings.max_body_bytes, self._settings.body_s)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """One of the `max_requests` places: taken before the body is read, given back whatever happens."""
+        if self._num_working >= self._settings.max_requests:
+            raise Overloaded(f"{self._num_working} requests are being worked on, as many as --max-requests allows; retry later")
+        self._num_working += 1
+        try:
+            yield
+        finally:
+            self._num_working -= 1
+
+    # ------------------------------------------------ tokens
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        with self._place():
+            request = openai.decode_tokenize(await self._body(exchange))
+            model = find_model(self._dispatcher, request.model)
+            if request.prompt is not None:
+                token_ids = await encode(model.text, request.prompt, add_special_tokens=request.add_special_tokens is not False)
+            else:
+                openai.check_template_kwargs(request.chat_template_kwargs)
+                token_ids = await encode_chat(model.text, request, bool(request.add_special_tokens))
+            reply = TokenizeReply(len(token_ids), model.info.max_len, token_ids.tolist())
+            if request.return_token_strs:
+                reply.token_strs = [model.text.pieces.of(token_id).decode(errors="replace") for token_id in token_ids]
+            await exchange.reply(200, msgspec.json.encode(reply))
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        with self._place():
+            request = openai.decode_detokenize(await self._body(exchange))
+            model = find_model(self._dispatcher, request.model)
+            token_ids = limits.check_token_ids(request.tokens, model.info.vocab_size, "tokens")
+            text = model.text.decode(token_ids, skip_special_tokens=bool(request.skip_special_tokens))
+            await exchange.reply(200, msgspec.json.encode(DetokenizeReply(text)))
+
+    # ------------------------------------------------ state
+
+    async def _health(self, exchange: Exchange) -> None:
+        await exchange.reply(200, b'{"status":"ok"}')
+
+    async def _ready(self, exchange: Exchange) -> None:
+        if not self._dispatcher.is_ready():
+            raise Unavailable("not ready: no route exists yet; it needs a prefill and a decode node, or a mixed one")
+        await exchange.reply(200, b'{"status":"ready"}')
+
+    async def _exposition(self, exchange: Exchange) -> None:
+        body = generate_latest(self._metrics.registry)
+        await exchange.reply(200, body, ((b"content-type", CONTENT_TYPE_LATEST.encode()),))
+
+    async def _models(self, exchange: Exchange) -> None:
+        reply = ModelList([_card(model) for model in self._dispatcher.models()])
+        await exchange.reply(200, msgspec.json.encode(reply))
+
+    async def _model(self, exchange: Exchange) -> None:
+        model = find_model(self._dispatcher, exchange.path.removeprefix(MODELS_PREFIX))
+        await exchange.reply(200, msgspec.json.encode(_card(model.info)))
+
+
+def _card(model: ModelInfo) -> ModelCard:
+    return ModelCard(model.id, model.created, model.max_len)

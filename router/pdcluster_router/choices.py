@@ -1,0 +1,194 @@
+"""From a dispatcher's events to what a reply is made of: one stream of pieces per choice, several choices merged as they come.
+
+A stop string ends its generation here, which cancels it on the nodes. Knows neither HTTP nor OpenAI's JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from time import monotonic
+
+from pdcluster.api.choice import ChoiceText, Piece, Token
+from pdcluster.api.detokenize import Detokenizer
+from pdcluster.errors import IntegrityError
+from pdcluster.messages import TokenLogprobs
+from pdcluster_router.generation import Chunk, Dispatcher, Done, Generation, Route, Timeline
+
+FINISH_REASONS = {"stop": "stop", "eos": "stop", "length": "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt, to be repeated before the first text. logprobs: whether its tokens are reported too."""
+
+    text: str
+    token_ids: array[int]
+    detokenizer: Detokenizer
+    logprobs: bool
+
+
+@dataclass(slots=True)
+class Clock:
+    """When tokens came, as the router saw it; monotonic seconds."""
+
+    started: float
+    first: float | None = None
+    second: float | None = None
+    last: float | None = None
+
+    def tick(self, num_tokens: int) -> None:
+        self.last = monotonic()
+        if self.first is None and num_tokens >= 1:
+            self.first = self.last
+        if self.second is None and num_tokens >= 2:
+            self.second = self.last
+
+    def since_start(self, moment: float | None) -> float | None:
+        return None if moment is None else moment - self.started
+
+    def timeline(self, num_tokens: int) -> Timeline:
+        """What the router alone can tell, for a choice that a stop string ended."""
+        decode_s = self.last - self.first if self.last is not None and self.first is not None else 0.0
+        first, second = self.since_start(self.first), self.since_start(self.second)
+        return Timeline(ttft_s=first, ttst_s=second, decode_s=decode_s, decode_tokens=max(num_tokens - 1, 0))
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of a reply, and what becomes known of it."""
+
+    generation: Generation
+    text: ChoiceText
+    clock: Clock
+    echo: Echo | None = None
+    wants_prompt_ids: bool = False
+    route: Route | None = None
+    cached_tokens: int | None = None
+    attempts: int | None = None
+    timeline: Timeline | None = None
+    finish: str | None = None
+
+
+async def pieces_of(choice: Choice, dispatcher: Dispatcher) -> AsyncGenerator[Piece, None]:
+    """Ends with the piece whose `finish` is set; closing it early, or a stop string, closes the generation."""
+    async with aclosing(dispatcher.generate(choice.generation)) as events:
+        async for event in events:
+            if isinstance(event, Done):
+                yield _finished(choice, event)
+                return
+            piece = _advance(choice, event)
+            choice.clock.tick(choice.text.num_tokens)
+            if choice.text.stopped:
+                _finish(choice, piece, "stop")
+                choice.timeline = choice.clock.timeline(choice.text.num_tokens)
+                yield piece
+                return
+            yield piece
+    raise IntegrityError(f"the generation of {choice.generation.request} ended without saying how")
+
+
+def _advance(choice: Choice, chunk: Chunk) -> Piece:
+    piece = Piece()
+    if choice.route is None:
+        _open(choice, chunk, piece)
+    choice.route = chunk.route
+    if choice.text.num_tokens != chunk.position:
+        raise IntegrityError(f"{choice.generation.request}: tokens at position {chunk.position} came after {choice.text.num_tokens} tokens")
+    logprobs: Sequence[TokenLogprobs | None] = chunk.logprobs
+    if choice.generation.sampling.logprobs is None:
+        logprobs = (None,) * len(chunk.token_ids)
+    for token_id, logprob in zip(chunk.token_ids, logprobs, strict=True):
+        choice.text.push(token_id, logprob, piece)
+        if choice.text.stopped:
+            break
+    return piece
+
+
+def _open(choice: Choice, chunk: Chunk, piece: Piece) -> None:
+    """What comes with the first chunk only."""
+    if choice.wants_prompt_ids:
+        piece.prompt_token_ids = choice.generation.token_ids.tolist()
+    if choice.echo is not None:
+        piece.text = choice.echo.text
+        if choice.echo.logprobs:
+            piece.echo = _echoed_tokens(choice.echo, chunk.prompt_logprobs)
+
+
+def _echoed_tokens(echo: Echo, logprobs: Sequence[TokenLogprobs]) -> list[Token]:
+    """Nothing predicts a prompt's first token, so it has no logprob."""
+    if len(logprobs) != len(echo.token_ids) - 1:
+        raise IntegrityError(f"a prompt of {len(echo.token_ids)} tokens came back with {len(logprobs)} prompt logprobs")
+    tokens, offset = [], 0
+    for token_id, logprob in zip(echo.token_ids, (None, *logprobs), strict=True):
+        tokens.append(Token(token_id, offset, logprob))
+        offset += len(echo.detokenizer.feed(token_id))
+    return tokens
+
+
+def _finished(choice: Choice, done: Done) -> Piece:
+    piece = Piece()
+    if choice.route is None:
+        raise IntegrityError(f"the generation of {choice.generation.request} ended without a first token")
+    choice.route = done.route
+    choice.cached_tokens = done.cached_tokens
+    choice.attempts = done.attempts
+    choice.timeline = _with_clock(done.timeline, choice.clock)
+    _finish(choice, piece, FINISH_REASONS[done.reason])
+    return piece
+
+
+def _with_clock(timeline: Timeline, clock: Clock) -> Timeline:
+    """The dispatcher's own times where it gives them, ours where it does not."""
+    first = clock.since_start(clock.first) if timeline.ttft_s is None else timeline.ttft_s
+    second = clock.since_start(clock.second) if timeline.ttst_s is None else timeline.ttst_s
+    return replace(timeline, ttft_s=first, ttst_s=second)
+
+
+def _finish(choice: Choice, piece: Piece, reason: str) -> None:
+    choice.text.finish(piece)
+    choice.finish = "stop" if choice.text.stopped else reason
+    piece.finish = choice.finish
+
+
+async def merge(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """Pieces with their choice's index, as they come. When one stream fails, or the caller stops, all are closed."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for piece in stream:
+                yield 0, piece
+        return
+    arrived: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(maxsize=len(streams))
+    pumps = [asyncio.create_task(_pump(index, stream, arrived)) for index, stream in enumerate(streams)]
+    try:
+        async for index, piece in _until_all_ended(arrived, len(streams)):
+            yield index, piece
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(index: int, stream: AsyncGenerator[Piece, None], arrived: asyncio.Queue[tuple[int, Piece | Exception | None]]) -> None:
+    try:
+        async with aclosing(stream):
+            async for piece in stream:
+                await arrived.put((index, piece))
+    except Exception as error:  # the top of this task: whoever merges raises it
+        await arrived.put((index, error))
+    else:
+        await arrived.put((index, None))
+
+
+async def _until_all_ended(arrived: asyncio.Queue[tuple[int, Piece | Exception | None]], num_open: int) -> AsyncIterator[tuple[int, Piece]]:
+    while num_open:
+        index, item = await arrived.get()
+        if isinstance(item, Exception):
+            raise item
+        if item is None:
+            num_open -= 1
+        else:
+            yield index, item

@@ -1,0 +1,207 @@
+"""From a checked request to its choices, ready to run: template, tokens, lengths, seeds, one Generation per choice.
+
+Long prompts are tokenized in a thread, so that one of them does not hold up everybody's streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pdcluster.api import limits, openai
+from pdcluster.api.choice import ChoiceText
+from pdcluster.api.limits import Limits
+from pdcluster.api.replies import ChatFormat, CompletionFormat, Format, Head
+from pdcluster.api.stop import StopMatcher
+from pdcluster.api.template import Message
+from pdcluster.api.text import SHORT_CHARACTERS, TextModel
+from pdcluster.api.validate import closest
+from pdcluster.errors import BadRequest, Unavailable, UnknownModel
+from pdcluster.messages import Sampling
+from pdcluster_router.choices import Choice, Clock, Echo
+from pdcluster_router.generation import Dispatcher, Generation, ModelInfo
+
+SEED_BITS = 63
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Who a request is and what the server grants it; arrived is a monotonic time."""
+
+    request_id: str
+    arrived: float
+    max_choices: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """choices in the order of their indexes: all of the first prompt, then all of the second, and so on."""
+
+    choices: list[Choice]
+    num_prompts: int
+    format: Format
+    stream: bool
+    include_usage: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    info: ModelInfo
+    text: TextModel
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.info.max_len, self.info.vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """echo: the text to repeat before the output, None for no echo."""
+
+    token_ids: array[int]
+    echo: str | None = None
+
+
+def find_model(dispatcher: Dispatcher, name: str | None) -> Model:
+    """name None means the only one there is."""
+    models = dispatcher.models()
+    if not models:
+        raise Unavailable("no node is known yet, so no model can be served; retry, and see /ready")
+    known = [model.id for model in models]
+    if name is None and len(known) > 1:
+        raise BadRequest(f"model is missing; it must be one of {', '.join(known)}", "model")
+    for info in models:
+        if name is None or info.id == name:
+            return Model(info, dispatcher.text(info.id))
+    raise UnknownModel(f"model {name[:200] if name else name!r} is not served here{closest(name or '', known)}; served: {', '.join(known)}", "model")
+
+
+async def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
+    model = find_model(dispatcher, request.model)
+    openai.check_template_kwargs(request.chat_template_kwargs)
+    token_ids = await encode_chat(model.text, request, bool(request.add_special_tokens))
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    limits.check_prompt(len(token_ids), model.limits, "messages")
+    max_tokens = limits.output_tokens(asked, None, len(token_ids), model.limits, param)
+    sampling = _sampling(request, model, max_tokens, (request.top_logprobs or 0) if request.logprobs else None)
+    head = _head(request, "chatcmpl-" + terms.request_id, model, logprobs=bool(request.logprobs))
+    build = _Builder(request, model, terms, at_start=not request.continue_final_message)
+    return build.prepared([Prompt(token_ids)], [sampling], ChatFormat(head))
+
+
+async def prepare_completion(request: openai.CompletionRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
+    model = find_model(dispatcher, request.model)
+    build = _Builder(request, model, terms, at_start=False)
+    given = openai.prompts_of(request)
+    build.check_number(len(given))
+    prompts, samplings = [], []
+    for index, prompt in enumerate(given):
+        param = "prompt" if len(given) == 1 else f"prompt[{index}]"
+        prompts.append(await _encode_prompt(prompt, request, model, param))
+        num_prompt = len(prompts[-1].token_ids)
+        limits.check_prompt(num_prompt, model.limits, param)
+        max_tokens = limits.output_tokens(request.max_tokens, limits.DEFAULT_COMPLETION_TOKENS, num_prompt, model.limits, "max_tokens")
+        samplings.append(_sampling(request, model, max_tokens, request.logprobs))
+    head = _head(request, "cmpl-" + terms.request_id, model, logprobs=request.logprobs is not None)
+    return build.prepared(prompts, samplings, CompletionFormat(head))
+
+
+async def encode_chat(text: TextModel, request: openai.ChatRequest | openai.TokenizeRequest, add_special_tokens: bool) -> array[int]:
+    """The template writes the special tokens itself, so none are added unless the request insists."""
+    messages: Sequence[Message] = openai.messages_of(request.messages or [])
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        raise BadRequest("add_generation_prompt and continue_final_message contradict each other; set one of them", "continue_final_message")
+    generation_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    rendered = text.render_chat(
+        messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=request.chat_template_kwargs
+    )
+    return await encode(text, rendered, add_special_tokens=add_special_tokens)
+
+
+async def encode(text: TextModel, prompt: str, *, add_special_tokens: bool) -> array[int]:
+    if len(prompt) <= SHORT_CHARACTERS:
+        return text.encode(prompt, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(text.encode, prompt, add_special_tokens=add_special_tokens)
+
+
+async def _encode_prompt(prompt: str | list[int], request: openai.CompletionRequest, model: Model, param: str) -> Prompt:
+    if isinstance(prompt, str):
+        if not prompt:
+            raise BadRequest(f"{param} is empty; send at least one character", param)
+        token_ids = await encode(model.text, prompt, add_special_tokens=request.add_special_tokens is not False)
+        return Prompt(token_ids, prompt if request.echo else None)
+    token_ids = limits.check_token_ids(prompt, model.info.vocab_size, param)
+    echo = model.text.decode(token_ids, skip_special_tokens=request.skip_special_tokens is not False) if request.echo else None
+    return Prompt(token_ids, echo)
+
+
+def _sampling(request: openai.Common, model: Model, max_tokens: int, logprobs: int | None) -> Sampling:
+    seed = secrets.randbits(SEED_BITS) if request.seed is None else limits.wire_seed(request.seed)
+    return limits.build_sampling(request, model.text.defaults, model.limits, max_tokens=max_tokens, seed=seed, logprobs=logprobs)
+
+
+def _head(request: openai.Common, reply_id: str, model: Model, *, logprobs: bool) -> Head:
+    return Head(reply_id, int(time.time()), model.info.id, model.text.pieces, logprobs, bool(request.return_token_ids), _wants_usage(request))
+
+
+def _wants_usage(request: openai.Common) -> bool:
+    return request.stream_options is not None and bool(request.stream_options.include_usage)
+
+
+class _Builder:
+    """Makes the choices of one request: n per prompt."""
+
+    def __init__(self, request: openai.Common, model: Model, terms: Terms, *, at_start: bool) -> None:
+        self._request = request
+        self._model = model
+        self._terms = terms
+        self._at_start = at_start
+        self._num = request.n or 1
+        eos = () if request.ignore_eos else model.info.eos_token_ids
+        self._silent = frozenset((*eos, *(request.stop_token_ids or ())))
+
+    def check_number(self, num_prompts: int) -> None:
+        if num_prompts * self._num > self._terms.max_choices:
+            what = f"{num_prompts} prompts × n {self._num} = {num_prompts * self._num} choices"
+            raise BadRequest(f"{what}, at most {self._terms.max_choices} are allowed; send several requests", "n")
+
+    def prepared(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], reply_format: Format) -> Prepared:
+        self.check_number(len(prompts))
+        choices = [
+            self._choice(prompt, msgspec.structs.replace(sampling, choice=number), index * self._num + number)
+            for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+            for number in range(self._num)
+        ]
+        return Prepared(choices, len(prompts), reply_format, bool(self._request.stream), _wants_usage(self._request))
+
+    def _choice(self, prompt: Prompt, sampling: Sampling, index: int) -> Choice:
+        reports_prompt = prompt.echo is not None and sampling.logprobs is not None
+        if reports_prompt:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=sampling.logprobs)
+        generation = Generation(
+            request=f"{self._terms.request_id}-{index}",
+            model=self._model.info.id,
+            token_ids=prompt.token_ids,
+            sampling=sampling,
+            deadline_s=self._terms.deadline_s,
+            salt=(self._request.cache_salt or "").encode(),
+        )
+        skip = self._request.skip_special_tokens is not False
+        echo = self._echo(prompt, skip, reports_prompt)
+        detokenizer = self._model.text.detokenizer(skip_special_tokens=skip, at_start=self._at_start)
+        text = ChoiceText(detokenizer, StopMatcher(openai.stops_of(self._request)), self._silent, len(prompt.echo or ""))
+        return Choice(generation, text, Clock(self._terms.arrived), echo, wants_prompt_ids=bool(self._request.return_token_ids))
+
+    def _echo(self, prompt: Prompt, skip: bool, reports_prompt: bool) -> Echo | None:
+        if prompt.echo is None:
+            return None
+        return Echo(prompt.echo, prompt.token_ids, self._model.text.detokenizer(skip_special_tokens=skip, at_start=True), reports_prompt)

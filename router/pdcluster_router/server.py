@@ -1,0 +1,101 @@
+"""Runs the HTTP application under uvicorn in the caller's event loop. Signals and flags are the caller's."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+
+from pdcluster.config import RouterConfig
+from pdcluster.errors import ConfigError
+from pdcluster.metrics import RouterMetrics
+from pdcluster_router.app import App, HttpSettings, create_app
+from pdcluster_router.generation import Dispatcher
+
+BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever owns the process, and says when it is up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def http_settings(config: RouterConfig) -> HttpSettings:
+    return HttpSettings(max_requests=config.max_requests, max_body_bytes=config.max_body_bytes, deadline_s=config.deadline_s)
+
+
+def router_metrics() -> RouterMetrics:
+    """On a registry of their own, with this process's memory, CPU and file descriptors beside them."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    return RouterMetrics(registry)
+
+
+@asynccontextmanager
+async def listening(app: App, address: str, *, drain_s: float) -> AsyncIterator[str]:
+    """Serves while the block runs and gives HOST:PORT (the real port, when 0 was asked for). Leaving it takes no new connections, lets open
+    requests finish for at most drain_s, then cancels them."""
+    bound = _bind(address)
+    config = uvicorn.Config(
+        app,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, round(drain_s)),
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[bound]), name="http")
+    try:
+        await server.up.wait()
+        host, port = bound.getsockname()[:2]
+        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    finally:
+        server.should_exit = True
+        await task
+        bound.close()
+
+
+async def serve(dispatcher: Dispatcher, config: RouterConfig, metrics: RouterMetrics, stop: asyncio.Event) -> None:
+    """Serves HTTP until `stop` is set, then drains."""
+    app = create_app(dispatcher, http_settings(config), metrics)
+    async with listening(app, config.http, drain_s=config.drain_s):
+        await stop.wait()
+
+
+def _bind(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, int(port)))
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}; choose another address with --http") from error
+    bound.setblocking(False)
+    return bound
