@@ -96,9 +96,9 @@ class Engine:
         return self.collect()
 
     def warmup(self) -> None:
-        """Run the shapes a first request meets, so that it does not pay for allocations and first touches. Leaves junk in pages, so: before serving."""
-        tokens = min(64, self.max_len - 1, (self.num_pages * self.layout.page_tokens) - 1)
-        pages = np.arange(self.layout.num_pages(tokens + 1), dtype=np.int32)
+        """Run the shapes a first request meets, so that it pays for no first touch. Leaves junk in pages: call it before serving."""
+        tokens = min(64, self.max_len, self.num_pages * self.layout.page_tokens)
+        pages = np.arange(self.layout.num_pages(tokens), dtype=np.int32)
         ids = np.zeros(tokens, np.int32)
         sampling = Sampling(max_tokens=1, seed=0)
         self.step(StepPlan((Row("warmup", ids, 0, pages, sampling),)))
@@ -118,7 +118,8 @@ class Engine:
         hidden = self._model.forward(batch, self._progress)
         prompt = [self._prompt_logprobs(row, hidden[span.begin : span.end]) for row, span in zip(plan.rows, batch.spans, strict=True)]
         sampled = self._sample(plan, batch, hidden)
-        rows = tuple(RowResult(row.request, *sampled.get(index, (None, None)), prompt[index]) for index, row in enumerate(plan.rows))
+        outputs = [sampled.get(index, (None, None)) for index in range(len(plan.rows))]
+        rows = tuple(RowResult(row.request, output[0], output[1], found) for row, output, found in zip(plan.rows, outputs, prompt, strict=True))
         return StepResult(rows, time.perf_counter() - begin)
 
     def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, tuple[int, TokenLogprobs | None]]:

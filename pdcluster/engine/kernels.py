@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# numba compiles these from the types of their arguments and its decorators erase annotations; the typed face is `native.Kernels`.
 """CPU kernels in numba. Import it through `native.load_kernels`, which sets the cache directory first and copes with a numba that does not work.
 
 All of them take raw arrays and a range [lo, hi) of independent tasks, so that `native.Parallel` can split one call over threads; none holds the

@@ -1,7 +1,7 @@
 """Matrix products with weights: one call for projections that share their input, its outputs side by side.
 
-    PlainLinear    F.linear, any device and type; the weights stay views of the mapped files
-    PackedLinear   bfloat16 on CPU: one row by the numba kernel, which reads the mapped weights; more rows by oneDNN on a private, prepacked copy
+PlainLinear    F.linear, any device and type; the weights stay views of the mapped files
+PackedLinear   bfloat16 on CPU: one row by the numba kernel, which reads the mapped weights; more rows by oneDNN on a private, prepacked copy
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] == 1 and self._kernels is not None:
             return self._one_row(x, self._kernels)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return product
 
     def _one_row(self, x: Tensor, kernels: Kernels) -> Tensor:
         out = torch.empty(1, self._ends[-1], dtype=x.dtype)
@@ -64,9 +65,9 @@ class PackedLinear:
 
 def can_pack() -> bool:
     """Whether this torch and this CPU have oneDNN's prepacked bfloat16 product."""
-    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
     try:
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
         torch.ops.mkldnn._reorder_linear_weight  # noqa: B018 (an op that is not built in raises here)
         torch.ops.mkldnn._linear_pointwise  # noqa: B018
     except AttributeError:

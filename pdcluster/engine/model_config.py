@@ -25,12 +25,15 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": "mistral",
 }
 
-HARMLESS = frozenset(
-    "_name_or_path _attn_implementation _attn_implementation_autoset attention_dropout bad_words_ids bos_token_id chunk_size_feed_forward "
-    "decoder_start_token_id finetuning_task forced_bos_token_id forced_eos_token_id id2label initializer_range label2id output_attentions "
-    "output_hidden_states pad_token_id prefix pretraining_tp problem_type return_dict sep_token_id task_specific_params tokenizer_class "
-    "torchscript transformers_version unsloth_fixed unsloth_version use_cache".split()
-)
+# fmt: off
+HARMLESS = frozenset({
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attention_dropout", "bad_words_ids", "bos_token_id",
+    "chunk_size_feed_forward", "decoder_start_token_id", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label",
+    "initializer_range", "is_decoder", "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "prefix", "pretraining_tp",
+    "problem_type", "return_dict", "sep_token_id", "task_specific_params", "tie_encoder_decoder", "tokenizer_class", "torchscript",
+    "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+})
+# fmt: on
 """Keys that do not change what a forward computes at inference."""
 
 MUST_BE = {
@@ -244,7 +247,7 @@ def _rope(keys: _Keys, max_len: int) -> RopeConfig:
         case "yarn":
             config = _yarn(rope, theta, max_len)
         case "dynamic" | "longrope":
-            raise ModelError(f"config.json: rope type {kind!r} is not supported: its keys depend on the total length, so they cannot be cached in pages")
+            raise ModelError(f"config.json: rope type {kind!r} is not supported: its keys depend on the total length, so pages cannot hold them")
         case _:
             raise ModelError(f"config.json: rope type {kind!r} is not supported; default, linear, llama3 and yarn are")
     rope.finish(frozenset())

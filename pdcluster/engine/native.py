@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -45,10 +45,12 @@ def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
         log.warning("numba cannot be imported (%s); the engine runs on plain torch, which is slower", error)
         return None
     cache_dir.mkdir(parents=True, exist_ok=True)
-    numba.config.CACHE_DIR = str(cache_dir)
+    # numba fills its config module at run time, so mypy does not see the name.
+    numba.config.CACHE_DIR = str(cache_dir)  # type: ignore[attr-defined]
     try:
-        from pdcluster.engine import kernels
+        from pdcluster.engine import kernels as module
 
+        kernels = cast(Kernels, module)
         _compile(kernels, dtype)
     except (NumbaError, OSError, RuntimeError) as error:
         log.warning("numba cannot compile the CPU kernels (%s); the engine runs on plain torch, which is slower", error)

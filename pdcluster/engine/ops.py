@@ -1,7 +1,7 @@
 """The one place where an implementation is chosen: what runs the norms, the activation, the matrix products and the attention of a model.
 
-    TorchOps    plain torch: the reference, any device
-    CpuOps      numba kernels and, for bfloat16, prepacked oneDNN products
+TorchOps    plain torch: the reference, any device
+CpuOps      numba kernels and, for bfloat16, prepacked oneDNN products
 """
 
 from __future__ import annotations

@@ -59,18 +59,19 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
 
 def _with_bans(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int]) -> Tensor:
     """The same tensor when nothing is banned, else a copy without the ending tokens of rows that are too short to end."""
-    banned = [(row, _ending(choice.sampling, eos_token_ids)) for row, choice in enumerate(choices) if choice.output_index < choice.sampling.min_tokens]
-    banned = [(row, [token for token in ids if 0 <= token < logits.shape[1]]) for row, ids in banned]
-    if not any(ids for _, ids in banned):
+    short = [row for row, choice in enumerate(choices) if choice.output_index < choice.sampling.min_tokens]
+    banned = {row: ids for row in short if (ids := _ending(choices[row].sampling, eos_token_ids, logits.shape[1]))}
+    if not banned:
         return logits
     logits = logits.clone()
-    for row, ids in banned:
+    for row, ids in banned.items():
         logits[row, ids] = float("-inf")
     return logits
 
 
-def _ending(sampling: Sampling, eos_token_ids: Sequence[int]) -> list[int]:
-    return [*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)]
+def _ending(sampling: Sampling, eos_token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    ids = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)]
+    return [token for token in ids if 0 <= token < vocab_size]
 
 
 def _draw(logits: Scores, choices: Sequence[Choice]) -> list[int]:

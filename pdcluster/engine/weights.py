@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -135,7 +135,7 @@ def _choose_dtype(choice: DTypeChoice, config: ModelConfig, stored: dict[str, Te
         declared = str(next((tensor.dtype for tensor in stored.values()), torch.float32)).removeprefix("torch.")
     if declared not in TORCH_DTYPE:
         raise ModelError(f"the checkpoint's type {declared!r} is not served; choose --dtype float32 or --dtype bfloat16")
-    return cast(DType, declared)
+    return declared
 
 
 class _Taker:

@@ -5,6 +5,7 @@ One contract test (tests/unit/engine/test_attention.py) runs over all of them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +25,7 @@ class AttentionShape:
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5
+        return 1.0 / math.sqrt(self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)

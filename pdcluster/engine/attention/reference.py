@@ -19,7 +19,7 @@ class ReferenceAttention:
     def run(self, qkv: Tensor, norms: HeadNorms | None, angles: Angles, layer: int, batch: Batch) -> Tensor:
         shape = self._shape
         heads = qkv.view(qkv.shape[0], shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+        q, k, v = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
         q = rotate(head_norm(q, norms.q, shape.eps) if norms else q.float(), angles)
         k = rotate(head_norm(k, norms.k, shape.eps) if norms else k.float(), angles)
         keys, values = self._pages[:, layer, 0], self._pages[:, layer, 1]
