@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from pdcluster import errors
+from pdcluster.kv.hashing import extend
 from pdcluster.lifecycle import ATTEMPT, advance, is_terminal
 from pdcluster.lifecycle import Attempt as State
 from pdcluster.messages import (
@@ -45,8 +46,6 @@ from pdcluster_router.legs import FromNode, Ledger, Leg, Lost
 from pdcluster_router.policy import Choice, Query, pick_decode
 from pdcluster_router.view import ClusterView, NodeView
 
-Body = TypeVar("Body", bound=object)
-
 
 class RetryAttempt(Exception):
     """This attempt is over without an answer; `incarnation` is the node to avoid, None when none is to blame."""
@@ -69,6 +68,14 @@ class Cluster(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class HashChain:
+    """How the model's nodes name KV: the key of the first block (kv.hashing.chain_root) and the tokens of a block."""
+
+    root: bytes
+    block_tokens: int
+
+
 @dataclass(slots=True)
 class Job:
     """One request over all its attempts: what was asked and what was emitted so far."""
@@ -77,8 +84,9 @@ class Job:
     prompt: list[int]
     sampling: Sampling
     deadline: float
-    hashes_of: Callable[[list[int]], bytes]
+    chain: HashChain
     emitted: list[int] = field(default_factory=list)
+    hashes: bytes = b""
     attempts: int = 0
     excluded: set[str] = field(default_factory=set)
     has_prompt_logprobs: bool = False
@@ -89,20 +97,27 @@ class Job:
         return number
 
     def work(self, attempt: int, now: float) -> Work:
-        tokens = self.prompt + self.emitted
+        packed = self._hashed_tokens()
         return Work(
             request=self.request,
             attempt=attempt,
-            token_ids=pack_tokens(tokens),
+            token_ids=packed,
             num_prompt=len(self.prompt),
-            hashes=self.hashes_of(tokens),
+            hashes=self.hashes,
             sampling=self.sampling,
             deadline_s=max(self.deadline - now, 0.001),
+            hash_root=self.chain.root,
         )
 
     def query(self, avoid: Set[str] = frozenset()) -> Query:
-        tokens = self.prompt + self.emitted
-        return Query(len(tokens), self.hashes_of(tokens), frozenset(self.excluded | avoid))
+        self._hashed_tokens()
+        return Query(len(self.prompt) + len(self.emitted), self.hashes, frozenset(self.excluded | avoid))
+
+    def _hashed_tokens(self) -> bytes:
+        """All tokens so far, packed; `hashes` covers them afterwards. Blocks that were hashed before are not hashed again."""
+        packed = pack_tokens(self.prompt + self.emitted)
+        self.hashes += extend(self.hashes, packed, root=self.chain.root, block_tokens=self.chain.block_tokens)
+        return packed
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from pdcluster import errors
-from pdcluster_router.attempt import Attempt, Cluster, Job, RetryAttempt, StageDeadlines
+from pdcluster_router.attempt import Attempt, Cluster, HashChain, Job, RetryAttempt, StageDeadlines
 from pdcluster_router.generation import Chunk, Done, Generation, ModelInfo, Timeline
 from pdcluster_router.legs import Inbox
 from pdcluster_router.policy import Force, pick
@@ -45,8 +45,8 @@ class Models(Protocol):
 
     def text(self, model: str) -> TextModel: ...
 
-    def hasher(self, model: str, salt: bytes) -> Callable[[list[int]], bytes]:
-        """Block hashes of token ids as the model's nodes compute them."""
+    def chain(self, model: str, salt: bytes) -> HashChain:
+        """How the model's nodes name KV for this tenant; raises UnknownModel or Unavailable."""
         ...
 
 
@@ -93,13 +93,12 @@ class Dispatch:
             self._cluster.ledger.close_inbox(job.request)
 
     def _job(self, generation: Generation, now: float) -> Job:
-        hash_tokens = self._models.hasher(generation.model, generation.salt)
         return Job(
             request=generation.request,
             prompt=generation.token_ids.tolist(),
             sampling=generation.sampling,
             deadline=now + generation.deadline_s,
-            hashes_of=hash_tokens,
+            chain=self._models.chain(generation.model, generation.salt),
         )
 
     async def _run(self, attempt: Attempt, job: Job, inbox: Inbox) -> AsyncGenerator[Chunk, None]:

@@ -11,7 +11,8 @@ from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_node
 
 from pdcluster import errors
 from pdcluster import messages as m
-from pdcluster_router.attempt import StageDeadlines
+from pdcluster.kv.hashing import block_hashes, chain_root
+from pdcluster_router.attempt import HashChain, StageDeadlines
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
 from pdcluster_router.generation import Chunk, Done, Generation
 
@@ -23,8 +24,8 @@ class NoModels:
     def text(self, model):
         raise errors.UnknownModel(model)
 
-    def hasher(self, model, salt):
-        return lambda tokens: b"".join(bytes(tokens[i : i + 4])[:1] * 16 for i in range(0, len(tokens) // 4 * 4, 4))
+    def chain(self, model, salt):
+        return HashChain(chain_root(block_tokens=4, salt=salt), 4)
 
 
 def make_generation(request: str = "r1", max_tokens: int = 4, deadline_s: float = 5.0) -> Generation:
@@ -98,6 +99,7 @@ async def test_a_decode_node_that_dies_mid_stream_is_replayed_from_what_was_emit
     replay = cluster.sent_to("p0", m.Prefill)[-1]
     assert m.unpack_tokens(replay.work.token_ids) == [*range(10), 100, 101, 102]
     assert replay.work.num_prompt == 10
+    assert replay.work.hashes == block_hashes([*range(10), 100, 101, 102], block_tokens=4)
     assert done.attempts == 2
 
 

@@ -1,0 +1,107 @@
+"""Composes a node from its parts, so that the process (`server`) and the tests build the very same thing around different engines and media."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import zmq
+
+from pdcluster.kv.pages import PagePool
+from pdcluster.messages import Endpoint, Role
+from pdcluster.node.decode import DecodeSide
+from pdcluster.node.files import ModelFiles
+from pdcluster.node.legs import EndedLegs
+from pdcluster.node.loop import Neighbours, NodeParts, StepEngine
+from pdcluster.node.outbox import Outbox
+from pdcluster.node.prefill import PrefillSide
+from pdcluster.node.sequences import SequenceFactory
+from pdcluster.scheduler.scheduler import Limits, Scheduler
+from pdcluster.transfer.base import Backend, Peer, Region
+from pdcluster.transfer.reader import Reader
+from pdcluster.transfer.session import Settings as TransferSettings
+from pdcluster.transfer.writer import Writer
+from pdcluster.wire.hub import Hub
+from pdcluster.wire.sockets import WireSettings
+
+KV_REGION = 0
+"""The id of a node's KV pool among its regions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the model and the pool fix. memory: the pool's bytes."""
+
+    vocab_size: int
+    num_pages: int
+    page_tokens: int
+    page_bytes: int
+    block_tokens: int
+    region: Region
+    memory: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """How the node talks. backends: by name, best first."""
+
+    me: Peer
+    role: Role
+    listen: str
+    context: zmq.Context[zmq.Socket[bytes]]
+    wire: WireSettings
+    backends: Mapping[str, Backend]
+    transfer: TransferSettings
+    parking_s: float
+
+
+def assemble(wiring: Wiring, shape: Shape, engine: StepEngine, limits: Limits, files: ModelFiles, neighbours: Neighbours, clock: Callable[[], float]) -> NodeParts:
+    """Everything the loop needs. The hub is bound when this returns; nothing was said yet."""
+    hub = Hub(wiring.me, listen=wiring.listen, context=wiring.context, settings=wiring.wire, clock=clock)
+    for backend in wiring.backends.values():
+        backend.register(shape.region)
+    order = tuple(wiring.backends)
+    pages = PagePool(shape.num_pages, shape.page_tokens, shape.block_tokens)
+    scheduler = Scheduler(pages, limits, clock)
+    writer = Writer(
+        wiring.me,
+        wiring.backends,
+        order,
+        region=KV_REGION,
+        page_tokens=shape.page_tokens,
+        page_bytes=shape.page_bytes,
+        memory=shape.memory,
+        clock=clock,
+        settings=wiring.transfer,
+    )
+    reader = Reader(
+        Endpoint(wiring.me.node, wiring.me.incarnation, hub.address),
+        wiring.backends,
+        order,
+        region=KV_REGION,
+        page_tokens=shape.page_tokens,
+        page_bytes=shape.page_bytes,
+        memory=shape.memory,
+        clock=clock,
+        settings=wiring.transfer,
+    )
+    outbox, ended = Outbox(), EndedLegs()
+    return NodeParts(
+        me=wiring.me,
+        role=wiring.role,
+        max_rows=limits.max_rows,
+        engine=engine,
+        scheduler=scheduler,
+        pages=pages,
+        sequences=SequenceFactory(shape.vocab_size, shape.block_tokens, clock),
+        hub=hub,
+        backends=tuple(wiring.backends.values()),
+        writer=writer,
+        reader=reader,
+        outbox=outbox,
+        ended=ended,
+        prefill=PrefillSide(scheduler, pages, writer, outbox, ended, parking_s=wiring.parking_s, clock=clock),
+        decode=DecodeSide(scheduler, pages, reader, outbox, ended, clock=clock),
+        files=files,
+        neighbours=neighbours,
+    )

@@ -1,0 +1,187 @@
+"""The decode side of a node: slots reserved for KV that a prefill node pushes, and every row that runs to its end here (mode local included).
+
+A slot's life: Reserve → Reserved(ticket) → Landed (its KV verified) → the row runs → Finished. When the ticket breaks, the row is dropped at once, but its
+pages stay with the ticket's nonce as writer until the reader says Reclaimed. Owned by the node loop's thread; no sockets here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from pdcluster import errors
+from pdcluster.kv.pages import PagePool
+from pdcluster.messages import Failed, Finished, Prefill, Refused, Reserve, Reserved, Timings, Work
+from pdcluster.node.legs import Ended, EndedLegs, Output, key_of
+from pdcluster.node.outbox import Outbox
+from pdcluster.scheduler.scheduler import Scheduler, Update
+from pdcluster.scheduler.sequence import Sequence
+from pdcluster.transfer.base import Peer
+from pdcluster.transfer.reader import Reader
+from pdcluster.transfer.session import Failed as TicketFailed
+from pdcluster.transfer.session import Landed, Reclaimed
+
+
+@dataclass(slots=True)
+class DecodeLeg:
+    """nonce: the ticket under which KV still comes; None for a local leg and once it landed."""
+
+    router: Peer
+    request: str
+    attempt: int
+    key: str
+    sequence: Sequence
+    deadline: float
+    arrived: float
+    output: Output
+    nonce: int | None = None
+    decode_from: float | None = None
+
+
+class DecodeSide:
+    def __init__(self, scheduler: Scheduler, pages: PagePool, reader: Reader, outbox: Outbox, ended: EndedLegs, *, clock: Callable[[], float]) -> None:
+        self._scheduler = scheduler
+        self._pages = pages
+        self._reader = reader
+        self._outbox = outbox
+        self._ended = ended
+        self._clock = clock
+        self._legs: dict[str, DecodeLeg] = {}
+        self._by_key: dict[str, DecodeLeg] = {}
+        self._by_nonce: dict[int, DecodeLeg] = {}
+
+    # ------------------------------------------------------------ what a router asks
+
+    def start_local(self, router: Peer, message: Prefill, sequence: Sequence) -> None:
+        """Run a request from prompt to end on this node."""
+        work = message.work
+        self.cancel(work.request, work.attempt, "a newer attempt came")
+        try:
+            self._scheduler.add(sequence)
+        except (errors.Overloaded, errors.BadRequest) as error:
+            self._outbox.message(router, refusal(work, "prefill", error))
+            return
+        self._enter(router, work, sequence)
+
+    def reserve(self, router: Peer, message: Reserve, sequence: Sequence) -> None:
+        """Reserve a slot and answer with its ticket, or refuse."""
+        work = message.work
+        self.cancel(work.request, work.attempt, "a newer attempt came")
+        try:
+            pages = self._scheduler.reserve(sequence)
+        except (errors.Overloaded, errors.BadRequest) as error:
+            self._outbox.message(router, refusal(work, "reserve", error))
+            return
+        leg = self._enter(router, work, sequence)
+        cached, num_tokens = sequence.num_cached, len(work.token_ids) // 4
+        ticket = self._reader.open(work.request, work.attempt, message.writer, pages, num_tokens, cached, work.deadline_s)
+        self._pages.attach_writer(pages[cached // self._pages.page_tokens :], ticket.nonce)
+        leg.nonce = ticket.nonce
+        self._by_nonce[ticket.nonce] = leg
+        self._outbox.message(router, Reserved(ticket))
+
+    def cancel(self, request: str, attempt: int, reason: str) -> None:
+        """End the leg if it is of this attempt or an earlier one."""
+        leg = self._legs.get(request)
+        if leg is not None and leg.attempt <= attempt:
+            self._end(leg, reason)
+
+    def cancel_router(self, router: Peer) -> None:
+        for leg in [leg for leg in self._legs.values() if leg.router == router]:
+            self._end(leg, "router lost")
+
+    # ------------------------------------------------------------ what the scheduler and the reader report
+
+    def owns(self, key: str) -> bool:
+        return key in self._by_key
+
+    def on_update(self, update: Update) -> None:
+        """The scheduler's report on one of our rows: tokens for the router, and perhaps the row's end."""
+        leg = self._by_key[update.key]
+        if not leg.output.tokens:
+            leg.output.prompt_logprobs.extend(update.prompt_logprobs)
+        if update.token is not None:
+            if leg.decode_from is None:
+                leg.decode_from = self._clock()
+            self._outbox.row(leg.router, leg.output.append(update.token, update.logprobs))
+        if update.finished is not None:
+            word = Finished(leg.request, leg.attempt, update.finished, leg.output.num_output, self._timings(leg), update.stop_token)
+            self._ended.add(Ended(leg.router, leg.output, word))
+            self._outbox.message(leg.router, word)
+            self._forget(leg)
+
+    def on_event(self, event: Landed | TicketFailed | Reclaimed) -> None:
+        if isinstance(event, Reclaimed):
+            self._pages.detach_writer(event.nonce)
+            return
+        leg = self._by_nonce.pop(event.nonce, None)
+        if isinstance(event, Landed):
+            self._pages.detach_writer(event.nonce)
+            if leg is not None:
+                leg.nonce = None
+                self.on_update(self._scheduler.commit(leg.key, event.first_token, event.first_logprobs))
+        elif leg is not None:
+            leg.nonce = None
+            self._outbox.message(leg.router, Failed(leg.request, leg.attempt, errors.TransferError.code, event.reason, retryable=True))
+            self._end(leg, event.reason)
+
+    # ------------------------------------------------------------ clocks and questions
+
+    def expire(self) -> None:
+        now = self._clock()
+        for leg in [leg for leg in self._legs.values() if now >= leg.deadline]:
+            reason = "the request's deadline passed"
+            self._outbox.message(leg.router, Failed(leg.request, leg.attempt, errors.DeadlineExceeded.code, f"decode node gave up: {reason}", retryable=False))
+            self._end(leg, reason)
+
+    def next_deadline(self) -> float | None:
+        return min((leg.deadline for leg in self._legs.values()), default=None)
+
+    def find(self, request: str, attempt: int) -> DecodeLeg | None:
+        leg = self._legs.get(request)
+        return leg if leg is not None and leg.attempt == attempt else None
+
+    def keys(self) -> Iterator[str]:
+        return iter(self._by_key)
+
+    @property
+    def num_legs(self) -> int:
+        return len(self._legs)
+
+    # ------------------------------------------------------------ inside
+
+    def _enter(self, router: Peer, work: Work, sequence: Sequence) -> DecodeLeg:
+        now = self._clock()
+        leg = DecodeLeg(router, work.request, work.attempt, key_of(work), sequence, now + work.deadline_s, now, Output.of(work))
+        self._legs[leg.request] = self._by_key[leg.key] = leg
+        return leg
+
+    def _end(self, leg: DecodeLeg, reason: str) -> None:
+        """Drop the row. Pages of an open ticket stay quarantined until the reader says Reclaimed."""
+        if leg.nonce is not None:
+            self._by_nonce.pop(leg.nonce, None)
+            self._reader.abort(leg.nonce, reason)
+        self._scheduler.cancel(leg.key)
+        self._forget(leg)
+
+    def _forget(self, leg: DecodeLeg) -> None:
+        del self._legs[leg.request], self._by_key[leg.key]
+
+    def _timings(self, leg: DecodeLeg) -> Timings:
+        now = self._clock()
+        scheduled = leg.sequence.first_scheduled
+        first = leg.decode_from if leg.decode_from is not None else now
+        return Timings(
+            queue_s=max(scheduled - leg.arrived, 0.0) if scheduled is not None else 0.0,
+            prefill_s=max(first - scheduled, 0.0) if scheduled is not None else 0.0,
+            decode_s=now - first,
+            decode_tokens=max(len(leg.output.tokens) - 1, 0),
+            cached_tokens=leg.sequence.num_cached,
+        )
+
+
+def refusal(work: Work, leg: str, error: errors.Overloaded | errors.BadRequest) -> Refused:
+    kind = "prefill" if leg == "prefill" else "reserve"
+    if isinstance(error, errors.Overloaded):
+        return Refused(work.request, work.attempt, kind, str(error), error.retry_after_s)
+    return Refused(work.request, work.attempt, kind, str(error), 0.0, retryable=False)

@@ -1,0 +1,365 @@
+"""The node's one loop, where scheduler, engine and transfer meet: drain the inbox, take in the last step, move transfers on, launch the next step, report.
+
+One thread runs it and owns everything it touches (scheduler, pages, both sides, hub). It never blocks but in `_wait`, which ends when a socket, the
+engine, a backend or the stop signal has something, or when the next clock runs out. While a step runs in the engine's own thread, messages are handled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import zmq
+
+from pdcluster.errors import BadRequest
+from pdcluster.kv.pages import PagePool
+from pdcluster.messages import (
+    Abort,
+    AbortAck,
+    AnyMessage,
+    Cancel,
+    Commit,
+    CommitAck,
+    Deliver,
+    FetchFile,
+    Hello,
+    Load,
+    Message,
+    Prefill,
+    Refused,
+    Release,
+    Reserve,
+    Role,
+    Welcome,
+    Work,
+)
+from pdcluster.node.decode import DecodeSide
+from pdcluster.node.files import ModelFiles
+from pdcluster.node.legs import EndedLegs
+from pdcluster.node.outbox import Outbox
+from pdcluster.node.prefill import PrefillSide
+from pdcluster.node.report import Reporter
+from pdcluster.node.sequences import SequenceFactory
+from pdcluster.scheduler.scheduler import Scheduler
+from pdcluster.scheduler.sequence import Sequence
+from pdcluster.step import StepPlan, StepResult
+from pdcluster.transfer.base import Backend, Peer
+from pdcluster.transfer.reader import Reader
+from pdcluster.transfer.session import Send
+from pdcluster.transfer.writer import Writer
+from pdcluster.wire.hub import Hub, LeaseEnded, LinkLost, Received
+
+logger = logging.getLogger(__name__)
+
+LONGEST_WAIT_S = 0.1
+"""The hub's heartbeats and leases want a look this often."""
+
+
+class StepEngine(Protocol):
+    """The part of the engine that the loop drives; done_fd is readable when a launched step can be collected."""
+
+    done_fd: int
+
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def collect(self, timeout: float | None = None) -> StepResult: ...
+
+
+class Neighbours(Protocol):
+    """Who left the cluster, as the bootstrap tells it; wakeup_fd is readable when there is news."""
+
+    wakeup_fd: int
+
+    def gone(self) -> Iterable[Peer]: ...
+
+    def set_draining(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """Everything the loop composes, built by `server`."""
+
+    me: Peer
+    role: Role
+    max_rows: int
+    engine: StepEngine
+    scheduler: Scheduler
+    pages: PagePool
+    sequences: SequenceFactory
+    hub: Hub
+    backends: tuple[Backend, ...]
+    writer: Writer
+    reader: Reader
+    outbox: Outbox
+    ended: EndedLegs
+    prefill: PrefillSide
+    decode: DecodeSide
+    files: ModelFiles
+    neighbours: Neighbours
+
+
+class NodeLoop:
+    def __init__(self, parts: NodeParts, *, report_s: float, drain_s: float, clock: Callable[[], float]) -> None:
+        self._parts = parts
+        self._drain_s = drain_s
+        self._clock = clock
+        self._reporter = Reporter(parts.pages, self._load, interval_s=report_s, clock=clock)
+        self._running: StepPlan | None = None
+        self._steps = 0
+        self._drain_until: float | None = None
+        self._was_idle = True
+        self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._polled: list[object] = []
+        self._done = select.poll()
+        self._done.register(parts.engine.done_fd, select.POLLIN)
+
+    def stop(self) -> None:
+        """Ask the loop to drain and return; safe from signal handlers and other threads."""
+        os.eventfd_write(self._stop_fd, 1)
+
+    def run(self) -> None:
+        """Serve until `stop`, then until running work is done or the drain deadline passed. Raises what the engine raises: the node is broken then."""
+        try:
+            while not self._is_over():
+                self._wait()
+                self.turn()
+            self._parts.outbox.flush(self._parts.hub)
+        finally:
+            os.close(self._stop_fd)
+
+    def turn(self) -> None:
+        """One pass over everything that may have news."""
+        self._handle_messages()
+        self._collect()
+        self._handle_transfers()
+        self._expire()
+        self._launch()
+        self._check_idle()
+        self._reporter.report(self._tell)
+        self._parts.outbox.flush(self._parts.hub)
+        self._parts.hub.tick(self._clock())
+
+    # ------------------------------------------------------------ waiting
+
+    def _wait(self) -> None:
+        parts = self._parts
+        watched = [*parts.hub.sockets(), parts.engine.done_fd, parts.neighbours.wakeup_fd, self._stop_fd, *(b.wakeup_fd for b in parts.backends)]
+        if watched != self._polled:
+            self._poller = zmq.Poller()
+            for item in watched:
+                self._poller.register(item, zmq.POLLIN)
+            self._polled = watched
+        ready = dict(self._poller.poll(self._wait_ms()))
+        if self._stop_fd in ready:
+            os.eventfd_read(self._stop_fd)
+            self._start_draining()
+
+    def _wait_ms(self) -> int:
+        parts = self._parts
+        clocks = (
+            parts.prefill.next_deadline(),
+            parts.decode.next_deadline(),
+            parts.writer.next_deadline(),
+            parts.reader.next_deadline(),
+            self._reporter.next_deadline(),
+        )
+        now = self._clock()
+        wait_s = min([LONGEST_WAIT_S, *(moment - now for moment in clocks if moment is not None)])
+        return max(0, int(wait_s * 1000 + 0.999))
+
+    def _start_draining(self) -> None:
+        if self._drain_until is None:
+            logger.info("draining: %d requests are still here", self._parts.prefill.num_legs + self._parts.decode.num_legs)
+            self._drain_until = self._clock() + self._drain_s
+            self._parts.neighbours.set_draining()
+
+    def _is_over(self) -> bool:
+        if self._drain_until is None:
+            return False
+        if self._clock() >= self._drain_until:
+            logger.warning("drain deadline of %g s passed with %d requests", self._drain_s, self._parts.prefill.num_legs + self._parts.decode.num_legs)
+            return True
+        return self._is_idle()
+
+    # ------------------------------------------------------------ messages
+
+    def _handle_messages(self) -> None:
+        hub = self._parts.hub
+        for received in hub.receive():
+            self._on_message(received)
+        for event in hub.events():
+            if isinstance(event, LeaseEnded):
+                self._lose_router(event.peer)
+            if isinstance(event, LinkLost):
+                self._lose_node(event.peer)
+        for peer in self._parts.neighbours.gone():
+            self._lose_node(peer)
+
+    def _on_message(self, received: Received) -> None:
+        parts, peer, message = self._parts, received.peer, received.message
+        if isinstance(message, CommitAck | Abort):
+            parts.writer.handle(peer, message)
+        elif isinstance(message, Commit | AbortAck):
+            parts.reader.handle(peer, message)
+        elif received.kind == "router":
+            self._on_router_message(peer, message)
+        elif isinstance(message, Hello):
+            parts.hub.send(peer, Welcome(parts.role))
+        elif not isinstance(message, Welcome):
+            logger.warning("node %s sent a %s, which only routers send: dropped", peer.node, type(message).__name__)
+
+    def _on_router_message(self, router: Peer, message: AnyMessage) -> None:
+        parts = self._parts
+        if isinstance(message, Prefill):
+            self._on_prefill(router, message)
+        elif isinstance(message, Reserve):
+            self._on_reserve(router, message)
+        elif isinstance(message, Deliver):
+            parts.prefill.deliver(router, message)
+        elif isinstance(message, Cancel):
+            parts.prefill.cancel(message.request, message.attempt, message.reason)
+            parts.decode.cancel(message.request, message.attempt, message.reason)
+        elif isinstance(message, Release):
+            parts.prefill.release(message.request)
+        elif isinstance(message, Hello):
+            self._on_hello(router, message)
+        elif isinstance(message, FetchFile):
+            self._tell(router, parts.files.chunk(message))
+
+    def _on_prefill(self, router: Peer, message: Prefill) -> None:
+        sequence = self._accept(router, message.work, "prefill", remote=message.remote)
+        if sequence is None:
+            return
+        if message.remote:
+            self._parts.prefill.start(router, message, sequence)
+        else:
+            self._parts.decode.start_local(router, message, sequence)
+
+    def _on_reserve(self, router: Peer, message: Reserve) -> None:
+        sequence = self._accept(router, message.work, "reserve", remote=False)
+        if sequence is not None:
+            self._parts.decode.reserve(router, message, sequence)
+
+    def _accept(self, router: Peer, work: Work, leg: Literal["prefill", "reserve"], *, remote: bool) -> Sequence | None:
+        """The work as a sequence; None when the node takes no new work, or not this, and the router was told why."""
+        if self._drain_until is not None:
+            self._parts.outbox.message(router, Refused(work.request, work.attempt, leg, f"node {self._parts.me.node} is draining", 0.05))
+            return None
+        try:
+            return self._parts.sequences.make(work, remote=remote)
+        except BadRequest as error:
+            self._parts.outbox.message(router, Refused(work.request, work.attempt, leg, str(error), 0.0, retryable=False))
+            return None
+
+    def _on_hello(self, router: Peer, message: Hello) -> None:
+        """(Re)welcome a router: what it lost is sent again, what we do not know it is told."""
+        lost: list[tuple[str, int]] = []
+        for request, attempt, position in message.open:
+            leg = self._parts.prefill.find(request, attempt) or self._parts.decode.find(request, attempt)
+            ended = self._parts.ended.get(request, attempt)
+            if leg is not None and leg.router == router:
+                if leg.output.num_output > position:
+                    self._parts.outbox.row(router, leg.output.since(position))
+            elif ended is not None and ended.router == router:
+                self._parts.outbox.row(router, ended.output.since(position))
+                self._parts.outbox.message(router, ended.word)
+            else:
+                lost.append((request, attempt))
+        self._parts.hub.send(router, Welcome(self._parts.role, tuple(lost)))
+        self._reporter.add(router, self._tell)
+
+    def _lose_router(self, router: Peer) -> None:
+        logger.warning("router %s is gone: its requests are cancelled", router.node)
+        self._reporter.remove(router)
+        self._parts.prefill.cancel_router(router)
+        self._parts.decode.cancel_router(router)
+
+    def _lose_node(self, node: Peer) -> None:
+        self._parts.writer.peer_gone(node)
+        self._parts.reader.peer_gone(node)
+
+    # ------------------------------------------------------------ steps
+
+    def _collect(self) -> None:
+        """Take in the results of a step that is done."""
+        plan, parts = self._running, self._parts
+        if plan is None or not self._done.poll(0):
+            return
+        result = parts.engine.collect(0.0)
+        self._running = None
+        self._steps += 1
+        for update in parts.scheduler.update(plan, result):
+            if parts.prefill.owns(update.key):
+                parts.prefill.on_update(update)
+            elif parts.decode.owns(update.key):
+                parts.decode.on_update(update)
+        parts.prefill.on_step()
+
+    def _launch(self) -> None:
+        if self._running is not None:
+            return
+        plan = self._parts.scheduler.schedule()
+        if plan is not None:
+            self._parts.engine.launch(plan)
+            self._running = plan
+        self._parts.prefill.on_launch()
+
+    # ------------------------------------------------------------ transfers and clocks
+
+    def _handle_transfers(self) -> None:
+        """The reader first: it clears the wake-up that both share."""
+        parts = self._parts
+        for report in parts.reader.poll():
+            if isinstance(report, Send):
+                parts.hub.send(report.to, report.message)
+            else:
+                parts.decode.on_event(report)
+        for event in parts.writer.poll():
+            if isinstance(event, Send):
+                parts.hub.send(event.to, event.message)
+            else:
+                parts.prefill.on_event(event)
+
+    def _expire(self) -> None:
+        self._parts.prefill.expire()
+        self._parts.decode.expire()
+
+    # ------------------------------------------------------------ load and idleness
+
+    def _is_idle(self) -> bool:
+        parts = self._parts
+        return self._running is None and not parts.prefill.num_legs and not parts.decode.num_legs and not parts.prefill.num_pinned
+
+    def _check_idle(self) -> None:
+        """On every change from busy to idle the allocators must add up; a leak is found here, not days later."""
+        is_idle = self._is_idle()
+        if is_idle and not self._was_idle:
+            self._parts.scheduler.check_integrity()
+            self._parts.pages.check_integrity()
+        self._was_idle = is_idle
+
+    def _load(self) -> Load:
+        scheduler, pages = self._parts.scheduler.load(), self._parts.pages
+        return Load(
+            waiting=scheduler.waiting,
+            running=scheduler.running,
+            waiting_tokens=scheduler.waiting_tokens,
+            context_tokens=scheduler.context_tokens,
+            pages_total=pages.num_pages,
+            pages_free=pages.num_free,
+            pages_cached=pages.num_cached,
+            pages_quarantined=pages.num_quarantined,
+            pages_pinned=self._parts.prefill.num_pinned,
+            slots=self._parts.max_rows,
+            slots_used=scheduler.slots_used,
+            draining=self._drain_until is not None,
+            steps=self._steps,
+        )
+
+    def _tell(self, router: Peer, message: Message) -> None:
+        self._parts.hub.send(router, message)

@@ -1,0 +1,258 @@
+"""The prefill side of a node: prompts computed for a remote decode node, their KV pushed under that node's ticket, kept parked until it is taken.
+
+A leg's life: Prefill → the scheduler computes chunks → token 1 goes to the router → parked. Deliver may come at any time in between; from then on every
+computed page is pushed. The leg ends with Acked (Delivered to the router), Cancel, Release, or its parking deadline.
+
+Pages under a write are pinned here (one reference each per ticket) until the writer says Drained, whatever becomes of the leg: a source page that a
+write may still read is never reused. Owned by the node loop's thread; no sockets here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from pdcluster import errors
+from pdcluster.kv.pages import PagePool
+from pdcluster.messages import Deliver, Delivered, Failed, Finished, Prefill, Refused, Scheduled, Ticket, Timings, TokenLogprobs
+from pdcluster.node.legs import Ended, EndedLegs, Output, key_of
+from pdcluster.node.outbox import Outbox
+from pdcluster.scheduler.scheduler import Scheduler, Update
+from pdcluster.scheduler.sequence import Sequence
+from pdcluster.transfer.base import Peer
+from pdcluster.transfer.session import Acked, Drained, GaveUp, TransferStats
+from pdcluster.transfer.writer import Writer
+
+STOPPED_BY_PEER_S = 0.05
+"""What a refusal of a delivery says about coming back: the KV is parked, another ticket may come at once."""
+
+
+@dataclass(slots=True)
+class PrefillLeg:
+    router: Peer
+    request: str
+    attempt: int
+    key: str
+    sequence: Sequence
+    num_tokens: int
+    deadline: float
+    arrived: float
+    output: Output
+    parking_deadline: float | None = None
+    ticket: Ticket | None = None
+    backend: str = ""
+    pushed: int = 0
+    first_token: int | None = None
+    first_logprobs: TokenLogprobs | None = None
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+
+
+@dataclass(slots=True)
+class Pins:
+    """Source pages of one ticket that a write may still read."""
+
+    pages: list[int] = field(default_factory=list)
+
+
+class PrefillSide:
+    def __init__(self, scheduler: Scheduler, pages: PagePool, writer: Writer, outbox: Outbox, ended: EndedLegs, *, parking_s: float, clock: Callable[[], float]) -> None:
+        self._scheduler = scheduler
+        self._pages = pages
+        self._writer = writer
+        self._outbox = outbox
+        self._ended = ended
+        self._parking_s = parking_s
+        self._clock = clock
+        self._legs: dict[str, PrefillLeg] = {}
+        self._by_key: dict[str, PrefillLeg] = {}
+        self._by_nonce: dict[int, PrefillLeg] = {}
+        self._pins: dict[int, Pins] = {}
+
+    # ------------------------------------------------------------ what a router asks
+
+    def start(self, router: Peer, message: Prefill, sequence: Sequence) -> None:
+        """Queue a prompt for computing; answers Refused when the node cannot take it."""
+        work = message.work
+        self.cancel(work.request, work.attempt, "a newer attempt came")
+        try:
+            self._scheduler.add(sequence)
+        except errors.Overloaded as error:
+            self._refuse(router, work.request, work.attempt, "prefill", str(error), error.retry_after_s)
+            return
+        except errors.BadRequest as error:
+            self._outbox.message(router, Refused(work.request, work.attempt, "prefill", str(error), 0.0, retryable=False))
+            return
+        now = self._clock()
+        leg = PrefillLeg(
+            router, work.request, work.attempt, key_of(work), sequence, len(work.token_ids) // 4, now + work.deadline_s, now, Output.of(work)
+        )
+        self._legs[leg.request] = self._by_key[leg.key] = leg
+
+    def deliver(self, router: Peer, message: Deliver) -> None:
+        """Start pushing under a ticket. An earlier ticket of the request is given up: its decode node is gone or full."""
+        ticket = message.ticket
+        leg = self._legs.get(ticket.request)
+        if leg is None or leg.router != router:
+            self._refuse(router, ticket.request, ticket.attempt, "deliver", "this node has no KV for the request", 0.0)
+            return
+        self._drop_ticket(leg, "a newer ticket came")
+        if ticket.num_tokens != leg.num_tokens:
+            self._refuse(router, ticket.request, ticket.attempt, "deliver", f"the ticket is for {ticket.num_tokens} tokens, not {leg.num_tokens}", 0.0)
+            return
+        try:
+            leg.backend = self._writer.open(ticket)
+        except errors.TransferError as error:
+            self._refuse(router, ticket.request, ticket.attempt, "deliver", str(error), STOPPED_BY_PEER_S)
+            return
+        leg.ticket = ticket
+        leg.pushed = ticket.cached_tokens
+        self._by_nonce[ticket.nonce] = leg
+        self._pins[ticket.nonce] = Pins()
+        self._advance(leg)
+
+    def cancel(self, request: str, attempt: int, reason: str) -> None:
+        """End the leg if it is of this attempt or an earlier one; pages under a write stay pinned until it ended."""
+        leg = self._legs.get(request)
+        if leg is None or leg.attempt > attempt:
+            return
+        self._end(leg, reason)
+
+    def release(self, request: str) -> None:
+        leg = self._legs.get(request)
+        if leg is not None and leg.first_token is not None:
+            self._end(leg, "released")
+
+    def cancel_router(self, router: Peer) -> None:
+        """The router's lease ended: nobody waits for its requests."""
+        for leg in [leg for leg in self._legs.values() if leg.router == router]:
+            self._end(leg, "router lost")
+
+    # ------------------------------------------------------------ what the scheduler and the writer report
+
+    def owns(self, key: str) -> bool:
+        return key in self._by_key
+
+    def on_launch(self) -> None:
+        """After a step was planned: legs that left the queue say so, and push what was cached."""
+        now = self._clock()
+        for leg in self._by_key.values():
+            if leg.scheduled_at is None and leg.sequence.first_scheduled is not None:
+                leg.scheduled_at = now
+                self._outbox.message(leg.router, Scheduled(leg.request, leg.attempt))
+                self._advance(leg)
+
+    def on_step(self) -> None:
+        """After a step's results were taken in: push what it computed."""
+        for leg in self._by_nonce.values():
+            self._advance(leg)
+
+    def on_update(self, update: Update) -> None:
+        """The scheduler's report on one of our rows: a chunk done, or token 1."""
+        leg = self._by_key[update.key]
+        if update.token is None:
+            return
+        leg.output.prompt_logprobs.extend(update.prompt_logprobs)
+        leg.first_token, leg.first_logprobs = update.token, update.logprobs
+        leg.first_token_at = self._clock()
+        leg.parking_deadline = leg.first_token_at + self._parking_s
+        self._outbox.row(leg.router, leg.output.append(update.token, update.logprobs))
+        if update.finished is not None:
+            word = Finished(leg.request, leg.attempt, update.finished, leg.output.num_output, self._timings(leg), update.stop_token)
+            self._ended.add(Ended(leg.router, leg.output, word))
+            self._outbox.message(leg.router, word)
+            self._end(leg, "finished with its first token")
+            return
+        self._advance(leg)
+
+    def on_event(self, event: Acked | GaveUp | Drained) -> None:
+        if isinstance(event, Drained):
+            self._pages.release(self._pins.pop(event.nonce, Pins()).pages)
+            return
+        leg = self._by_nonce.pop(event.nonce, None)
+        if leg is None:
+            return
+        ticket, leg.ticket = leg.ticket, None
+        assert ticket is not None
+        if isinstance(event, GaveUp):
+            self._refuse(leg.router, leg.request, ticket.attempt, "deliver", event.reason, STOPPED_BY_PEER_S)
+            return
+        self._outbox.message(leg.router, Delivered(leg.request, leg.attempt, self._timings(leg, event.stats)))
+        self._end(leg, "delivered")
+
+    # ------------------------------------------------------------ clocks and questions
+
+    def expire(self) -> None:
+        """End legs whose request or parking deadline passed."""
+        now = self._clock()
+        for leg in [leg for leg in self._legs.values() if now >= self._limit(leg)]:
+            reason = "the request's deadline passed" if now >= leg.deadline else f"nobody took the KV within {self._parking_s:g} s"
+            word = Failed(leg.request, leg.attempt, errors.DeadlineExceeded.code, f"prefill node gave up: {reason}", retryable=now < leg.deadline)
+            self._outbox.message(leg.router, word)
+            self._end(leg, reason)
+
+    def next_deadline(self) -> float | None:
+        return min((self._limit(leg) for leg in self._legs.values()), default=None)
+
+    def find(self, request: str, attempt: int) -> PrefillLeg | None:
+        leg = self._legs.get(request)
+        return leg if leg is not None and leg.attempt == attempt else None
+
+    def keys(self) -> Iterator[str]:
+        return iter(self._by_key)
+
+    @property
+    def num_legs(self) -> int:
+        return len(self._legs)
+
+    @property
+    def num_pinned(self) -> int:
+        return sum(len(pins.pages) for pins in self._pins.values())
+
+    # ------------------------------------------------------------ inside
+
+    def _advance(self, leg: PrefillLeg) -> None:
+        """Push the full pages that are computed and not pushed yet; with token 1 also the last page, and the commit."""
+        if leg.ticket is None:
+            return
+        page_tokens = leg.ticket.page_tokens
+        end = leg.num_tokens if leg.first_token is not None else leg.sequence.num_computed // page_tokens * page_tokens
+        if end > leg.pushed:
+            pages = leg.sequence.pages[leg.pushed // page_tokens : -(-end // page_tokens)].tolist()
+            self._pages.acquire(pages)
+            self._pins[leg.ticket.nonce].pages.extend(pages)
+            self._writer.push(leg.ticket.nonce, pages, leg.pushed, end - leg.pushed)
+            leg.pushed = end
+        if leg.first_token is not None:
+            self._writer.finish(leg.ticket.nonce, leg.first_token, leg.first_logprobs)
+
+    def _drop_ticket(self, leg: PrefillLeg, reason: str) -> None:
+        if leg.ticket is not None:
+            self._by_nonce.pop(leg.ticket.nonce, None)
+            self._writer.abort(leg.ticket.nonce, reason)
+            leg.ticket = None
+
+    def _end(self, leg: PrefillLeg, reason: str) -> None:
+        self._drop_ticket(leg, reason)
+        self._scheduler.cancel(leg.key)
+        del self._legs[leg.request], self._by_key[leg.key]
+
+    def _limit(self, leg: PrefillLeg) -> float:
+        return leg.deadline if leg.parking_deadline is None else min(leg.deadline, leg.parking_deadline)
+
+    def _refuse(self, router: Peer, request: str, attempt: int, leg: str, reason: str, retry_after_s: float) -> None:
+        kind = "prefill" if leg == "prefill" else "deliver"
+        self._outbox.message(router, Refused(request, attempt, kind, reason, retry_after_s))
+
+    def _timings(self, leg: PrefillLeg, stats: TransferStats | None = None) -> Timings:
+        scheduled = leg.scheduled_at if leg.scheduled_at is not None else leg.arrived
+        first = leg.first_token_at if leg.first_token_at is not None else scheduled
+        return Timings(
+            queue_s=scheduled - leg.arrived,
+            prefill_s=first - scheduled,
+            transfer_s=stats.transfer_s if stats is not None else 0.0,
+            exposed_s=self._clock() - first if stats is not None else 0.0,
+            transfer_bytes=stats.nbytes if stats is not None else 0,
+            cached_tokens=leg.sequence.num_cached,
+            backend=leg.backend,
+        )

@@ -1,0 +1,60 @@
+"""What a node tells its routers unasked: its load when that changed, and which block hashes came and went. Owned by the node loop's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdcluster.kv.pages import PagePool
+from pdcluster.messages import CacheDelta, Load, Message
+from pdcluster.transfer.base import Peer
+
+Send = Callable[[Peer, Message], None]
+
+
+class Reporter:
+    """At most one report per interval; a router that said Hello gets a whole snapshot at once."""
+
+    def __init__(self, pages: PagePool, load: Callable[[], Load], *, interval_s: float, clock: Callable[[], float]) -> None:
+        self._pages = pages
+        self._load = load
+        self._interval_s = interval_s
+        self._clock = clock
+        self._routers: set[Peer] = set()
+        self._last: Load | None = None
+        self._next_at = 0.0
+        self._sequence = 0
+
+    def add(self, router: Peer, send: Send) -> None:
+        """Welcome a router (again): everything as it is now. Pending changes are inside the snapshot, so others get them first."""
+        self._report_cache(send)
+        self._routers.add(router)
+        send(router, CacheDelta(self._sequence, True, self._pages.snapshot(), b""))
+        send(router, self._load())
+
+    def remove(self, router: Peer) -> None:
+        self._routers.discard(router)
+
+    def report(self, send: Send) -> None:
+        """Send what changed, when the interval is over."""
+        now = self._clock()
+        if now < self._next_at or not self._routers:
+            return
+        self._report_cache(send)
+        load = self._load()
+        if load != self._last:
+            self._last = load
+            self._next_at = now + self._interval_s
+            for router in self._routers:
+                send(router, load)
+
+    def next_deadline(self) -> float | None:
+        """When a change that came too early for the last report may go out."""
+        return self._next_at if self._routers and self._clock() < self._next_at else None
+
+    def _report_cache(self, send: Send) -> None:
+        added, removed = self._pages.drain_changes()
+        if not added and not removed:
+            return
+        self._sequence += 1
+        for router in self._routers:
+            send(router, CacheDelta(self._sequence, False, added, removed))

@@ -1,0 +1,123 @@
+"""The models behind the router: what their nodes' cards say, and the tokenizer and template of each, read from a directory or fetched from a node.
+
+A model is served once its text files are here. Fetched files must have the digest that the node's card names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pdcluster.api.files import TEXT_FILES, files_digest, read_text_files
+from pdcluster.api.text import TextModel
+from pdcluster.bootstrap.store import NodeCard
+from pdcluster.errors import ModelError, NodeLost, Unavailable, UnknownModel
+from pdcluster.kv.hashing import chain_root
+from pdcluster.messages import FileChunk
+from pdcluster_router.attempt import HashChain
+from pdcluster_router.generation import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+FETCH_TIMEOUT_S = 10.0
+MAX_FILE_BYTES = 256 << 20
+RETRY_S = 0.5
+
+
+class Nodes(Protocol):
+    """What this module needs of the cluster."""
+
+    def cards(self) -> list[NodeCard]: ...
+
+    version: int
+
+    async def wait_for_change(self, seen: int) -> None: ...
+
+    async def fetch_file(self, incarnation: str, name: str, offset: int, timeout_s: float) -> FileChunk: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    info: ModelInfo
+    text: TextModel
+
+
+class Models:
+    """Implements dispatch.Models. Owned by the router's event loop."""
+
+    def __init__(self, nodes: Nodes, tokenizer: Path | None) -> None:
+        self._nodes = nodes
+        self._tokenizer = tokenizer
+        self._loaded: dict[str, Loaded] = {}
+
+    # ------------------------------------------------------------ what dispatch and HTTP ask
+
+    def models(self) -> Sequence[ModelInfo]:
+        return [loaded.info for loaded in self._loaded.values()]
+
+    def text(self, model: str) -> TextModel:
+        return self._find(model).text
+
+    def chain(self, model: str, salt: bytes) -> HashChain:
+        self._find(model)
+        for card in self._nodes.cards():
+            if card.model == model:
+                root = chain_root(block_tokens=card.hash_block_tokens, salt=salt, weights=card.weights)
+                return HashChain(root, card.hash_block_tokens)
+        raise Unavailable(f"no node that serves {model} is connected now; retry later")
+
+    def _find(self, model: str) -> Loaded:
+        if model in self._loaded:
+            return self._loaded[model]
+        if not self._loaded:
+            raise Unavailable("no model is served yet; wait until /ready answers 200")
+        raise UnknownModel(f"the model {model!r} does not exist here; use one of: {', '.join(self._loaded)}", "model")
+
+    # ------------------------------------------------------------ loading
+
+    async def keep_loaded(self) -> None:
+        """Load the text of every model that appears, until cancelled. A node that goes away meanwhile is no error: another one is asked."""
+        while True:
+            seen = self._nodes.version
+            for card in self._nodes.cards():
+                if card.model not in self._loaded:
+                    await self._try_load(card)
+            await self._nodes.wait_for_change(seen)
+
+    async def _try_load(self, card: NodeCard) -> None:
+        try:
+            files = await self._files(card)
+            if self._tokenizer is None and files_digest(files) != card.tokenizer:
+                raise ModelError(f"the files of node {card.node} have digest {files_digest(files)}, its card says {card.tokenizer}")
+            text = await asyncio.to_thread(TextModel, files)
+        except (NodeLost, TimeoutError, ModelError, OSError) as error:
+            logger.warning("the tokenizer of %s cannot be loaded from %s: %s", card.model, self._tokenizer or card.node, error)
+            await asyncio.sleep(RETRY_S)
+            return
+        info = ModelInfo(card.model, int(time.time()), card.max_len, card.vocab_size, tuple(card.eos_token_ids))
+        self._loaded[card.model] = Loaded(info, text)
+        logger.info("serving model %s", card.model)
+
+    async def _files(self, card: NodeCard) -> dict[str, bytes]:
+        if self._tokenizer is not None:
+            return await asyncio.to_thread(read_text_files, self._tokenizer)
+        files = {name: await self._fetch(card.incarnation, name) for name in TEXT_FILES}
+        return {name: data for name, data in files.items() if data}
+
+    async def _fetch(self, incarnation: str, name: str) -> bytes:
+        """A whole file, piece by piece; b"" when the node has none. Sizes are checked before anything is kept."""
+        data = bytearray()
+        while True:
+            chunk = await self._nodes.fetch_file(incarnation, name, len(data), FETCH_TIMEOUT_S)
+            if chunk.total_bytes > MAX_FILE_BYTES or chunk.offset != len(data) or len(data) + len(chunk.data) > chunk.total_bytes:
+                raise ModelError(f"{name}: the node sent {len(chunk.data)} bytes at {chunk.offset} of {chunk.total_bytes}; pass --tokenizer DIR instead")
+            data += chunk.data
+            if len(data) == chunk.total_bytes:
+                return bytes(data)
+            if not chunk.data:
+                raise ModelError(f"{name}: the node stopped at {len(data)} of {chunk.total_bytes} bytes; pass --tokenizer DIR instead")

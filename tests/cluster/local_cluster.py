@@ -1,0 +1,181 @@
+"""A whole cluster in one thread: real node loops, real links, the real router cluster and dispatch; oracle engines, and a scripted or real medium."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from array import array
+from collections.abc import Callable
+from contextlib import aclosing
+
+import zmq
+from oracle import VOCAB, OracleEngine
+
+from pdcluster.bootstrap.store import ClusterSnapshot, NodeCard
+from pdcluster.errors import UnknownModel
+from pdcluster.kv.hashing import chain_root
+from pdcluster.messages import Role, Sampling
+from pdcluster.node.assembly import Shape, Wiring, assemble
+from pdcluster.node.loop import NodeLoop
+from pdcluster.scheduler.scheduler import Limits
+from pdcluster.transfer.base import Backend, Peer
+from pdcluster.transfer.fake import FakeBackend, FakeNetwork
+from pdcluster.transfer.session import Settings
+from pdcluster.wire.sockets import WireSettings
+from pdcluster_router.attempt import HashChain, StageDeadlines
+from pdcluster_router.cluster import Cluster
+from pdcluster_router.dispatch import Dispatch, DispatchSettings
+from pdcluster_router.generation import Done, Generation
+
+BLOCK = 4
+WIRE = WireSettings(heartbeat_s=0.05, lease_s=0.5, rewelcome_s=0.1)
+
+
+class NoNeighbours:
+    def __init__(self) -> None:
+        self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def gone(self):
+        return ()
+
+    def set_draining(self) -> None:
+        self.is_draining = True
+
+
+class NoFiles:
+    def chunk(self, message):
+        raise AssertionError("nobody asks for files here")
+
+
+class OneModel:
+    def models(self):
+        return ()
+
+    def text(self, model):
+        raise UnknownModel(model)
+
+    def chain(self, model, salt):
+        return HashChain(chain_root(block_tokens=BLOCK, salt=salt), BLOCK)
+
+
+class LocalNode:
+    def __init__(self, cluster: LocalCluster, name: str, role: Role, num_pages: int) -> None:
+        self.cluster = cluster
+        self.me = Peer(name, f"{name}-{next(cluster.boots)}")
+        self.role = role
+        self.engine = OracleEngine(num_pages, BLOCK)
+        self.neighbours = NoNeighbours()
+        self.backend: Backend = cluster.make_backend(self.me)
+        wiring = Wiring(self.me, role, "127.0.0.1:0", cluster.context, WIRE, {self.backend.name: self.backend}, cluster.transfer, parking_s=5.0)
+        shape = Shape(VOCAB, num_pages, BLOCK, self.engine.page_bytes, BLOCK, self.engine.region, memoryview(self.engine.memory))
+        limits = Limits(token_budget=24, max_rows=8, max_waiting=64, max_len=512, reserve_tokens=16)
+        self.parts = assemble(wiring, shape, self.engine, limits, NoFiles(), self.neighbours, time.monotonic)
+        self.loop = NodeLoop(self.parts, report_s=0.005, drain_s=5.0, clock=time.monotonic)
+        self.is_alive = True
+        self.is_paused = False
+        self.task = asyncio.create_task(self._run())
+
+    def card(self) -> NodeCard:
+        return make_card(self.me, self.role, self.parts.hub.address)
+
+    async def _run(self) -> None:
+        while self.is_alive:
+            if not self.is_paused:
+                self.loop.turn()
+            await asyncio.sleep(0.0005)
+
+    async def kill(self) -> None:
+        """SIGKILL, as far as others can see: sockets close, writes stop, nothing is said."""
+        self.is_alive = False
+        await self.task
+        if isinstance(self.backend, FakeBackend):
+            self.backend.network.kill(self.me)
+        self.parts.hub.close()
+
+    def is_idle(self) -> bool:
+        pages = self.parts.pages
+        return pages.num_used == 0 and pages.num_quarantined == 0 and self.parts.prefill.num_pinned == 0 and self.parts.reader.is_idle()
+
+    async def close(self) -> None:
+        if self.is_alive:
+            self.is_alive = False
+            await self.task
+            self.parts.hub.close()
+        self.backend.shutdown()
+
+
+class LocalCluster:
+    """Use as `async with`. make_backend: the medium of every node; default: the scripted one, whose faults are `network.plan`."""
+
+    def __init__(self, roles: dict[str, Role], *, num_pages: int = 256, make_backend: Callable[[Peer], Backend] | None = None) -> None:
+        self.roles = roles
+        self.num_pages = num_pages
+        self.boots = itertools.count()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.network = FakeNetwork(time.monotonic)
+        self.make_backend = make_backend or (lambda me: FakeBackend(self.network, me))
+        self.transfer = Settings(repeat_s=0.02, commit_s=1.0, arrival_s=0.1, proof_s=0.02)
+        self.nodes: dict[str, LocalNode] = {}
+        self.versions = itertools.count(1)
+
+    async def __aenter__(self) -> LocalCluster:
+        self.router = Cluster(Peer("router", "router-1"), context=self.context, settings=WIRE)
+        stages = StageDeadlines(handshake_s=2.0, transfer_s=2.0, hold_s=0.01)
+        self.dispatch = Dispatch(self.router, OneModel(), DispatchSettings(stages=stages, hold_s=5.0))
+        for name, role in self.roles.items():
+            self.start(name, role)
+        await self.until(lambda: len(self.router.view().nodes) == len(self.roles))
+        return self
+
+    async def __aexit__(self, *exc) -> None:
+        self.router.close()
+        for node in self.nodes.values():
+            await node.close()
+        self.context.destroy(0)
+
+    def start(self, name: str, role: Role) -> LocalNode:
+        self.nodes[name] = LocalNode(self, name, role, self.num_pages)
+        self.announce()
+        return self.nodes[name]
+
+    def announce(self) -> None:
+        """What the bootstrap would say now."""
+        cards = tuple(node.card() for node in self.nodes.values() if node.is_alive)
+        self.router.apply(make_snapshot(next(self.versions), cards))
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    async def run(self, prompt: list[int], max_tokens: int, *, name: str = "", deadline_s: float = 20.0) -> tuple[list[int], Done]:
+        request = name or f"r{next(self.versions)}"
+        generation = Generation(request, "model", array("i", prompt), Sampling(max_tokens=max_tokens, seed=1), deadline_s)
+        tokens: list[int] = []
+        async with aclosing(self.dispatch.generate(generation)) as events:
+            async for event in events:
+                if isinstance(event, Done):
+                    return tokens, event
+                assert event.position == len(tokens)
+                tokens.extend(event.token_ids)
+        raise AssertionError("no Done")
+
+    async def until_idle(self) -> None:
+        """After any fault, idle means: 0 pages in use, 0 quarantined, 0 pinned, and books that add up."""
+        alive = [node for node in self.nodes.values() if node.is_alive]
+        await self.until(lambda: all(node.is_idle() for node in alive))
+        for node in alive:
+            node.parts.scheduler.check_integrity()
+            node.parts.pages.check_integrity()
+            node.parts.reader.check_integrity()
+        assert self.router.ledger.num_requests() == 0
+
+
+def make_card(me: Peer, role: Role, address: str) -> NodeCard:
+    return NodeCard(me.node, me.incarnation, role, address)
+
+
+def make_snapshot(version: int, cards: tuple[NodeCard, ...]) -> ClusterSnapshot:
+    return ClusterSnapshot(version, cards)

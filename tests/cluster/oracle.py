@@ -1,0 +1,91 @@
+"""An engine without a model, whose tokens depend on every byte of KV it is given: a page oracle.
+
+The KV of position i is a hash of the KV of position i-1 and the token; the next token is a hash of the KV of the whole context, read from the pages. So one
+wrong, stale or misplaced byte anywhere changes all tokens after it. `reference` computes the same without pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+
+from pdcluster.step import RowResult, StepPlan, StepResult
+from pdcluster.transfer.base import Region
+
+TOKEN_BYTES = 16
+VOCAB = 5000
+
+
+def kv_of(previous: bytes, token: int) -> bytes:
+    return hashlib.blake2b(previous + token.to_bytes(4, "little"), digest_size=TOKEN_BYTES).digest()
+
+
+def draw(context: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(context, digest_size=4).digest(), "little") % VOCAB
+
+
+def reference(prompt: list[int], num_tokens: int) -> list[int]:
+    kv = [b""]
+    output: list[int] = []
+    for token in prompt:
+        kv.append(kv_of(kv[-1], token))
+    for _ in range(num_tokens):
+        output.append(draw(b"".join(kv)))
+        kv.append(kv_of(kv[-1], output[-1]))
+    return output
+
+
+class OracleEngine:
+    """Implements loop.StepEngine. A step is done when it is launched, unless `hold` is set; then when `finish` is called."""
+
+    def __init__(self, num_pages: int, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self.page_bytes = page_tokens * TOKEN_BYTES
+        self._fd = os.memfd_create("oracle-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, num_pages * self.page_bytes)
+        self.memory = mmap.mmap(self._fd, num_pages * self.page_bytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.region = Region(0, address, num_pages * self.page_bytes, self._fd)
+        self.done_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.hold = False
+        self._plan: StepPlan | None = None
+
+    def launch(self, plan: StepPlan) -> None:
+        assert self._plan is None, "a step was launched while another runs"
+        self._plan = plan
+        if not self.hold:
+            self.finish()
+
+    def finish(self) -> None:
+        if self._plan is not None:
+            os.eventfd_write(self.done_fd, 1)
+
+    def collect(self, timeout: float | None = None) -> StepResult:
+        os.eventfd_read(self.done_fd)
+        plan, self._plan = self._plan, None
+        assert plan is not None
+        return StepResult(tuple(self._compute(row) for row in plan.rows), 0.0)
+
+    def _compute(self, row) -> RowResult:
+        for index, token in enumerate(row.tokens.tolist()):
+            position = row.start + index
+            previous = self._read(row.pages, position - 1) if position else b""
+            offset = self._offset(row.pages, position)
+            self.memory[offset : offset + TOKEN_BYTES] = kv_of(previous, token)
+        end = row.start + len(row.tokens)
+        if row.sampling is None:
+            return RowResult(row.request, None)
+        return RowResult(row.request, draw(b"".join(self._read(row.pages, position) for position in range(end))))
+
+    def _read(self, pages, position: int) -> bytes:
+        offset = self._offset(pages, position)
+        return self.memory[offset : offset + TOKEN_BYTES]
+
+    def _offset(self, pages, position: int) -> int:
+        return int(pages[position // self.page_tokens]) * self.page_bytes + position % self.page_tokens * TOKEN_BYTES
+
+    def close(self) -> None:
+        os.close(self.done_fd)
+        os.close(self._fd)

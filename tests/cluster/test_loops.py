@@ -1,0 +1,199 @@
+"""Node loops, links, router and dispatch together, with oracle engines and a scripted medium: every token depends on every byte of KV that was moved."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from local_cluster import LocalCluster
+from oracle import VOCAB, reference
+
+from pdcluster import errors
+from pdcluster.transfer.base import WriteStatus
+from pdcluster.transfer.fake import Fault
+
+PAIR = {"p0": "prefill", "d0": "decode"}
+TWO_PAIRS = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed * 1000 + length).randrange(VOCAB) for _ in range(length)]
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 24, 25, 79])
+async def test_a_remote_request_gives_the_tokens_of_one_process(length: int) -> None:
+    async with LocalCluster(PAIR) as cluster:
+        tokens, done = await cluster.run(prompt_of(length), 12)
+        assert tokens == reference(prompt_of(length), 12)
+        assert done.route.mode == "remote" and done.route.backend == "fake"
+        assert done.timeline.transfer_bytes == -(-length // 4) * 64
+        await cluster.until_idle()
+
+
+async def test_local_mode_gives_the_same_tokens() -> None:
+    async with LocalCluster({"m0": "mixed"}) as cluster:
+        tokens, done = await cluster.run(prompt_of(30), 12)
+        assert tokens == reference(prompt_of(30), 12) and done.route.mode == "local"
+        await cluster.until_idle()
+
+
+async def test_many_requests_at_once_all_give_their_own_tokens() -> None:
+    async with LocalCluster(TWO_PAIRS, num_pages=128) as cluster:
+        gate = asyncio.Semaphore(16)
+
+        async def one(index: int) -> None:
+            prompt = prompt_of(1 + index * 7 % 90, seed=index)
+            async with gate:
+                tokens, _ = await cluster.run(prompt, 1 + index % 13)
+            assert tokens == reference(prompt, 1 + index % 13), f"request {index}"
+
+        await asyncio.gather(*(one(index) for index in range(60)))
+        await cluster.until_idle()
+
+
+async def test_a_cached_prefix_is_not_sent_again() -> None:
+    async with LocalCluster(PAIR) as cluster:
+        prompt = prompt_of(40)
+        _, first = await cluster.run(prompt, 3)
+        tokens, second = await cluster.run(prompt, 3)
+        assert tokens == reference(prompt, 3)
+        assert first.cached_tokens == 0 and second.cached_tokens >= 32
+        assert second.timeline.transfer_bytes < first.timeline.transfer_bytes
+        await cluster.until_idle()
+
+
+async def test_the_pool_of_a_decode_node_may_be_too_small_for_all_at_once() -> None:
+    """Refusals, holds and preemptions change nothing in the tokens."""
+    async with LocalCluster(PAIR, num_pages=24) as cluster:
+        prompts = [prompt_of(30, seed) for seed in range(6)]
+        results = await asyncio.gather(*(cluster.run(prompt, 20) for prompt in prompts))
+        assert [tokens for tokens, _ in results] == [reference(prompt, 20) for prompt in prompts]
+        await cluster.until_idle()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(delay_s=0.05),
+        Fault(status=WriteStatus.FAILED),
+        Fault(flip_byte=5),
+        Fault(torn_bytes=16),
+        Fault(arrivals=0),
+        Fault(arrivals=2),
+        Fault(delay_s=0.02, lost_s=0.001),
+        Fault(delay_s=0.05, unknown_s=0.01),
+    ],
+    ids=["slow", "failed", "flipped", "torn", "no-stamp", "two-stamps", "lost", "unknown"],
+)
+@pytest.mark.parametrize("which", ["first", "every third"])
+async def test_a_faulty_write_never_changes_a_token(fault: Fault, which: str) -> None:
+    async with LocalCluster(TWO_PAIRS) as cluster:
+        count = iter(range(10_000))
+
+        def plan(stamp) -> Fault:
+            number = next(count)
+            return fault if (number == 0 if which == "first" else number % 3 == 0) else Fault()
+
+        cluster.network.plan = plan
+        prompts = [prompt_of(10 + 9 * seed, seed) for seed in range(6)]
+        results = await asyncio.gather(*(cluster.run(prompt, 8) for prompt in prompts), return_exceptions=True)
+        for prompt, result in zip(prompts, results, strict=True):
+            if isinstance(result, errors.PdclusterError):
+                continue
+            assert not isinstance(result, BaseException), result
+            assert result[0] == reference(prompt, 8)
+        assert sum(not isinstance(result, BaseException) for result in results) >= 4
+        cluster.network.plan = lambda stamp: Fault()
+        await cluster.until_idle()
+
+
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03, 0.08])
+async def test_a_node_that_dies_costs_no_request(victim: str, after_s: float) -> None:
+    async with LocalCluster(TWO_PAIRS) as cluster:
+        prompts = [prompt_of(40, seed) for seed in range(6)]
+        running = [asyncio.create_task(cluster.run(prompt, 30)) for prompt in prompts]
+        await asyncio.sleep(after_s)
+        await cluster.nodes[victim].kill()
+        cluster.announce()
+        results = await asyncio.gather(*running)
+        assert [tokens for tokens, _ in results] == [reference(prompt, 30) for prompt in prompts]
+        await cluster.until_idle()
+
+
+async def test_the_last_node_alive_serves_and_a_new_boot_joins() -> None:
+    async with LocalCluster(PAIR) as cluster:
+        await cluster.nodes["p0"].kill()
+        cluster.announce()
+        tokens, done = await cluster.run(prompt_of(20), 6)
+        assert tokens == reference(prompt_of(20), 6) and done.route.mode == "local"
+        cluster.start("p0", "prefill")
+        await cluster.until(lambda: len(cluster.router.view().nodes) == 2)
+        tokens, done = await cluster.run(prompt_of(20), 6)
+        assert tokens == reference(prompt_of(20), 6) and done.route.mode == "remote"
+        await cluster.until_idle()
+
+
+async def test_a_prefill_node_that_hangs_before_the_commit_runs_into_a_deadline() -> None:
+    """It holds its link but does nothing: the request ends by its own deadline at the latest, and nothing leaks when the node goes on."""
+    async with LocalCluster(PAIR) as cluster:
+        cluster.nodes["p0"].is_paused = True
+        with pytest.raises(errors.PdclusterError):
+            await cluster.run(prompt_of(20), 6, deadline_s=0.3)
+        cluster.nodes["p0"].is_paused = False
+        await cluster.until_idle()
+
+
+async def test_a_client_that_leaves_frees_both_nodes() -> None:
+    async with LocalCluster(PAIR) as cluster:
+        cluster.nodes["d0"].engine.hold = True
+        task = asyncio.create_task(cluster.run(prompt_of(40), 30))
+        await cluster.until(lambda: cluster.nodes["d0"].parts.decode.num_legs == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        cluster.nodes["d0"].engine.hold = False
+        cluster.nodes["d0"].engine.finish()
+        await cluster.until_idle()
+
+
+async def test_a_router_that_dies_frees_its_requests_within_the_lease() -> None:
+    async with LocalCluster(PAIR) as cluster:
+        cluster.nodes["d0"].engine.hold = True
+        task = asyncio.create_task(cluster.run(prompt_of(40), 30))
+        await cluster.until(lambda: cluster.nodes["d0"].parts.decode.num_legs == 1)
+        cluster.router.close()
+        cluster.nodes["d0"].engine.hold = False
+        cluster.nodes["d0"].engine.finish()
+        with pytest.raises(errors.PdclusterError):
+            await task
+        await cluster.until_idle()
+
+
+async def test_a_request_that_can_never_fit_is_refused_with_the_reason() -> None:
+    async with LocalCluster({"m0": "mixed"}, num_pages=8) as cluster:
+        with pytest.raises(errors.BadRequest, match="page|fit|tokens"):
+            await cluster.run(prompt_of(100), 4)
+        with pytest.raises(errors.BadRequest, match=f"token id {VOCAB} is out of range"):
+            await cluster.run([VOCAB], 4)
+        await cluster.until_idle()
+
+
+async def test_a_draining_node_finishes_what_it_has_and_takes_nothing_new() -> None:
+    async with LocalCluster({"m0": "mixed", "m1": "mixed"}) as cluster:
+        first = cluster.nodes["m0"]
+        first.engine.hold = True
+        running = asyncio.create_task(cluster.run(prompt_of(20), 10))
+        await cluster.until(lambda: first.parts.decode.num_legs + cluster.nodes["m1"].parts.decode.num_legs == 1)
+        if not first.parts.decode.num_legs:
+            first = cluster.nodes["m1"]
+        first.loop.stop()
+        first.loop._wait()
+        first.engine.hold = False
+        first.engine.finish()
+        await cluster.until(lambda: any(node.load.draining for node in cluster.router.view().nodes))
+        tokens, done = await cluster.run(prompt_of(9), 5)
+        assert tokens == reference(prompt_of(9), 5) and done.route.decode != first.me.node
+        assert (await running)[0] == reference(prompt_of(20), 10)
+        await cluster.until_idle()
