@@ -1,0 +1,88 @@
+"""Block hashes: what decides them, and that a chain can be extended."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcluster.kv.hashing import block_hashes, chain_root, extend
+from pdcluster.messages import HASH_BYTES, pack_tokens
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+
+
+def test_only_full_blocks_have_a_hash():
+    assert block_hashes(range(31)) == b""
+    assert len(block_hashes(range(32))) == HASH_BYTES
+    assert len(block_hashes(range(95))) == 2 * HASH_BYTES
+
+
+def test_a_hash_is_blake2b_of_the_blocks_tokens_keyed_by_its_parent():
+    root = chain_root(block_tokens=2)
+    first = hashlib.blake2b(b"\x01\0\0\0\x02\0\0\0", digest_size=16, key=root, person=b"pdcluster.block").digest()
+    second = hashlib.blake2b(b"\x03\0\0\0\x04\0\0\0", digest_size=16, key=first, person=b"pdcluster.block").digest()
+    assert block_hashes([1, 2, 3, 4, 5], block_tokens=2) == first + second
+
+
+def test_hashes_do_not_change_between_releases():
+    """Nodes and routers of neighbouring versions must agree, or every cached prefix is lost in a rolling restart."""
+    assert block_hashes(range(32), salt=b"tenant", adapter="a", weights="w").hex() == "4e20b2e72f7cb8d3fd53ed7d3413a0dc"
+
+
+@pytest.mark.parametrize("other", [{"salt": b"b"}, {"adapter": "b"}, {"weights": "b"}])
+def test_salt_adapter_and_weights_each_separate_the_caches(other):
+    assert block_hashes(range(64)) != block_hashes(range(64), **other)
+
+
+def test_fields_of_the_root_do_not_run_together():
+    assert chain_root(adapter="ab", weights="c") != chain_root(adapter="a", weights="bc")
+    assert chain_root(salt=b"x") != chain_root(adapter="x")
+
+
+def test_block_size_is_part_of_the_root():
+    assert chain_root(block_tokens=16) != chain_root(block_tokens=32)
+
+
+@given(TOKENS, TOKENS, TOKENS)
+def test_equal_prefixes_share_exactly_their_full_blocks(prefix, left, right):
+    one, two = block_hashes(prefix + left, block_tokens=4), block_hashes(prefix + right, block_tokens=4)
+    same = 0
+    while same < min(len(left), len(right)) and left[same] == right[same]:
+        same += 1
+    shared = (len(prefix) + same) // 4 * HASH_BYTES
+    assert one[:shared] == two[:shared]
+    rest = list(zip(_split(one[shared:]), _split(two[shared:]), strict=False))
+    assert all(a != b for a, b in rest)
+
+
+@given(TOKENS, st.integers(0, 40))
+def test_extending_a_chain_gives_what_hashing_at_once_gives(tokens, cut):
+    root = chain_root(block_tokens=4, salt=b"s")
+    start = extend(b"", tokens[:cut], root=root, block_tokens=4)
+    assert start + extend(start, tokens, root=root, block_tokens=4) == block_hashes(tokens, block_tokens=4, salt=b"s")
+
+
+def test_a_chain_is_extended_without_knowing_its_root():
+    start = block_hashes(range(32), salt=b"secret")
+    assert start + extend(bytearray(start), range(64), root=b"") == block_hashes(range(64), salt=b"secret")
+
+
+def test_a_chain_is_not_started_without_a_root():
+    with pytest.raises(ValueError, match="chain_root"):
+        extend(b"", range(32), root=b"")
+
+
+def test_packed_tokens_and_arrays_hash_like_lists():
+    tokens = [7, 0, 2**31 - 1, 5] * 16
+    packed = pack_tokens(tokens)
+    array = np.array(tokens, np.int32)
+    expected = block_hashes(tokens)
+    assert expected == block_hashes(packed) == block_hashes(memoryview(packed)) == block_hashes(array.data) == block_hashes(array)
+
+
+def _split(hashes: bytes) -> list[bytes]:
+    return [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
