@@ -18,9 +18,9 @@ import os
 import signal
 import sys
 import time
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
 from pdcluster import ready
@@ -142,40 +142,42 @@ class Supervisor:
         self._hurry.set()
 
     async def _launch(self, child: Child) -> None:
-        reader, writer = os.pipe()
+        """Start the child's process and wait until it is ready."""
+        ready_reader, ready_writer = os.pipe()
+        # A pipe of our own, since asyncio reports a process with its PIPE as ended only after every heir of that pipe is gone, too.
+        output_reader, output_writer = os.pipe()
         try:
             child.process = await asyncio.create_subprocess_exec(
                 *child.argv(),
                 "--ready-fd",
-                str(writer),
+                str(ready_writer),
                 stdin=DEVNULL,
-                stdout=PIPE,
+                stdout=output_writer,
                 stderr=STDOUT,
-                limit=LINE_LIMIT_BYTES,
-                pass_fds=(writer,),
+                pass_fds=(ready_writer,),
                 start_new_session=True,
                 preexec_fn=_die_with(os.getpid()),
             )
-        except OSError as error:
-            os.close(reader)
-            raise StartFailed(f"{child.spec.name} could not be started: {error}") from error
+        except BaseException as error:
+            os.close(ready_reader)
+            os.close(output_reader)
+            if isinstance(error, OSError):
+                raise StartFailed(f"{child.spec.name} could not be started: {error}") from error
+            raise
         finally:
-            os.close(writer)
-        child.output = asyncio.create_task(self._forward_output(child, child.process), name=f"output of {child.spec.name}")
-        child.facts = await self._until_ready(child, child.process, reader)
+            os.close(ready_writer)
+            os.close(output_writer)
+        child.output = asyncio.create_task(self._forward_output(child, output_reader), name=f"output of {child.spec.name}")
+        child.facts = await self._until_ready(child, child.process, ready_reader)
 
     async def _until_ready(self, child: Child, process: Process, descriptor: int) -> Facts:
         name = child.spec.name
-        stream = asyncio.StreamReader(limit=ready.MAX_LINE_BYTES)
-        pipe = os.fdopen(descriptor, "rb", buffering=0)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
         try:
-            line = await asyncio.wait_for(stream.readline(), self._ready_s)
+            async with _lines(descriptor) as stream:
+                line = await asyncio.wait_for(stream.readline(), self._ready_s)
         except TimeoutError as error:
             await self._kill(child)
             raise StartFailed(self._explain(child, f"{name} was not ready within {self._ready_s:g} s (up.ready_s)")) from error
-        finally:
-            transport.close()
         if line:
             return ready.parse(line)
         with contextlib.suppress(TimeoutError):  # it closed the descriptor and lives on: killed below
@@ -187,18 +189,18 @@ class Supervisor:
         lines = "".join(f"\n  {line}" for line in child.tail)
         return f"{what}; its last output:{lines}" if lines else f"{what}, without any output"
 
-    async def _forward_output(self, child: Child, process: Process) -> None:
-        assert process.stdout is not None
-        while True:
-            try:
-                raw = await process.stdout.readline()
-            except ValueError:
-                raw = b"(a line of more than 1 MiB was dropped)\n"
-            if not raw:
-                return
-            line = raw.decode(errors="backslashreplace").rstrip("\n")
-            child.tail.append(line)
-            self._forward(child.spec.name, line)
+    async def _forward_output(self, child: Child, descriptor: int) -> None:
+        async with _lines(descriptor) as stream:
+            while True:
+                try:
+                    raw = await stream.readline()
+                except ValueError:
+                    raw = b"(a line of more than 1 MiB was dropped)\n"
+                if not raw:
+                    return
+                line = raw.decode(errors="backslashreplace").rstrip("\n")
+                child.tail.append(line)
+                self._forward(child.spec.name, line)
 
     async def _keep(self, child: Child) -> None:
         """Restart the child whenever it crashes, until it ends well, crashes too often, or `stop` cancels this."""
@@ -261,6 +263,18 @@ class Supervisor:
         if child.output is not None:
             await asyncio.wait({child.output}, timeout=KILL_WAIT_S)
             child.output.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _lines(descriptor: int) -> AsyncIterator[asyncio.StreamReader]:
+    """The reading end of a pipe as a stream; closes it at the end."""
+    stream = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
+    pipe = os.fdopen(descriptor, "rb", buffering=0)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+    try:
+        yield stream
+    finally:
+        transport.close()
 
 
 def describe(code: int | None) -> str:
