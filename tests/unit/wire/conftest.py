@@ -19,7 +19,14 @@ def context() -> Iterator[Context]:
 
 
 @pytest.fixture
-def make_node(context: Context) -> Iterator[Callable[..., Node]]:
+def other_context() -> Iterator[Context]:
+    context: Context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def make_node(context: Context, other_context: Context) -> Iterator[Callable[..., Node]]:
     hubs: list[Hub] = []
 
     def make(

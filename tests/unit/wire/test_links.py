@@ -1,0 +1,336 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+import uvloop
+import zmq
+from wire_nodes import SETTINGS, Node
+
+from pdcluster import messages as m
+from pdcluster.errors import NodeLost
+from pdcluster.transfer.base import Peer
+from pdcluster.wire.codec import decode, encode
+from pdcluster.wire.dialer import Open
+from pdcluster.wire.links import LinkState, NodeLink
+from pdcluster.wire.sockets import WireSettings
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Make = Callable[..., Node]
+ME = Peer("router-0", "boot-r")
+
+
+class Router:
+    """One link and everything it said."""
+
+    def __init__(self, context: Context, endpoint: m.Endpoint, settings: WireSettings = SETTINGS) -> None:
+        self.messages: list[m.AnyMessage] = []
+        self.states: list[LinkState] = []
+        self.open: Open = ()
+        self.link = NodeLink(
+            ME, endpoint, context=context, on_message=self.messages.append, on_state=self.states.append,
+            open_attempts=lambda: self.open, settings=settings,
+        )  # fmt: skip
+
+
+async def until(condition: Callable[[], object], *nodes: Node, limit_s: float = 20.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            for node in nodes:
+                node.turn()
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def node(make_node: Make) -> Node:
+    return make_node("decode-0")
+
+
+@pytest.fixture
+async def router(context: Context, node: Node) -> AsyncIterator[Router]:
+    router = Router(context, node.endpoint)
+    yield router
+    router.link.close()
+
+
+async def test_a_link_comes_up_and_carries_messages_in_order_both_ways(node: Node, router: Router) -> None:
+    for number in range(1500):
+        router.link.send(m.Release(f"r{number}"))
+    await until(lambda: len(node.messages(m.Release)) == 1500, node)
+    assert router.states == [LinkState.UP]
+    for number in range(1500):
+        assert node.hub.send(ME, m.Scheduled("r", number))
+    await until(lambda: len(router.messages) == 1500, node)
+    assert node.messages(m.Release) == [m.Release(f"r{number}") for number in range(1500)]
+    assert router.messages == [m.Scheduled("r", number) for number in range(1500)]
+    assert not router.link.dropped and not node.hub.dropped and not router.link.gaps and not node.hub.gaps
+
+
+@pytest.mark.parametrize("signals_while_sending", [False, True])
+def test_a_link_lives_on_uvloop_too(context: Context, make_node: Make, signals_while_sending: bool) -> None:
+    node = make_node("decode-0")
+
+    async def scenario() -> None:
+        router = Router(context, node.endpoint)
+        if signals_while_sending:
+            await test_answers_arrive_while_requests_are_being_sent(node, router)
+        else:
+            await test_a_link_comes_up_and_carries_messages_in_order_both_ways(node, router)
+        new = make_node("decode-0", "boot-2", listen="127.0.0.1:0")
+        node.hub.close()
+        await until(lambda: router.states[-1] is LinkState.LOST)
+        again = Router(context, new.endpoint)
+        again.link.send(m.Release("r"))
+        await until(lambda: new.messages(m.Release), new)
+        again.link.close()
+        router.link.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())
+
+
+async def test_answers_arrive_while_requests_are_being_sent(node: Node, router: Router) -> None:
+    """Sending may swallow the edge that would have announced an answer."""
+    answered = 0
+    for number in range(300):
+        router.link.send(m.Release(f"r{number}"))
+        node.turn()
+        while answered < len(node.messages(m.Release)):
+            node.hub.send(ME, m.Scheduled("r", answered))
+            answered += 1
+        await asyncio.sleep(0)
+    await until(lambda: len(node.messages(m.Release)) == 300, node)
+    for number in range(answered, 300):
+        node.hub.send(ME, m.Scheduled("r", number))
+    await until(lambda: len(router.messages) == 300)
+
+
+async def test_the_hello_names_the_open_attempts(context: Context, node: Node) -> None:
+    router = Router(context, node.endpoint)
+    router.open = (("late", 0, 0),)
+    await until(lambda: node.received, node)
+    assert node.received[0].message == m.Hello("router", ())
+    router.link.close()
+
+
+async def test_an_idle_link_stays_up(node: Node, router: Router) -> None:
+    turns = iter(range(400))
+    await until(lambda: next(turns) == 399, node)
+    assert router.states == [LinkState.UP] and node.events == []
+
+
+async def test_a_node_that_hangs_loses_its_link_when_the_lease_ends(node: Node, router: Router) -> None:
+    await until(lambda: router.states, node)
+    await until(lambda: router.states[-1] is LinkState.LOST)
+    assert router.states == [LinkState.UP, LinkState.LOST] and "nothing heard" in router.link.lost_because
+    with pytest.raises(NodeLost, match="decode-0"):
+        router.link.send(m.Release("r"))
+
+
+async def test_a_node_that_dies_loses_its_link(node: Node, router: Router) -> None:
+    await until(lambda: router.states, node)
+    node.hub.close()
+    await until(lambda: router.states[-1] is LinkState.LOST)
+
+
+async def test_what_a_node_said_before_it_hung_up_is_heard(node: Node, router: Router) -> None:
+    await until(lambda: router.states, node)
+    for number in range(100):
+        node.hub.send(ME, m.Scheduled("r", number))
+    await until(lambda: router.messages)
+    node.hub.close()
+    await until(lambda: router.states[-1] is LinkState.LOST)
+    assert router.messages == [m.Scheduled("r", number) for number in range(len(router.messages))]
+
+
+async def test_nobody_at_the_address_ends_as_lost(context: Context) -> None:
+    router = Router(context, m.Endpoint("decode-0", "boot-1", "127.0.0.1:1"))
+    await until(lambda: router.states)
+    assert router.states == [LinkState.LOST] and "did not answer" in router.link.lost_because
+    router.link.close()
+
+
+async def test_another_boot_at_the_address_ends_as_lost(context: Context, node: Node) -> None:
+    router = Router(context, m.Endpoint("decode-0", "boot-0", node.hub.address))
+    await until(lambda: router.states, node)
+    assert router.states == [LinkState.LOST] and "another boot" in router.link.lost_because
+    assert node.received == []
+    router.link.close()
+
+
+async def test_a_restart_on_the_same_address_ends_as_lost_and_a_new_link_works(context: Context, make_node: Make, node: Node, router: Router) -> None:
+    await until(lambda: router.states, node)
+    node.hub.close()
+    new = make_node("decode-0", "boot-2", listen=node.hub.address)
+    await until(lambda: router.states[-1] is LinkState.LOST, new)
+    again = Router(context, new.endpoint)
+    again.link.send(m.Release("r"))
+    await until(lambda: new.messages(m.Release), new)
+    again.link.close()
+
+
+async def test_a_full_queue_raises_node_lost_and_the_link_goes_on(context: Context, node: Node) -> None:
+    router = Router(context, node.endpoint, WireSettings(heartbeat_s=0.05, lease_s=30.0, high_water=4))
+    await until(lambda: router.states, node)
+    sent = 0
+    with pytest.raises(NodeLost, match="takes no more frames"):
+        for _ in range(2000):
+            router.link.send(m.FileChunk("f", 0, 1 << 20, bytes(1 << 20)))
+            sent += 1
+    await until(lambda: len(node.messages(m.FileChunk)) == sent, node)
+    router.link.send(m.Release("after"))
+    await until(lambda: node.messages(m.Release), node)
+    assert node.hub.gaps == 0
+    router.link.close()
+
+
+async def test_a_handler_that_fails_costs_one_message_only(context: Context, node: Node) -> None:
+    seen: list[m.AnyMessage] = []
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, report: failures.append(report["exception"]))
+
+    def handle(message: m.AnyMessage) -> None:
+        seen.append(message)
+        if len(seen) == 1:
+            raise ValueError("not handled")
+
+    link = NodeLink(ME, node.endpoint, context=context, on_message=handle, on_state=lambda _: None, open_attempts=tuple, settings=SETTINGS)
+    await until(lambda: node.received, node)
+    for number in range(3):
+        node.hub.send(ME, m.Scheduled("r", number))
+    await until(lambda: len(seen) == 3, node)
+    assert [type(failure) for failure in failures] == [ValueError]
+    link.close()
+
+
+class Listener:
+    """The node's end of a link, driven frame by frame."""
+
+    def __init__(self, context: Context) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = m.Endpoint("decode-0", "boot-1", f"127.0.0.1:{port}")
+        self.identity = b""
+
+    def heard(self) -> list[m.AnyMessage]:
+        messages = []
+        while self.socket.poll(0):
+            self.identity, frame = self.socket.recv_multipart()
+            messages.append(decode(frame).message)
+        return [message for message in messages if not isinstance(message, m.Ping)]
+
+    def say(self, message: m.AnyMessage, sequence: int, *, incarnation: str = "boot-1", to: str = ME.incarnation) -> None:
+        self.socket.send_multipart((self.identity, encode(m.Envelope(m.PROTOCOL_VERSION, "decode-0", incarnation, to, sequence, message))))
+
+
+@pytest.fixture
+def listener(context: Context) -> Iterator[Listener]:
+    listener = Listener(context)
+    yield listener
+    listener.socket.close(0)
+
+
+@pytest.fixture
+async def caller(context: Context, listener: Listener) -> AsyncIterator[Router]:
+    """A router whose Hello the listener has heard and answered."""
+    router = Router(context, listener.endpoint, WireSettings(heartbeat_s=5.0, lease_s=20.0, rewelcome_s=10.0, hello_interval_s=0.01))
+    await until(lambda: listener.heard() == [m.Hello("router")])
+    listener.say(m.Welcome("decode"), 1)
+    await until(lambda: router.messages)
+    yield router
+    router.link.close()
+
+
+async def test_a_gap_in_the_nodes_frames_makes_the_router_say_what_it_waits_for(listener: Listener, caller: Router) -> None:
+    caller.open = (("r1", 0, 7),)
+    listener.say(m.Scheduled("r1", 0), 2)
+    listener.say(m.Scheduled("r2", 0), 4)
+    heard: list[m.AnyMessage] = []
+    await until(lambda: heard.extend(listener.heard()) or heard)
+    assert heard == [m.Hello("router", (("r1", 0, 7),))]
+    assert caller.link.gaps == 1 and caller.messages[1:] == [m.Scheduled("r1", 0), m.Scheduled("r2", 0)]
+
+
+async def test_a_node_that_asks_for_a_hello_gets_it(listener: Listener, caller: Router) -> None:
+    caller.open = (("r1", 0, 7),)
+    listener.say(m.Hello("node"), 1)
+    heard: list[m.AnyMessage] = []
+    await until(lambda: heard.extend(listener.heard()) or heard)
+    assert heard == [m.Hello("router", (("r1", 0, 7),))]
+    assert caller.messages == [m.Welcome("decode")]
+
+
+async def test_duplicates_and_garbage_and_frames_for_others_are_dropped_and_counted(listener: Listener, caller: Router) -> None:
+    listener.say(m.Scheduled("r", 0), 2)
+    listener.say(m.Scheduled("r", 0), 2)
+    listener.say(m.Scheduled("r", 1), 3, to="another-router")
+    listener.socket.send_multipart((listener.identity, b"garbage"))
+    listener.say(m.Scheduled("r", 2), 3)
+    await until(lambda: len(caller.messages) == 3)
+    assert caller.messages[1:] == [m.Scheduled("r", 0), m.Scheduled("r", 2)]
+    assert caller.link.dropped == {"duplicate": 1, "misdirected": 1, "malformed": 1}
+
+
+async def test_a_cut_that_the_same_boot_heals_costs_no_link_and_starts_with_a_hello(context: Context, listener: Listener, caller: Router) -> None:
+    proxy = await CuttingProxy.start(listener.endpoint.address)
+    router = Router(context, m.Endpoint("decode-0", "boot-1", proxy.address), WireSettings(heartbeat_s=5.0, lease_s=20.0, rewelcome_s=10.0))
+    await until(lambda: listener.heard() == [m.Hello("router")])
+    listener.say(m.Welcome("decode"), 1)
+    await until(lambda: router.states == [LinkState.UP])
+    first_identity = listener.identity
+    router.open = (("r1", 0, 7),)
+    proxy.cut()
+    heard: list[m.AnyMessage] = []
+    await until(lambda: heard.extend(listener.heard()) or heard)
+    assert heard[0] == m.Hello("router", (("r1", 0, 7),)) and listener.identity != first_identity
+    listener.say(m.Welcome("decode"), 9)
+    await until(lambda: len(router.messages) == 2)
+    assert LinkState.LOST not in router.states and router.states[-1] is LinkState.UP
+    router.link.close()
+    await proxy.close()
+
+
+class CuttingProxy:
+    """A TCP hop that can be cut while both ends live."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target.split(":")
+        self._writers: list[asyncio.StreamWriter] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server
+        self.address = ""
+
+    @classmethod
+    async def start(cls, target: str) -> "CuttingProxy":
+        proxy = cls(target)
+        proxy._server = await asyncio.start_server(proxy._serve, "127.0.0.1", 0)
+        proxy.address = f"127.0.0.1:{proxy._server.sockets[0].getsockname()[1]}"
+        return proxy
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(*self._target)
+        self._writers += [writer, far_writer]
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            task = asyncio.create_task(self._pass_on(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(65536):
+                sink.write(data)
+        except ConnectionError:
+            return
+        finally:
+            sink.close()
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def close(self) -> None:
+        self._server.close()
+        self.cut()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.wait_closed()
