@@ -189,7 +189,7 @@ class Key:
 
 def key(default: T, kind: Kind[T], help: str, *, flag: str = "", secret: bool = False, flag_only: bool = False) -> T:
     """Declare a dataclass field that the three sources can set."""
-    return field(default=default, metadata={"kind": kind, "help": help, "flag": flag, "secret": secret, "flag_only": flag_only})
+    return field(default=default, repr=not secret, metadata={"kind": kind, "help": help, "flag": flag, "secret": secret, "flag_only": flag_only})
 
 
 # ---------------------------------------------------------------- parts
