@@ -510,3 +510,13 @@ def split_address(where: str) -> tuple[str, int]:
     """HOST:PORT → (host, port), without the brackets of an IPv6 host."""
     host, _, port = address(where).rpartition(":")
     return host.strip("[]"), int(port)
+
+
+# ---------------------------------------------------------------- places
+
+
+def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """Where compiled kernels are kept between runs: the user's cache directory."""
+    environ = os.environ if environ is None else environ
+    base = environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pdcluster"

@@ -62,6 +62,11 @@ class KeyPair:
         return "KeyPair(<secret>)"
 
 
+def cluster_key(secret: bytes | None) -> bytes | None:
+    """The cluster key made from a secret of any length, as the config has it."""
+    return None if secret is None else hashlib.blake2b(secret, digest_size=CLUSTER_KEY_BYTES, person=b"pdcluster-key").digest()
+
+
 def derive_keys(cluster_key: bytes) -> KeyPair:
     secret = z85.encode(hashlib.blake2b(cluster_key, digest_size=32, person=b"pdcluster-curve").digest())
     return KeyPair(public=zmq.curve_public(secret), secret=secret)

@@ -336,8 +336,8 @@ class Attempt:
 
     def _reserve_anywhere(self, retry_after_s: float | None = None) -> None:
         """Reserve on the best decode node that has not just refused; when all have, ask again later."""
-        assert self._prefill is not None
-        prefill = self._prefill.endpoint.incarnation
+        prefill = self._prefill_node
+        assert prefill is not None
         preferred = self._decode_node
         node = preferred if preferred is not None and preferred.endpoint.incarnation not in self._avoid else None
         node = node or pick_decode(self._cluster.view(), self._job.query(self._avoid), prefill)

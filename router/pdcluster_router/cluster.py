@@ -217,6 +217,7 @@ class Cluster:
             cached=state.cached,
             block_tokens=card.hash_block_tokens,
             max_len=card.max_len,
+            backends=tuple(card.backends),
             is_cordoned=card.draining,
         )
 

@@ -75,15 +75,17 @@ def pick(view: ClusterView, query: Query, force: Force = "auto") -> Choice:
     if not (prefills and decodes):
         raise Unavailable(f"mode disaggregated needs a prefill and a decode node, there are {len(prefills)} and {len(decodes)}; start one or use mode auto")
     prefill = best(prefills)
-    others = [c for c in decodes if c.node is not prefill]
+    others = [c for c in decodes if c.node is not prefill and c.node.can_exchange(prefill)]
     if force == "auto" and (not others or best(decodes) is prefill):
         return Choice("local", None, prefill, tuple(scored))
     if not others:
-        raise Unavailable(f"mode disaggregated needs two nodes, only {prefill.name} takes work; start another or use mode auto")
+        raise Unavailable(f"mode disaggregated needs a second node that can exchange KV with {prefill.name}; start one or use mode auto")
     return Choice("remote", prefill, best(others), tuple(scored))
 
 
-def pick_decode(view: ClusterView, query: Query, prefill: str) -> NodeView | None:
-    """Another decode node for KV that `prefill` (an incarnation) holds; None when there is none."""
-    nodes = [node for node in view.nodes if node.accepts_work and node.role != "prefill" and node.endpoint.incarnation not in {*query.excluded, prefill}]
+def pick_decode(view: ClusterView, query: Query, prefill: NodeView) -> NodeView | None:
+    """Another decode node for KV that `prefill` holds; None when there is none."""
+    avoid = {*query.excluded, prefill.endpoint.incarnation}
+    able = (node for node in view.nodes if node.accepts_work and node.role != "prefill" and node.can_exchange(prefill))
+    nodes = [node for node in able if node.endpoint.incarnation not in avoid]
     return best([score(node, query) for node in nodes]) if nodes else None

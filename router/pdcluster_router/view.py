@@ -13,6 +13,7 @@ class NodeView:
     """One node that can be reached.
 
     in_flight: requests this router has on the node; load: the node's last report, None before the first one.
+    backends: transfer media it has; a node without any serves in mode local only.
     cached: hashes of the blocks the node holds; prefix-closed, because nodes evict leaves first.
     """
 
@@ -23,11 +24,16 @@ class NodeView:
     cached: Set[bytes]
     block_tokens: int
     max_len: int
+    backends: tuple[str, ...] = ()
     is_cordoned: bool = False
 
     @property
     def name(self) -> str:
         return self.endpoint.node
+
+    def can_exchange(self, other: NodeView) -> bool:
+        """Whether KV can move between the two."""
+        return not set(self.backends).isdisjoint(other.backends)
 
     @property
     def accepts_work(self) -> bool:

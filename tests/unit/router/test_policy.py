@@ -76,7 +76,7 @@ def test_forced_modes_are_kept_or_refused() -> None:
     assert pick(view(make_node("m0", "mixed"), make_node("m1", "mixed")), QUERY, "disaggregated").mode == "remote"
     with pytest.raises(Unavailable, match="needs a prefill and a decode node, there are 1 and 0"):
         pick(view(make_node("p0", "prefill")), QUERY, "disaggregated")
-    with pytest.raises(Unavailable, match="needs two nodes"):
+    with pytest.raises(Unavailable, match="needs a second node"):
         pick(view(make_node("m0", "mixed")), QUERY, "disaggregated")
 
 
@@ -96,8 +96,15 @@ def test_nodes_that_are_too_small_are_left_out() -> None:
 
 def test_another_decode_node_is_never_the_one_that_holds_the_kv() -> None:
     mixed = make_node("m0", "mixed")
-    assert pick_decode(view(mixed), QUERY, "m0-boot") is None
-    assert pick_decode(view(mixed, make_node("d0", "decode", in_flight=9)), QUERY, "m0-boot").name == "d0"
+    assert pick_decode(view(mixed), QUERY, mixed) is None
+    assert pick_decode(view(mixed, make_node("d0", "decode", in_flight=9)), QUERY, mixed).name == "d0"
+
+
+def test_nodes_without_a_common_medium_are_never_paired() -> None:
+    alone = replace(make_node("d0", "decode"), backends=("tcp",))
+    prefill = make_node("p0", "prefill")
+    assert pick(view(prefill, alone), QUERY).mode == "local"
+    assert pick_decode(view(alone), QUERY, prefill) is None
 
 
 @given(held=st.integers(0, 30), asked=st.integers(0, 30))

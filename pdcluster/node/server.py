@@ -1,0 +1,183 @@
+"""The node process: engine, transfer media, links and bootstrap registration put together; runs the loop until SIGTERM or SIGINT, then drains."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import zmq
+
+from pdcluster.bootstrap.agent import NodeAgent
+from pdcluster.bootstrap.store import NodeCard
+from pdcluster.config import NodeConfig, cache_directory
+from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.errors import ConfigError
+from pdcluster.kv.layout import Fingerprint
+from pdcluster.launch.bundled import path as bundled_model
+from pdcluster.messages import PROTOCOL_VERSION
+from pdcluster.node.assembly import KV_REGION, Shape, Wiring, assemble
+from pdcluster.node.files import ModelFiles
+from pdcluster.node.loop import NodeLoop, NodeParts
+from pdcluster.ready import announce
+from pdcluster.scheduler.scheduler import Limits
+from pdcluster.transfer.base import Backend, Peer, Region
+from pdcluster.transfer.choose import create_backends
+from pdcluster.transfer.session import Settings as TransferSettings
+from pdcluster.wire.sockets import WireSettings, cluster_key
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: NodeConfig) -> int:
+    """Serve until a signal; the exit code is 0 after a drain, 1 when the engine broke."""
+    check(config)
+    if config.cores:
+        os.sched_setaffinity(0, config.cores)
+    clock = time.monotonic
+    with ExitStack() as stack:
+        model_dir = config.model or bundled_model()
+        me = Peer(config.name or f"{config.role}-{secrets.token_hex(3)}", secrets.token_hex(8))
+        engine = start_engine(config, model_dir)
+        stack.callback(engine.close)
+        files = ModelFiles(model_dir)
+        backends = open_backends(config, me)
+        for backend in backends.values():
+            stack.callback(backend.shutdown)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.callback(context.destroy, 0)
+        wiring = Wiring(me, config.role, config.listen, context, wire_settings(config), backends, transfer_settings(config), config.transfer.parking_s)
+        limits = limits_of(config, engine)
+        agent = NodeAgent(config.bootstrap, heartbeat_s=config.heartbeat_s)
+        stack.callback(agent.stop)
+        parts = assemble(wiring, shape_of(config, engine), engine, limits, files, agent, clock)
+        stack.callback(parts.hub.close)
+        loop = NodeLoop(parts, report_s=config.report_s, drain_s=config.drain_s, clock=clock)
+        on_signals(loop.stop)
+        card = card_of(config, me, engine, parts, files, tuple(backends), model_dir)
+        agent.start(card, registered=lambda: announce_ready(config, card))
+        logger.info("node %s (%s) serves %s at %s over %s", me.node, config.role, card.model, card.address, ", ".join(backends) or "no transfer")
+        loop.run()
+    logger.info("node %s is done", me.node)
+    return 0
+
+
+def check(config: NodeConfig) -> None:
+    """Refuse by name what cannot be done yet."""
+    if config.device != "cpu" and config.role != "mixed":
+        raise ConfigError(f"node.role is {config.role} on {config.device}, but KV in device memory cannot be moved yet; use role mixed")
+    if config.deterministic:
+        raise ConfigError("node.deterministic is set, but the batch-invariant mode is not built yet; leave it out")
+    if config.kv.page_tokens % config.kv.hash_block_tokens:
+        raise ConfigError(
+            f"node.kv.page_tokens {config.kv.page_tokens} must be a multiple of node.kv.hash_block_tokens {config.kv.hash_block_tokens}; use equal values"
+        )
+
+
+def open_backends(config: NodeConfig, me: Peer) -> dict[str, Backend]:
+    """The media this node can move KV over, best first; none for a pool in device memory, which then serves in mode local."""
+    if config.device != "cpu":
+        return {}
+    return create_backends(config.transfer.backend, me, host=config.transfer.host, staging_bytes=config.transfer.staging_bytes)
+
+
+def start_engine(config: NodeConfig, model_dir: Path) -> Engine:
+    engine = Engine(
+        EngineConfig(
+            model_dir=model_dir,
+            cache_dir=cache_directory(),
+            dtype=config.dtype,
+            device=config.device,
+            page_tokens=config.kv.page_tokens,
+            kv_bytes=config.kv.memory_bytes,
+            max_len=config.max_len,
+            threads=config.threads or len(os.sched_getaffinity(0)),
+        )
+    )
+    if config.warmup:
+        engine.warmup()
+    return engine
+
+
+def limits_of(config: NodeConfig, engine: Engine) -> Limits:
+    return Limits(
+        token_budget=config.scheduler.token_budget,
+        max_rows=config.scheduler.max_rows,
+        max_waiting=config.scheduler.max_waiting,
+        max_len=usable_len(engine),
+        eos_token_ids=frozenset(engine.config.eos_token_ids),
+    )
+
+
+def usable_len(engine: Engine) -> int:
+    """The longest request: what the model takes, and what the pool holds."""
+    return min(engine.max_len, engine.num_pages * engine.layout.page_tokens)
+
+
+def shape_of(config: NodeConfig, engine: Engine) -> Shape:
+    pool, layout = engine.pool, engine.layout
+    return Shape(
+        vocab_size=engine.config.vocab_size,
+        num_pages=engine.num_pages,
+        page_tokens=layout.page_tokens,
+        page_bytes=layout.page_bytes,
+        block_tokens=config.kv.hash_block_tokens,
+        region=Region(KV_REGION, pool.address, pool.nbytes, pool.fd),
+        memory=pool.view if pool.fd is not None else memoryview(bytearray()),
+    )
+
+
+def wire_settings(config: NodeConfig) -> WireSettings:
+    return WireSettings(
+        heartbeat_s=config.heartbeat_s, lease_s=config.lease_s, advertise_host=config.advertise, cluster_key=cluster_key(config.security.secret())
+    )
+
+
+def transfer_settings(config: NodeConfig) -> TransferSettings:
+    transfer = config.transfer
+    return TransferSettings(
+        digests=transfer.digests == "always",
+        chunk_bytes=transfer.chunk_bytes,
+        window_bytes=transfer.window_bytes,
+        trials=transfer.retries + 1,
+        commit_s=transfer.deadline_s,
+    )
+
+
+def card_of(config: NodeConfig, me: Peer, engine: Engine, parts: NodeParts, files: ModelFiles, backends: tuple[str, ...], model_dir: Path) -> NodeCard:
+    """What the node says of itself to the cluster."""
+    model = config.served_model_name or model_dir.resolve().name
+    fingerprint = Fingerprint(model, engine.weights_digest, PROTOCOL_VERSION, config.kv.hash_block_tokens, engine.layout)
+    return NodeCard(
+        node=me.node,
+        incarnation=me.incarnation,
+        role=config.role,
+        address=parts.hub.address,
+        model=model,
+        fingerprint=fingerprint.digest(),
+        max_len=usable_len(engine),
+        vocab_size=engine.config.vocab_size,
+        num_pages=engine.num_pages,
+        page_tokens=engine.layout.page_tokens,
+        hash_block_tokens=config.kv.hash_block_tokens,
+        eos_token_ids=engine.config.eos_token_ids,
+        tokenizer=files.digest,
+        weights=engine.weights_digest,
+        backends=backends,
+        device=config.device,
+        dtype=engine.layout.dtype,
+    )
+
+
+def announce_ready(config: NodeConfig, card: NodeCard) -> None:
+    announce(config.ready_fd, card.address, name=card.node, role=card.role, model=card.model, transfer=list(card.backends))
+
+
+def on_signals(stop: Callable[[], None]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: stop())

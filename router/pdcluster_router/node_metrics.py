@@ -1,0 +1,53 @@
+"""What nodes report, as metrics of the router: one family per field of messages.Load, labelled by node. Read at scrape time, nothing is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pdcluster_router.cluster import Cluster
+from pdcluster_router.view import NodeView
+
+LABELS = ("node", "role")
+
+
+class NodeCollector(Collector):
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def collect(self) -> Iterator[Metric]:
+        nodes = self._cluster.view().nodes
+        yield _family("up", "1 for each node with a link and a report.", nodes, lambda node: 1.0)
+        yield _family("in_flight", "Requests of this router on the node.", nodes, lambda node: node.in_flight)
+        yield _family("waiting", "Requests in the node's queue.", nodes, lambda node: node.load.waiting if node.load else 0)
+        yield _family("running", "Rows in the node's running batch.", nodes, lambda node: node.load.running if node.load else 0)
+        yield _family("slots_used", "Rows and reservations taken.", nodes, lambda node: node.load.slots_used if node.load else 0)
+        yield _pages(nodes)
+
+
+def _family(name: str, help_text: str, nodes: tuple[NodeView, ...], value: Callable[[NodeView], float]) -> Metric:
+    family = GaugeMetricFamily(f"pdcluster_node_{name}", help_text, labels=LABELS)
+    for node in nodes:
+        family.add_metric((node.name, node.role), value(node))
+    return family
+
+
+def _pages(nodes: tuple[NodeView, ...]) -> Metric:
+    """Pinned pages are counted beside the others: they are also used, cached or free."""
+    family = GaugeMetricFamily("pdcluster_node_kv_pages", "KV pages by state.", labels=(*LABELS, "state"))
+    for node in nodes:
+        load = node.load
+        if load is None:
+            continue
+        states = {
+            "free": load.pages_free,
+            "cached": load.pages_cached,
+            "quarantined": load.pages_quarantined,
+            "pinned": load.pages_pinned,
+            "used": load.pages_total - load.pages_free - load.pages_cached - load.pages_quarantined,
+        }
+        for state, count in states.items():
+            family.add_metric((node.name, node.role, state), count)
+    return family

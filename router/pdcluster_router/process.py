@@ -1,0 +1,89 @@
+"""The router process: bootstrap, links, dispatch and HTTP put together, served until SIGTERM or SIGINT, then drained."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+
+import uvloop
+import zmq
+
+from pdcluster.bootstrap.agent import watch
+from pdcluster.config import RouterConfig
+from pdcluster.ready import announce
+from pdcluster.transfer.base import Peer
+from pdcluster.wire.sockets import WireSettings, cluster_key
+from pdcluster_router.app import create_app
+from pdcluster_router.attempt import StageDeadlines
+from pdcluster_router.cluster import Cluster
+from pdcluster_router.dispatch import Dispatch, DispatchSettings
+from pdcluster_router.models import Models
+from pdcluster_router.node_metrics import NodeCollector
+from pdcluster_router.server import http_settings, listening, router_metrics
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: RouterConfig) -> int:
+    """Serve until a signal; the exit code is 0 after a drain."""
+    return uvloop.run(_serve(config))
+
+
+async def _serve(config: RouterConfig) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    name = config.name or f"router-{secrets.token_hex(3)}"
+    me = Peer(name, secrets.token_hex(8))
+    async with AsyncExitStack() as stack:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.callback(context.destroy, 0)
+        cluster = Cluster(me, context=context, settings=wire_settings(config))
+        stack.callback(cluster.close)
+        models = Models(cluster, config.tokenizer)
+        dispatch = Dispatch(cluster, models, dispatch_settings(config))
+        for work in (cluster.follow(watch(config.bootstrap)), models.keep_loaded()):
+            await stack.enter_async_context(_running(work, stop))
+        metrics = router_metrics()
+        metrics.registry.register(NodeCollector(cluster))
+        app = create_app(dispatch, http_settings(config), metrics)
+        address = await stack.enter_async_context(listening(app, config.http, drain_s=config.drain_s))
+        announce(config.ready_fd, address, name=name)
+        logger.info("router %s serves http://%s", name, address)
+        await stop.wait()
+        logger.info("draining: %d requests are open", cluster.ledger.num_requests())
+    return 0
+
+
+def wire_settings(config: RouterConfig) -> WireSettings:
+    return WireSettings(heartbeat_s=config.heartbeat_s, lease_s=config.lease_s, cluster_key=cluster_key(config.security.secret()))
+
+
+def dispatch_settings(config: RouterConfig) -> DispatchSettings:
+    stages = StageDeadlines(handshake_s=config.stages.handshake_s, transfer_s=config.stages.transfer_s)
+    return DispatchSettings(force=config.mode, retries=config.retry_budget, hold_s=config.stages.queue_s, stages=stages)
+
+
+class _running:
+    """A task that must not end before the block does: if it fails, the failure is logged, and the process stops."""
+
+    def __init__(self, work: Coroutine[None, None, None], stop: asyncio.Event) -> None:
+        self._work = work
+        self._stop = stop
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.create_task(self._work)
+        self._task.add_done_callback(self._ended)
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a task of the router failed: the router stops", exc_info=error)
+            self._stop.set()

@@ -1,0 +1,124 @@
+"""A Dispatcher that plays a script instead of a cluster, and an HTTP server in front of it. Tokens come one per chunk, as a step gives them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from pdcluster.api.text import TextModel
+from pdcluster.errors import PdclusterError, UnknownModel
+from pdcluster.messages import FinishReason, TokenLogprobs
+from pdcluster_router.app import HttpSettings, create_app
+from pdcluster_router.generation import Chunk, Done, Generation, ModelInfo, Route, Timeline
+from pdcluster_router.server import listening, router_metrics
+from tests.unit.api.tiny_tokenizers import byte_level_files
+
+MODEL = "tiny"
+TEXT = TextModel(byte_level_files())
+EOS = TEXT.eos_token_ids[0]
+MAX_LEN = 256
+VOCAB = TEXT.vocab_size + 8  # padded, as models have it
+ROUTE = Route("remote", "p-1", "d-1", "shm")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Go on when the event is set."""
+
+    event: asyncio.Event
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One chunk."""
+
+    ids: tuple[int, ...]
+
+
+Step = Wait | Tokens | PdclusterError | Exception
+
+
+def says(text: str, reason: FinishReason = "eos") -> list[Step]:
+    """A chunk per token of the text, and the end of sequence unless it ends by length."""
+    ids = [*TEXT.encode(text, add_special_tokens=False), *([EOS] if reason == "eos" else [])]
+    return [Tokens((token_id,)) for token_id in ids]
+
+
+def logprobs_of(token_id: int, wanted: int) -> TokenLogprobs:
+    """Any fixed numbers: the token is the best of `wanted`, the others are its neighbours."""
+    others = tuple((token_id + distance) % VOCAB for distance in range(wanted))
+    return TokenLogprobs(-0.5, others, tuple(-0.5 - distance for distance in range(wanted)))
+
+
+@dataclass
+class ScriptedDispatcher:
+    script: Callable[[Generation], Sequence[Step]] = lambda _: says("hello world")
+    route: Route = ROUTE
+    cached_tokens: int = 3
+    is_up: bool = True
+    started: list[Generation] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
+        self.started.append(generation)
+        completed = False
+        try:
+            async for event in self._play(generation):
+                yield event
+            completed = True
+        finally:
+            (self.ended if completed else self.cancelled).append(generation.request)
+
+    async def _play(self, generation: Generation) -> AsyncIterator[Chunk | Done]:
+        position, last = 0, None
+        sampling = generation.sampling
+        for step in self.script(generation):
+            if isinstance(step, Wait):
+                await step.event.wait()
+            elif isinstance(step, Exception):
+                raise step
+            else:
+                ids = step.ids[: sampling.max_tokens - position]
+                yield self._chunk(generation, position, ids)
+                position, last = position + len(ids), ids[-1]
+                await asyncio.sleep(0)
+                if position >= sampling.max_tokens:
+                    break
+        stopped = last in (EOS, *sampling.stop_token_ids)
+        reason: FinishReason = "length" if not stopped else "eos" if last == EOS else "stop"
+        timeline = Timeline(queue_s=0.25, prefill_s=0.5, transfer_bytes=4096, decode_tokens=position - 1)
+        yield Done(reason, last if stopped else None, self.cached_tokens, 1, self.route, timeline)
+
+    def _chunk(self, generation: Generation, position: int, ids: tuple[int, ...]) -> Chunk:
+        wanted, prompt = generation.sampling.logprobs, generation.sampling.prompt_logprobs
+        logprobs = () if wanted is None else tuple(logprobs_of(token_id, wanted) for token_id in ids)
+        prompt_logprobs = () if prompt is None or position else tuple(logprobs_of(token_id, prompt) for token_id in generation.token_ids[1:])
+        return Chunk(position, ids, logprobs, prompt_logprobs, self.route)
+
+    def models(self) -> Sequence[ModelInfo]:
+        return [ModelInfo(MODEL, 1_700_000_000, MAX_LEN, VOCAB, (EOS,))] if self.is_up else []
+
+    def text(self, model: str) -> TextModel:
+        if model != MODEL:
+            raise UnknownModel(f"no model {model}", "model")
+        return TEXT
+
+    def is_ready(self) -> bool:
+        return self.is_up
+
+
+@asynccontextmanager
+async def served(dispatcher: ScriptedDispatcher, settings: HttpSettings | None = None) -> AsyncIterator[str]:
+    """The application behind a real socket; gives its base URL."""
+    app = create_app(dispatcher, settings or HttpSettings(), router_metrics())
+    async with listening(app, "127.0.0.1:0", drain_s=1.0) as address:
+        yield f"http://{address}"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits, under the test's own time limit, for something that must happen."""
+    while not condition():
+        await asyncio.sleep(0.002)
