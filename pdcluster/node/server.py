@@ -14,7 +14,7 @@ from pathlib import Path
 import zmq
 
 from pdcluster.bootstrap.agent import NodeAgent
-from pdcluster.bootstrap.store import NodeCard
+from pdcluster.bootstrap.card import NodeCard
 from pdcluster.config import NodeConfig, cache_directory
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.errors import ConfigError
@@ -152,25 +152,21 @@ def transfer_settings(config: NodeConfig) -> TransferSettings:
 def card_of(config: NodeConfig, me: Peer, engine: Engine, parts: NodeParts, files: ModelFiles, backends: tuple[str, ...], model_dir: Path) -> NodeCard:
     """What the node says of itself to the cluster."""
     model = config.served_model_name or model_dir.resolve().name
-    fingerprint = Fingerprint(model, engine.weights_digest, PROTOCOL_VERSION, config.kv.hash_block_tokens, engine.layout)
     return NodeCard(
         node=me.node,
         incarnation=me.incarnation,
         role=config.role,
         address=parts.hub.address,
         model=model,
-        fingerprint=fingerprint.digest(),
+        fingerprint=Fingerprint(model, engine.weights_digest, PROTOCOL_VERSION, config.kv.hash_block_tokens, engine.layout),
         max_len=usable_len(engine),
         vocab_size=engine.config.vocab_size,
         num_pages=engine.num_pages,
-        page_tokens=engine.layout.page_tokens,
-        hash_block_tokens=config.kv.hash_block_tokens,
-        eos_token_ids=engine.config.eos_token_ids,
-        tokenizer=files.digest,
-        weights=engine.weights_digest,
+        eos_ids=engine.config.eos_token_ids,
+        tokenizer_hash=files.digest,
         backends=backends,
         device=config.device,
-        dtype=engine.layout.dtype,
+        pid=os.getpid(),
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from pdcluster.bootstrap.store import ClusterSnapshot, NodeCard
+from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
 from pdcluster.errors import NodeLost
 from pdcluster.messages import (
     HASH_BYTES,
@@ -89,13 +89,13 @@ class Cluster:
 
     def apply(self, snapshot: ClusterSnapshot) -> None:
         """Open links to new boots and drop those that left. A boot that only lost its bootstrap lease but still answers is kept until its link breaks:
-        a bootstrap that restarted knows nobody for a moment."""
+        absence from a list is no proof."""
         listed = {card.incarnation: card for card in snapshot.nodes}
         replaced = {card.node: card.incarnation for card in snapshot.nodes}
         for incarnation, card in listed.items():
             state = self._nodes.get(incarnation)
             if state is None:
-                self._nodes[incarnation] = NodeState(card, Endpoint(card.node, incarnation, card.address))
+                self._nodes[incarnation] = NodeState(card, card.endpoint)
             else:
                 state.card = card
         for incarnation, state in list(self._nodes.items()):
@@ -217,7 +217,7 @@ class Cluster:
             cached=state.cached,
             block_tokens=card.hash_block_tokens,
             max_len=card.max_len,
-            backends=tuple(card.backends),
+            backends=card.backends,
             is_cordoned=card.draining,
         )
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from pdcluster.api.files import TEXT_FILES, files_digest, read_text_files
 from pdcluster.api.text import TextModel
-from pdcluster.bootstrap.store import NodeCard
+from pdcluster.bootstrap.card import NodeCard
 from pdcluster.errors import ModelError, NodeLost, Unavailable, UnknownModel
 from pdcluster.kv.hashing import chain_root
 from pdcluster.messages import FileChunk
@@ -92,14 +92,14 @@ class Models:
     async def _try_load(self, card: NodeCard) -> None:
         try:
             files = await self._files(card)
-            if self._tokenizer is None and files_digest(files) != card.tokenizer:
-                raise ModelError(f"the files of node {card.node} have digest {files_digest(files)}, its card says {card.tokenizer}")
+            if self._tokenizer is None and files_digest(files) != card.tokenizer_hash:
+                raise ModelError(f"the files of node {card.node} have digest {files_digest(files)}, its card says {card.tokenizer_hash}")
             text = await asyncio.to_thread(TextModel, files)
         except (NodeLost, TimeoutError, ModelError, OSError) as error:
             logger.warning("the tokenizer of %s cannot be loaded from %s: %s", card.model, self._tokenizer or card.node, error)
             await asyncio.sleep(RETRY_S)
             return
-        info = ModelInfo(card.model, int(time.time()), card.max_len, card.vocab_size, tuple(card.eos_token_ids))
+        info = ModelInfo(card.model, int(time.time()), card.max_len, card.vocab_size, card.eos_ids)
         self._loaded[card.model] = Loaded(info, text)
         logger.info("serving model %s", card.model)
 

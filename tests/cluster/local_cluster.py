@@ -13,9 +13,10 @@ from contextlib import aclosing
 import zmq
 from oracle import VOCAB, OracleEngine
 
-from pdcluster.bootstrap.store import ClusterSnapshot, NodeCard
+from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
 from pdcluster.errors import UnknownModel
 from pdcluster.kv.hashing import chain_root
+from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.messages import Role, Sampling
 from pdcluster.node.assembly import Shape, Wiring, assemble
 from pdcluster.node.loop import NodeLoop
@@ -174,8 +175,10 @@ class LocalCluster:
 
 
 def make_card(me: Peer, role: Role, address: str) -> NodeCard:
-    return NodeCard(me.node, me.incarnation, role, address)
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_tokens=BLOCK, dtype="float32")
+    fingerprint = Fingerprint("model", "weights", 1, BLOCK, layout)
+    return NodeCard(me.node, me.incarnation, role, address, "model", fingerprint, 512, VOCAB, 256, backends=("fake",))
 
 
 def make_snapshot(version: int, cards: tuple[NodeCard, ...]) -> ClusterSnapshot:
-    return ClusterSnapshot(version, cards)
+    return ClusterSnapshot("boot", version, False, cards)
