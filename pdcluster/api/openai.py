@@ -108,14 +108,11 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
     function_call: object = None
 
 
-class ChatPrompt(Struct, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-class ChatRequest(Common, ChatPrompt, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -133,7 +130,6 @@ class ChatRequest(Common, ChatPrompt, kw_only=True, forbid_unknown_fields=True):
     reasoning_effort: object = None
     verbosity: object = None
     web_search_options: object = None
-    echo: object = None
 
 
 class CompletionRequest(Common, kw_only=True, forbid_unknown_fields=True):
@@ -192,7 +188,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "reasoning_effort": ("none",),
     "verbosity": (),
     "web_search_options": (),
-    "echo": (False,),
     "suffix": ("",),
 }
 """Fields we know but cannot honour → the values, besides null, that ask for nothing."""

@@ -91,9 +91,8 @@ async def test_a_stop_string_cuts_the_text_and_cancels_the_generation(client: As
     assert reply.choices[0].text == "one tw"
     assert reply.choices[0].finish_reason == "stop"
     assert dispatcher.cancelled == [dispatcher.started[0].request]
-    until_match = [text for text in ("one tw", "one two th") if text]
     assert reply.usage is not None
-    assert reply.usage.completion_tokens <= len(TEXT.encode(until_match[-1], add_special_tokens=False)) + 3
+    assert reply.usage.completion_tokens < len(says("one two three four", "length"))
     assert reply.usage.prompt_tokens_details is None
 
 
@@ -103,7 +102,7 @@ async def test_a_stop_string_in_a_stream_is_never_shown_in_part(client: AsyncOpe
     seen = ""
     async for chunk in stream:
         seen += chunk.choices[0].delta.content or ""
-        assert not any(seen.endswith(part) for part in ("t", "th", "thr", "thre", "three")) or seen.endswith("two t") is False
+        assert "one two ".startswith(seen)
         reason = chunk.choices[0].finish_reason
     assert (seen, reason) == ("one two ", "stop")
 

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from pdcluster.api.detokenize import Detokenizer, build_pieces, detokenize
+from pdcluster.api.text import TextModel
+from pdcluster.errors import ModelError
+from tests.unit.api.tiny_tokenizers import byte_level_files, sentencepiece_files
+
+BYTE_LEVEL = TextModel(byte_level_files())
+SENTENCEPIECE = TextModel(sentencepiece_files())
+BYTE_LEVEL_ORACLE = Tokenizer.from_buffer(byte_level_files()["tokenizer.json"])
+SENTENCEPIECE_ORACLE = Tokenizer.from_buffer(sentencepiece_files()["tokenizer.json"])
+
+
+def some_ids(model: TextModel) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, model.vocab_size + 3), max_size=40)
+
+
+@given(some_ids(BYTE_LEVEL), st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_deltas_of_byte_level_tokens_join_to_what_tokenizers_decodes(ids: list[int], skip: bool) -> None:
+    stream = Detokenizer(BYTE_LEVEL.pieces, skip_special_tokens=skip, at_start=True)
+    deltas = [stream.feed(token_id) for token_id in ids]
+    assert "".join(deltas) + stream.flush() == BYTE_LEVEL_ORACLE.decode(ids, skip_special_tokens=skip)
+
+
+def byte_runs_are_valid(ids: list[int]) -> bool:
+    """`tokenizers` replaces the whole of a byte-fallback run that is not UTF-8; only there may texts differ."""
+    run = b""
+    for token_id in [*ids, -1]:
+        token = SENTENCEPIECE_ORACLE.id_to_token(token_id) if token_id >= 0 else ""
+        if token and token.startswith("<0x"):
+            run += bytes([int(token[3:5], 16)])
+            continue
+        try:
+            run.decode()
+        except UnicodeDecodeError:
+            return False
+        run = b""
+    return True
+
+
+@given(st.lists(st.one_of(st.integers(259, SENTENCEPIECE.vocab_size - 1), st.integers(0, 2), st.integers(3 + 0x20, 3 + 0x7E)), max_size=40), st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_deltas_of_sentencepiece_tokens_join_to_what_tokenizers_decodes(ids: list[int], skip: bool) -> None:
+    assert byte_runs_are_valid(ids)
+    stream = Detokenizer(SENTENCEPIECE.pieces, skip_special_tokens=skip, at_start=True)
+    assert "".join([stream.feed(token_id) for token_id in ids]) + stream.flush() == SENTENCEPIECE_ORACLE.decode(ids, skip_special_tokens=skip)
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_any_text_survives_encoding_and_streaming(text: str) -> None:
+    ids = BYTE_LEVEL.encode(text, add_special_tokens=False)
+    if not any(token.content in text for token in BYTE_LEVEL_ORACLE.get_added_tokens_decoder().values()):
+        assert detokenize(BYTE_LEVEL.pieces, ids, skip_special_tokens=True) == text
+    spaced = SENTENCEPIECE.encode(text, add_special_tokens=False)
+    decoded = detokenize(SENTENCEPIECE.pieces, spaced, skip_special_tokens=True)
+    assert decoded == SENTENCEPIECE_ORACLE.decode(list(spaced))
+
+
+@given(some_ids(BYTE_LEVEL))
+@settings(max_examples=200, deadline=None)
+def test_no_delta_holds_half_a_character(ids: list[int]) -> None:
+    whole = detokenize(BYTE_LEVEL.pieces, ids, skip_special_tokens=False)
+    stream, seen = Detokenizer(BYTE_LEVEL.pieces, skip_special_tokens=False, at_start=True), ""
+    for token_id in ids:
+        seen += stream.feed(token_id)
+        seen.encode()
+        assert whole.startswith(seen)
+
+
+def test_a_character_of_three_byte_tokens_comes_with_the_last_of_them() -> None:
+    ids = [SENTENCEPIECE_ORACLE.token_to_id(f"<0x{byte:02X}>") for byte in "€".encode()]
+    stream = Detokenizer(SENTENCEPIECE.pieces, skip_special_tokens=True, at_start=True)
+    assert [stream.feed(token_id) for token_id in ids] == ["", "", "€"]
+
+
+def test_an_incomplete_character_at_the_end_becomes_one_replacement_character() -> None:
+    ids = [SENTENCEPIECE_ORACLE.token_to_id(f"<0x{byte:02X}>") for byte in "€".encode()[:2]]
+    assert detokenize(SENTENCEPIECE.pieces, ids, skip_special_tokens=True) == "\ufffd"
+
+
+def test_a_continuation_keeps_the_leading_space_that_a_start_drops() -> None:
+    ids = list(SENTENCEPIECE.encode("dog", add_special_tokens=False))
+    assert detokenize(SENTENCEPIECE.pieces, ids, skip_special_tokens=True, at_start=True) == "dog"
+    assert detokenize(SENTENCEPIECE.pieces, ids, skip_special_tokens=True, at_start=False) == " dog"
+
+
+@pytest.mark.parametrize("decoder", [None, {"type": "WordPiece"}, {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Fuse"}]}])
+def test_a_decoder_that_is_not_token_by_token_is_refused_by_name(decoder: dict[str, object] | None) -> None:
+    with pytest.raises(ModelError, match="decoder .* is not supported"):
+        build_pieces({"a": 0}, [], decoder)
+
+
+def test_a_sentencepiece_decoder_with_other_rules_is_refused() -> None:
+    steps = json.loads(sentencepiece_files()["tokenizer.json"])["decoder"]["decoders"]
+    with pytest.raises(ModelError, match="replaces"):
+        build_pieces({"a": 0}, [], {"type": "Sequence", "decoders": [steps[0] | {"content": "_"}, *steps[1:]]})
+    with pytest.raises(ModelError, match="strips"):
+        build_pieces({"a": 0}, [], {"type": "Sequence", "decoders": [*steps[:3], steps[3] | {"start": 2}]})
