@@ -272,6 +272,18 @@ def test_ancestors_of_a_page_in_use_are_not_available():
     assert pool.allocate(3) == [pages[2], pages[1], pages[0]]
 
 
+def test_holding_only_the_end_of_an_idle_chain_keeps_all_of_it():
+    pool = pool_of(4)
+    pages = cache(pool, "aaaabbbbcccc")
+    pool.acquire(pages[2:])
+    pool.check_integrity()
+    assert pool.num_available == 1
+    assert pool.allocate(2) is None
+    pool.release(pages[2:])
+    assert pool.num_available == 4
+    pool.check_integrity()
+
+
 # ---------------------------------------------------------------- writers
 
 
