@@ -39,7 +39,7 @@ LOGPROB_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """num_pages or kv_bytes sizes the pool (num_pages wins); max_len None is what the model was made for; cache_dir keeps compiled kernels."""
+    """num_pages or kv_bytes sizes the pool (num_pages wins); max_len None is what the model and the pool allow; cache_dir keeps compiled kernels."""
 
     model_dir: Path
     cache_dir: Path
@@ -58,12 +58,12 @@ class Engine:
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         torch.set_num_threads(config.threads)
         self.config: ModelConfig = read_config(config.model_dir)
-        self.max_len = _max_len(config.max_len, self.config)
         self.weights_digest = weights_digest(config.model_dir, self.config)
         weights = load_weights(config.model_dir, self.config, config.dtype, config.device)
         self.layout: KVLayout = self.config.kv_layout(config.page_tokens, weights.dtype)
         self.num_pages = config.num_pages or config.kv_bytes // self.layout.page_bytes
         _check_capacity(self.num_pages, self.layout)
+        self.max_len = _max_len(config.max_len, self.config, self.num_pages * config.page_tokens)
         self.pool = KVPool(self.layout, self.num_pages, config.device)
         self._ops = select_ops(config.device, weights.dtype, config.threads, config.cache_dir)
         self._model: Model = Decoder(self.config, weights, self.pool.tensor, self._ops)
@@ -154,9 +154,9 @@ def _blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
     return ((begin, min(begin + size, count)) for begin in range(0, count, size))
 
 
-def _max_len(wanted: int | None, config: ModelConfig) -> int:
-    """The longest sequence served, checked against what the model computes right."""
-    max_len = config.max_position_embeddings if wanted is None else wanted
+def _max_len(wanted: int | None, config: ModelConfig, pool_tokens: int) -> int:
+    """The longest sequence served, checked against what the model computes right; not chosen: what the model and the pool allow."""
+    max_len = min(config.max_position_embeddings, pool_tokens) if wanted is None else wanted
     if not 1 <= max_len <= config.max_position_embeddings:
         raise ConfigError(f"max_len {max_len} is not in 1…{config.max_position_embeddings}, which is what the model was made for; lower --max-len")
     if config.sliding_window is not None and max_len > config.sliding_window:

@@ -44,10 +44,10 @@ def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
     except ImportError as error:
         log.warning("numba cannot be imported (%s); the engine runs on plain torch, which is slower", error)
         return None
-    cache_dir.mkdir(parents=True, exist_ok=True)
     # numba fills its config module at run time, so mypy does not see the name.
     numba.config.CACHE_DIR = str(cache_dir)  # type: ignore[attr-defined]
     try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
         from pdcluster.engine import kernels as module
 
         kernels = cast(Kernels, module)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from pdcluster.engine.engine import Engine, EngineConfig
 from tests.parity import checkpoints
-from tests.parity.checkpoints import LINEAR, LLAMA3, YARN, Expected, Shape
+from tests.parity.checkpoints import KERNEL_CACHE, LINEAR, LLAMA3, YARN, Expected, Shape
 from tests.parity.driver import Driver, greedy
 
 PAGE = 16
@@ -74,18 +74,13 @@ class Case:
     driver: Driver
 
 
-@pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(__file__).parents[2] / ".cache" / "kernels"
-
-
 @pytest.fixture(scope="module", params=case_list())
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     torch.set_num_threads(1)
     shape: Shape = request.param
     model = checkpoints.build_model(shape, seed=11)
     directory = checkpoints.save(model, tmp_path_factory.mktemp("model"), shard_size="100KB" if shape.tied else "1GB")
-    engine = Engine(EngineConfig(directory, cache_dir, page_tokens=PAGE, num_pages=64))
+    engine = Engine(EngineConfig(directory, KERNEL_CACHE, page_tokens=PAGE, num_pages=64))
     yield Case(model, engine, Driver(engine))
     engine.close()
 
@@ -134,13 +129,13 @@ def test_the_matrix_covers_what_it_says() -> None:
 
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
-def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16_is(family: str, tmp_path: Path, cache_dir: Path) -> None:
+def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16_is(family: str, tmp_path: Path) -> None:
     """Both round differently, so tokens may differ; the error against float32 must not be larger than the reference's own."""
     shape = replace(Shape(family), num_layers=3)
     rounded = checkpoints.build_model(shape, seed=5, dtype=torch.bfloat16)
     exact = checkpoints.build_model(shape, seed=5, dtype=torch.bfloat16).float()
     prompt = checkpoints.prompt(90, shape.vocab_size)
-    engine = Engine(EngineConfig(checkpoints.save(rounded, tmp_path), cache_dir, page_tokens=PAGE, num_pages=16))
+    engine = Engine(EngineConfig(checkpoints.save(rounded, tmp_path), KERNEL_CACHE, page_tokens=PAGE, num_pages=16))
     try:
         assert engine.layout.dtype == "bfloat16"
         jobs = [Driver(engine).run([prompt], [greedy(4, prompt_logprobs=0)], chunk=chunk)[0] for chunk in (1, 40, 90)]

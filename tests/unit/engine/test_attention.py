@@ -1,0 +1,180 @@
+"""One contract for every way to attend over pages: the CPU implementation against plain torch, over mixed batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from pdcluster.engine.attention.base import Angles, Attention, AttentionShape, HeadNorms
+from pdcluster.engine.attention.cpu import QUERY_BLOCK, CpuAttention
+from pdcluster.engine.attention.reference import ReferenceAttention
+from pdcluster.engine.batch import Batch, Limits, build_batch
+from pdcluster.engine.native import Kernels, Parallel, load_kernels
+from pdcluster.kv.layout import DType
+from pdcluster.kv.pool import TORCH_DTYPE
+from pdcluster.step import Row, StepPlan
+from tests.parity.checkpoints import KERNEL_CACHE
+
+PAGE = 8
+TOLERANCE: dict[DType, float] = {"float32": 2e-5, "bfloat16": 3e-2}
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """start tokens are cached, count are computed."""
+
+    start: int
+    count: int
+
+
+MIXES = {
+    "one decode": [Sequence(0, 1)],
+    "decodes of many lengths": [Sequence(length, 1) for length in (0, 6, 7, 8, 9, 100)],
+    "a whole prompt": [Sequence(0, 21)],
+    "a chunk behind a prefix": [Sequence(13, 11)],
+    "a prompt longer than a block of queries behind a prefix": [Sequence(5, QUERY_BLOCK + 9)],
+    "decodes beside chunks": [Sequence(3, 1), Sequence(40, 1), Sequence(0, 17), Sequence(16, 5), Sequence(9, 2)],
+}
+SHAPES = [AttentionShape(4, 4, 32, 1e-6), AttentionShape(4, 2, 64, 1e-6), AttentionShape(8, 2, 96, 1e-6), AttentionShape(8, 1, 128, 1e-6)]
+
+
+def kernels(dtype: DType) -> Kernels:
+    found = load_kernels(KERNEL_CACHE, dtype)
+    assert found is not None
+    return found
+
+
+def build(name: str, shape: AttentionShape, pages: torch.Tensor, dtype: DType, threads: int = 1) -> Attention:
+    return ReferenceAttention(shape, pages) if name == "reference" else CpuAttention(shape, pages, kernels(dtype), Parallel(threads))
+
+
+def batch_of(mix: list[Sequence], num_pages: int) -> Batch:
+    free = np.random.default_rng(1).permutation(num_pages).astype(np.int32)
+    rows = []
+    for sequence in mix:
+        needed = -(-(sequence.start + sequence.count) // PAGE)
+        rows.append(Row("r", np.zeros(sequence.count, np.int32), sequence.start, free[:needed]))
+        free = free[needed:]
+    return build_batch(StepPlan(tuple(rows)), Limits(1, num_pages, PAGE, 4096), "cpu")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Random pages (holding the cached prefixes), qkv and angles for a batch."""
+
+    batch: Batch
+    pages: torch.Tensor
+    qkv: torch.Tensor
+    angles: Angles
+    norms: HeadNorms
+
+
+def scene(mix: list[Sequence], shape: AttentionShape, dtype: DType) -> Scene:
+    generator = torch.Generator().manual_seed(3)
+    batch = batch_of(mix, 64)
+    tokens = batch.token_ids.shape[0]
+
+    def noise(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(TORCH_DTYPE[dtype])
+
+    phase = batch.positions[:, None] * torch.linspace(1.0, 0.01, shape.head_dim // 2)
+    return Scene(
+        batch,
+        noise(64, 2, 2, shape.num_kv_heads, PAGE, shape.head_dim),
+        noise(tokens, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim),
+        Angles(phase.cos(), phase.sin()),
+        HeadNorms(1 + noise(shape.head_dim) / 4, 1 + noise(shape.head_dim) / 4),
+    )
+
+
+def dense(scene: Scene, shape: AttentionShape, layer: int, normed: bool) -> torch.Tensor:
+    """Attention without pages: one row at a time, one query at a time, in float64."""
+    heads = scene.qkv.double().view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+    q, k, v = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+
+    def turn(x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        if normed:
+            x = x / (x.pow(2).mean(-1, keepdim=True) + shape.eps).sqrt() * norm.double()
+        half = shape.head_dim // 2
+        cos, sin = scene.angles.cos.double()[:, None], scene.angles.sin.double()[:, None]
+        return torch.cat([x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin], -1)
+
+    q, k = turn(q, scene.norms.q), turn(k, scene.norms.k)
+    out = []
+    for span in scene.batch.spans:
+        cached = scene.pages[torch.from_numpy(span.pages), layer].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : span.start]
+        for token in range(span.begin, span.end):
+            keys = torch.cat([cached[0], k[span.begin : token + 1].transpose(0, 1)], 1).repeat_interleave(shape.num_heads // shape.num_kv_heads, 0)
+            values = torch.cat([cached[1], v[span.begin : token + 1].transpose(0, 1)], 1).repeat_interleave(shape.num_heads // shape.num_kv_heads, 0)
+            weights = ((keys @ q[token][:, :, None])[..., 0] * shape.scale).softmax(-1)
+            out.append((weights[:, None] @ values)[:, 0].flatten())
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_over_pages_equals_attention_without_pages(name: str, mix: str, shape: AttentionShape, dtype: DType) -> None:
+    given = scene(MIXES[mix], shape, dtype)
+    normed = shape.num_heads == 8
+    expected = dense(given, shape, 1, normed)
+    found = build(name, shape, given.pages, dtype).run(given.qkv, given.norms if normed else None, given.angles, 1, given.batch)
+    assert found.dtype == given.qkv.dtype
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_the_slots_of_the_step_are_written(name: str, dtype: DType) -> None:
+    shape = SHAPES[1]
+    given = scene(MIXES["decodes beside chunks"], shape, dtype)
+    before = given.pages.clone()
+    build(name, shape, given.pages, dtype).run(given.qkv, None, given.angles, 1, given.batch)
+    changed = (given.pages != before).flatten(5).any(-1).any(3).any(2)
+    expected = torch.zeros(64, 2, PAGE, dtype=torch.bool)
+    expected[given.batch.slot_pages, 1, given.batch.slot_offsets] = True
+    assert torch.equal(changed, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_implementations_leave_the_same_keys_and_values_in_the_pages(dtype: DType) -> None:
+    shape = SHAPES[2]
+    pools = []
+    for name in ("reference", "cpu"):
+        given = scene(MIXES["decodes beside chunks"], shape, dtype)
+        build(name, shape, given.pages, dtype).run(given.qkv, given.norms, given.angles, 0, given.batch)
+        pools.append(given.pages.float())
+    torch.testing.assert_close(pools[0], pools[1], rtol=1e-2 if dtype == "bfloat16" else 1e-6, atol=1e-6)
+
+
+def test_scores_far_from_zero_do_not_overflow() -> None:
+    shape = SHAPES[1]
+    for name in ("reference", "cpu"):
+        given = scene(MIXES["decodes beside chunks"], shape, "float32")
+        given.qkv.mul_(1000.0)
+        found = build(name, shape, given.pages, "float32").run(given.qkv, None, given.angles, 1, given.batch)
+        assert torch.isfinite(found).all()
+
+
+def test_threads_do_not_change_the_result() -> None:
+    shape = SHAPES[1]
+    mix = [Sequence(length, 1) for length in range(40)] + [Sequence(150, 70)]
+    results = []
+    for threads in (1, 3):
+        given = scene(mix[:20] + mix[-1:], shape, "float32")
+        results.append(build("cpu", shape, given.pages, "float32", threads).run(given.qkv, given.norms, given.angles, 0, given.batch))
+    assert torch.equal(*results)
+
+
+def test_scratch_of_an_earlier_row_does_not_reach_a_later_one() -> None:
+    """A long row first, then a shorter one over the same scratch: pages end inside a tile that still holds old keys."""
+    shape = SHAPES[1]
+    mix = [Sequence(50, 60), Sequence(2, 9)]
+    given = scene(mix, shape, "float32")
+    expected = dense(given, shape, 0, False)
+    found = build("cpu", shape, given.pages, "float32").run(given.qkv, None, given.angles, 0, given.batch)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)

@@ -1,0 +1,165 @@
+"""Which token is chosen: filters, statistics, independence of the batch; and logprobs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcluster.engine.sampler import FIRST_CANDIDATES, Choice, sample, token_logprobs
+from pdcluster.messages import Sampling
+
+DRAWS = 20_000
+
+
+def sampling(**fields: object) -> Sampling:
+    return Sampling(**{"max_tokens": 16, "seed": 0, **fields})  # type: ignore[arg-type]
+
+
+def logits_of(probabilities: list[float]) -> torch.Tensor:
+    return torch.tensor(probabilities).log()[None]
+
+
+def frequencies(probabilities: list[float], **fields: object) -> np.ndarray:
+    """How often each token comes, over DRAWS positions."""
+    logits = logits_of(probabilities).expand(DRAWS, -1)
+    tokens = sample(logits, [Choice(sampling(seed=5, **fields), position) for position in range(DRAWS)], ())
+    return np.bincount(tokens, minlength=len(probabilities)) / DRAWS
+
+
+def support(probabilities: list[float], **fields: object) -> set[int]:
+    return set(np.flatnonzero(frequencies(probabilities, **fields)).tolist())
+
+
+def test_temperature_zero_takes_the_best_token() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 1.0, 0.0]])
+    assert sample(logits, [Choice(sampling(temperature=0.0), 4)] * 2, ()) == [1, 0]
+
+
+def test_tokens_come_as_often_as_their_probability_says() -> None:
+    expected = np.array([0.5, 0.25, 0.15, 0.07, 0.03])
+    found = frequencies(expected.tolist())
+    chi_square = (DRAWS * (found - expected) ** 2 / expected).sum()
+    assert chi_square < 18.5, "4 degrees of freedom, 0.1 %"
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    raw = np.array([0.5, 0.3, 0.2])
+    for temperature in (0.5, 2.0):
+        expected = raw ** (1 / temperature) / (raw ** (1 / temperature)).sum()
+        assert frequencies(raw.tolist(), temperature=temperature) == pytest.approx(expected, abs=0.015)
+
+
+def test_a_tiny_temperature_is_greedy_without_overflow() -> None:
+    assert support([0.3, 0.4, 0.3], temperature=1e-6) == {1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"top_k": 1}, {1}),
+        ({"top_k": 3}, {0, 1, 3}),
+        ({"top_k": 100}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.39}, {1}),
+        ({"top_p": 0.41}, {1, 3}),
+        ({"top_p": 1.0}, {0, 1, 2, 3, 4}),
+        ({"min_p": 0.5}, {1, 3, 0}),
+        ({"min_p": 0.7}, {1, 3}),
+        ({"min_p": 1.0}, {1}),
+        ({"top_k": 3, "top_p": 0.8}, {1, 3, 0}),
+        ({"top_k": 2, "top_p": 0.55}, {1}),
+        ({"top_k": 4, "min_p": 0.6}, {1, 3}),
+    ],
+)
+def test_filters_keep_exactly_what_their_definition_says(fields: dict[str, object], kept: set[int]) -> None:
+    """top_p counts within what top_k left: of {0.4, 0.3} the first alone has 57 %."""
+    assert support([0.21, 0.4, 0.06, 0.3, 0.03], **fields) == kept
+
+
+def test_kept_tokens_keep_their_ratios() -> None:
+    found = frequencies([0.2, 0.4, 0.1, 0.3], top_k=2)
+    assert found == pytest.approx([0.0, 4 / 7, 0.0, 3 / 7], abs=0.012)
+
+
+def test_tokens_that_tie_with_the_last_kept_one_are_kept() -> None:
+    assert support([0.25, 0.25, 0.25, 0.25], top_k=2) == {0, 1, 2, 3}
+
+
+def test_top_p_over_a_flat_large_vocabulary_needs_more_than_the_first_candidates() -> None:
+    vocabulary = 6 * FIRST_CANDIDATES
+    logits = torch.linspace(0.0, 0.01, vocabulary)[None].expand(300, -1)
+    tokens = sample(logits, [Choice(sampling(top_p=0.5), position) for position in range(300)], ())
+    assert min(tokens) >= vocabulary * 0.49
+    assert min(tokens) < vocabulary * 0.55
+
+
+rows = st.lists(
+    st.tuples(
+        st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+        st.sampled_from([None, 1, 5, 40, 5000]),
+        st.sampled_from([None, 0.1, 0.9, 1.0]),
+        st.sampled_from([None, 0.05, 0.5]),
+        st.integers(0, 2**63 - 1),
+        st.integers(0, 10_000),
+    ),
+    min_size=2,
+    max_size=6,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows, st.integers(0, 2**31), st.randoms(use_true_random=False))
+def test_a_token_does_not_depend_on_the_other_rows_or_their_order(fields: list[tuple], seed: int, shuffler: object) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(len(fields), 2000, generator=generator) * 3).bfloat16().float()
+    choices = [
+        Choice(sampling(temperature=t, top_k=k, top_p=p, min_p=m, seed=s, choice=index % 3), position)
+        for index, (t, k, p, m, s, position) in enumerate(fields)
+    ]
+    together = sample(logits, choices, ())
+    assert [sample(logits[index : index + 1], [choice], ())[0] for index, choice in enumerate(choices)] == together
+    order = list(range(len(choices)))
+    shuffler.shuffle(order)  # type: ignore[attr-defined]
+    assert sample(logits[order], [choices[index] for index in order], ()) == [together[index] for index in order]
+
+
+def test_the_token_depends_on_seed_choice_and_position() -> None:
+    logits = torch.zeros(1, 1000)
+    base = Choice(sampling(seed=1), 7)
+    others = [Choice(sampling(seed=2), 7), Choice(sampling(seed=1, choice=1), 7), Choice(sampling(seed=1), 8)]
+    first = sample(logits, [base], ())
+    assert first == sample(logits, [base], ())
+    assert all(sample(logits, [other], ()) != first for other in others)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ending_tokens_are_banned_until_min_tokens(temperature: float) -> None:
+    logits = torch.tensor([[9.0, 8.0, 7.0, 0.0]]).repeat(3, 1)
+    short = sampling(temperature=temperature, top_k=1, min_tokens=2, stop_token_ids=(1,))
+    tokens = sample(logits, [Choice(short, 10 + index, index) for index in range(3)], eos_token_ids=(0,))
+    assert tokens == [2, 2, 0]
+
+
+def test_bans_leave_the_logits_alone_and_skip_ids_outside_the_vocabulary() -> None:
+    logits = torch.tensor([[9.0, 8.0]])
+    before = logits.clone()
+    assert sample(logits, [Choice(sampling(temperature=0.0, min_tokens=1, stop_token_ids=(0, 99)), 0)], ()) == [1]
+    assert torch.equal(logits, before)
+
+
+def test_ignored_end_tokens_are_not_banned() -> None:
+    logits = torch.tensor([[9.0, 8.0]])
+    assert sample(logits, [Choice(sampling(temperature=0.0, min_tokens=1, ignore_eos=True), 0)], eos_token_ids=(0,)) == [0]
+
+
+def test_logprobs_are_natural_and_of_the_raw_logits() -> None:
+    found = token_logprobs(logits_of([0.5, 0.3, 0.2]).repeat(3, 1) * 1.0 + 4.0, [2, 0, 1], [0, 2, 99])
+    assert found[0].logprob == pytest.approx(math.log(0.2), abs=1e-6)
+    assert (found[0].top_ids, found[0].top_logprobs) == ((), ())
+    assert found[1].top_ids == (0, 1)
+    assert found[1].top_logprobs == pytest.approx((math.log(0.5), math.log(0.3)), abs=1e-6)
+    assert found[2].top_ids == (0, 1, 2), "more alternatives than tokens: all of them"

@@ -1,0 +1,159 @@
+"""Reading checkpoints: sharing, shards, refusals that name the tensor, and the digest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pdcluster.engine.model_config import ModelConfig, read_config
+from pdcluster.engine.weights import Weights, load_weights, shard_paths, weights_digest
+from pdcluster.errors import ModelError
+from tests.parity import checkpoints
+from tests.parity.checkpoints import Shape
+
+SHAPE = Shape("qwen2", hidden_size=32, intermediate_size=48, head_dim=16, vocab_size=51)
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return checkpoints.save(checkpoints.build_model(SHAPE, seed=1), tmp_path)
+
+
+def load(model_dir: Path) -> Weights:
+    return load_weights(model_dir, read_config(model_dir))
+
+
+def rewrite(model_dir: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    change(tensors)
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+
+
+def mapped(model_dir: Path) -> bool:
+    return str(model_dir / "model.safetensors") in Path("/proc/self/maps").read_text()
+
+
+def test_every_tensor_is_read_with_its_biases(model_dir: Path) -> None:
+    weights = load(model_dir)
+    stored = load_file(model_dir / "model.safetensors")
+    assert weights.dtype == "float32"
+    assert torch.equal(weights.embedding, stored["model.embed_tokens.weight"])
+    assert torch.equal(weights.head, stored["lm_head.weight"])
+    second = weights.layers[1]
+    assert second.q_bias is not None and torch.equal(second.q_bias, stored["model.layers.1.self_attn.q_proj.bias"])
+    assert second.o_bias is None and second.q_norm is None and second.gate_bias is None
+    assert torch.equal(second.down, stored["model.layers.1.mlp.down_proj.weight"])
+
+
+def test_weights_stay_mapped_views_of_the_file(model_dir: Path) -> None:
+    assert not mapped(model_dir)
+    weights = load(model_dir)
+    assert mapped(model_dir)
+    del weights
+
+
+def test_shards_are_put_together(model_dir: Path, tmp_path: Path) -> None:
+    sharded = checkpoints.save(checkpoints.build_model(SHAPE, seed=1), tmp_path / "sharded", shard_size="10KB")
+    assert len(shard_paths(sharded)) > 2
+    assert torch.equal(load(sharded).layers[1].up, load(model_dir).layers[1].up)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.bias", "lm_head.weight"])
+def test_a_missing_tensor_is_named(model_dir: Path, name: str) -> None:
+    rewrite(model_dir, lambda tensors: tensors.pop(name))
+    with pytest.raises(ModelError, match=f"tensor {name} is missing"):
+        load(model_dir)
+
+
+def test_an_extra_tensor_is_named(model_dir: Path) -> None:
+    rewrite(model_dir, lambda tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": torch.zeros(16)}))
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn\.q_norm\.weight is in the checkpoint"):
+        load(model_dir)
+
+
+def test_a_layer_more_than_the_config_says_is_refused(model_dir: Path) -> None:
+    checkpoints.edit_config(model_dir, num_hidden_layers=1, layer_types=["full_attention"])
+    with pytest.raises(ModelError, match=r"model\.layers\.1\."):
+        load(model_dir)
+
+
+def test_frequency_buffers_of_old_checkpoints_are_ignored(model_dir: Path) -> None:
+    rewrite(model_dir, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
+    load(model_dir)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(model_dir: Path) -> None:
+    rewrite(model_dir, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \(31,\), the config says \(32,\)"):
+        load(model_dir)
+
+
+def test_a_tensor_of_a_quantised_type_is_refused(model_dir: Path) -> None:
+    rewrite(model_dir, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is stored as torch\.int8"):
+        load(model_dir)
+
+
+def test_a_tied_head_is_the_embedding_itself_and_a_stored_copy_must_agree(tmp_path: Path) -> None:
+    tied = Shape("llama", hidden_size=32, head_dim=16, vocab_size=51, tied=True)
+    directory = checkpoints.save(checkpoints.build_model(tied, seed=1), tmp_path)
+    weights = load(directory)
+    assert weights.head is weights.embedding
+    rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    load(directory)
+    rewrite(directory, lambda tensors: tensors["lm_head.weight"].add_(1.0))
+    with pytest.raises(ModelError, match=r"lm_head\.weight differs"):
+        load(directory)
+
+
+def test_weights_are_cast_when_asked_and_half_precision_is_not_served_unasked(model_dir: Path) -> None:
+    config = read_config(model_dir)
+    assert load_weights(model_dir, config, "bfloat16").layers[0].q.dtype == torch.bfloat16
+    rewrite(model_dir, lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}))
+    checkpoints.edit_config(model_dir, dtype="float16")
+    with pytest.raises(ModelError, match=r"float16.*--dtype float32"):
+        load(model_dir)
+    assert load_weights(model_dir, config, "float32").norm.dtype == torch.float32
+
+
+def test_a_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match="neither"):
+        shard_paths(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["missing.safetensors", "../model.safetensors"])
+def test_an_index_that_names_a_file_that_is_not_there_is_refused(model_dir: Path, name: str) -> None:
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(ModelError, match=name.replace(".", r"\.")):
+        shard_paths(model_dir)
+
+
+def test_a_torn_file_is_refused_by_name(model_dir: Path) -> None:
+    path = model_dir / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
+        load(model_dir)
+
+
+def digest(model_dir: Path) -> str:
+    config: ModelConfig = read_config(model_dir)
+    return weights_digest(model_dir, config)
+
+
+def test_the_digest_tells_weights_and_configs_apart_but_not_harmless_keys(model_dir: Path) -> None:
+    first = digest(model_dir)
+    assert first == digest(model_dir)
+    checkpoints.edit_config(model_dir, initializer_range=0.5)
+    assert digest(model_dir) == first
+    checkpoints.edit_config(model_dir, rms_norm_eps=1e-5)
+    other = digest(model_dir)
+    assert other != first
+    rewrite(model_dir, lambda tensors: [tensor.add_(0.01) for tensor in tensors.values()])
+    assert digest(model_dir) != other
