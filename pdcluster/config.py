@@ -10,22 +10,19 @@ error that names the nearest one. Nothing is read at import time, and nothing he
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
-import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
 from pdcluster.errors import ConfigError
+from pdcluster.kinds import Kind, address, addresses, boolean, choice, cores, duration, integer, nearest, path, size, text
 from pdcluster.messages import Role
 
 T = TypeVar("T")
-Kind = Callable[[object], T]
-"""Turns a raw value (text from a flag or variable, a TOML value) into the field's; raises ValueError saying what it must be."""
 
 BackendName = Literal["auto", "shm", "tcp", "mooncake"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
@@ -37,124 +34,6 @@ ENV_PREFIX = "PDCLUSTER_"
 FILE_VARIABLE = "PDCLUSTER_CONFIG"
 MASK = "********"
 MIN_SECRET_BYTES = 16
-
-
-# ---------------------------------------------------------------- kinds of values
-
-
-def text(raw: object) -> str:
-    if not isinstance(raw, str) or not raw:
-        raise ValueError("must be text that is not empty")
-    return raw
-
-
-def path(raw: object) -> Path:
-    return Path(text(raw)).expanduser()
-
-
-def boolean(raw: object) -> bool:
-    known = {True: True, False: False, "true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
-    value = raw.lower() if isinstance(raw, str) else raw
-    if not isinstance(value, bool | str) or value not in known:
-        raise ValueError("must be true or false")
-    return known[value]
-
-
-def integer(low: int, high: int = 2**31 - 1) -> Kind[int]:
-    def parse(raw: object) -> int:
-        if isinstance(raw, str) and re.fullmatch(r"[+-]?\d{1,18}", raw.strip()):
-            raw = int(raw)
-        if not isinstance(raw, int) or isinstance(raw, bool) or not low <= raw <= high:
-            raise ValueError(f"must be a whole number from {low} to {high}")
-        return raw
-
-    return parse
-
-
-def duration(low: float = 0.0, high: float = 7 * 86400.0) -> Kind[float]:
-    """Seconds, as a number or as text with a unit: 500ms, 2.5s, 10m, 1h."""
-    units = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
-
-    def parse(raw: object) -> float:
-        value = float(raw) if isinstance(raw, int | float) and not isinstance(raw, bool) else None
-        if isinstance(raw, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)", raw.strip())):
-            value = float(match[1]) * units[match[2]]
-        if value is None or not low <= value <= high:
-            raise ValueError(f"must be a duration from {low:g} to {high:g} seconds, such as 30, 2.5s, 500ms or 10m")
-        return value
-
-    return parse
-
-
-def size(low: int = 0) -> Kind[int]:
-    """Bytes, as a number or as text with a unit: 512KiB, 64MB, 2GiB."""
-    units = {"": 1, "B": 1}
-    for power, letter in enumerate("KMGT", start=1):
-        units |= {letter + "iB": 1024**power, letter + "B": 1000**power, letter: 1024**power}
-
-    def parse(raw: object) -> int:
-        value = raw if isinstance(raw, int) and not isinstance(raw, bool) else None
-        if isinstance(raw, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B|[KMGT]|)", raw.strip())) and match[2] in units:
-            value = round(float(match[1]) * units[match[2]])
-        if value is None or value < low:
-            raise ValueError(f"must be a size of at least {low} bytes, such as 67108864, 64MiB or 2GB")
-        return value
-
-    return parse
-
-
-def choice(*options: str) -> Kind[Any]:
-    def parse(raw: object) -> str:
-        if raw not in options:
-            raise ValueError(f"must be one of {', '.join(options)}{_nearest(str(raw), options)}")
-        return str(raw)
-
-    return parse
-
-
-def address(raw: object) -> str:
-    """HOST:PORT; an IPv6 host stands in brackets; port 0 means any free port."""
-    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})", raw) if isinstance(raw, str) else None
-    if match is None or int(match[2]) > 65535:
-        raise ValueError("must be HOST:PORT with a port up to 65535, such as 127.0.0.1:8000 or [::1]:8000")
-    return match[0]
-
-
-def addresses(raw: object) -> tuple[str, ...]:
-    """Comma-separated text or a TOML list of HOST:PORT."""
-    parts = raw.split(",") if isinstance(raw, str) else raw
-    if not isinstance(parts, list | tuple) or not parts:
-        raise ValueError("must be HOST:PORT[,HOST:PORT…]")
-    return tuple(address(part.strip() if isinstance(part, str) else part) for part in parts)
-
-
-def cores(raw: object) -> tuple[int, ...]:
-    """CPU cores to run on: text such as 0,2 or 4-7, or a TOML list of numbers."""
-    parts = raw.split(",") if isinstance(raw, str) else raw
-    found: set[int] = set()
-    for part in parts if isinstance(parts, list | tuple) else ():
-        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", str(part).strip())
-        if match is None:
-            raise ValueError("must be CPU cores such as 0,2 or 4-7")
-        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-    if not found:
-        raise ValueError("must be CPU cores such as 0,2 or 4-7")
-    return tuple(sorted(found))
-
-
-def backend(raw: object) -> BackendName:
-    if raw == "nixl":
-        raise ValueError("nixl is not built yet; use auto, shm, tcp or mooncake")
-    return cast(BackendName, choice("auto", "shm", "tcp", "mooncake")(raw))
-
-
-def no_grpc_yet(raw: object) -> None:
-    raise ValueError("the gRPC front door is not built yet; leave it out and use HTTP")
-
-
-def _nearest(word: str, options: tuple[str, ...] | list[str]) -> str:
-    close = [option for option in options if word and option.startswith(word)] or difflib.get_close_matches(word, options, n=1, cutoff=0.4)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 # ---------------------------------------------------------------- keys
@@ -190,6 +69,16 @@ class Key:
 def key(default: T, kind: Kind[T], help: str, *, flag: str = "", secret: bool = False, flag_only: bool = False) -> T:
     """Declare a dataclass field that the three sources can set."""
     return field(default=default, repr=not secret, metadata={"kind": kind, "help": help, "flag": flag, "secret": secret, "flag_only": flag_only})
+
+
+def backend(raw: object) -> BackendName:
+    if raw == "nixl":
+        raise ValueError("nixl is not built yet; use auto, shm, tcp or mooncake")
+    return cast(BackendName, choice("auto", "shm", "tcp", "mooncake")(raw))
+
+
+def no_grpc_yet(raw: object) -> None:
+    raise ValueError("the gRPC front door is not built yet; leave it out and use HTTP")
 
 
 # ---------------------------------------------------------------- parts
@@ -289,7 +178,7 @@ class NodeConfig(Section):
     threads: int | None = key(None, integer(1, 1024), "compute threads; default: the number of cores the node may use")
     cores: tuple[int, ...] = key((), cores, "CPU cores the node is pinned to, such as 0,2 or 4-7; default: not pinned")
     max_len: int | None = key(None, integer(1, 2**24), "longest prompt plus output in tokens; default: what the model and the KV pool allow")
-    deterministic: bool = key(False, boolean, "the same logits whatever else is in the batch")
+    deterministic: bool = key(False, boolean, "the same logits whatever else is in the batch (not built yet)")
     warmup: bool = key(True, boolean, "run a short prompt before reporting ready")
     lease_s: float = key(5.0, duration(0.1), "a router or peer not heard of for this long is gone")
     heartbeat_s: float = key(1.0, duration(0.01), "how often the node renews its leases")
@@ -467,7 +356,7 @@ def _parse(found: Key, raw: object, origin: str) -> object:
 def _from_flags(flags: Mapping[str, object], known: Mapping[str, Key]) -> dict[str, object]:
     for name in flags:
         if name not in known:
-            raise ConfigError(f"there is no key {name}{_nearest(name, list(known))}")
+            raise ConfigError(f"there is no key {name}{nearest(name, list(known))}")
     return dict(flags)
 
 
@@ -478,7 +367,7 @@ def _from_environment(environ: Mapping[str, str], known: Mapping[str, Key]) -> d
         if not name.startswith(ENV_PREFIX) or name == FILE_VARIABLE:
             continue
         if name not in variables:
-            raise ConfigError(f"the environment sets {name}, which is no key{_nearest(name, list(variables))} unset it or correct its name")
+            raise ConfigError(f"the environment sets {name}, which is no key{nearest(name, list(variables))} unset it or correct its name")
         given[variables[name].path] = raw
     return given
 
@@ -494,7 +383,7 @@ def _from_file(file: Path, known: Mapping[str, Key]) -> dict[str, object]:
     given = dict(_flatten(tables, ""))
     for name in given:
         if name not in settable:
-            raise ConfigError(f"config file {file} sets {name}, which is no key{_nearest(name, settable)} remove it or correct its name")
+            raise ConfigError(f"config file {file} sets {name}, which is no key{nearest(name, settable)} remove it or correct its name")
     return given
 
 
@@ -504,12 +393,6 @@ def _flatten(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, ob
             yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
-
-
-def split_address(where: str) -> tuple[str, int]:
-    """HOST:PORT → (host, port), without the brackets of an IPv6 host."""
-    host, _, port = address(where).rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 # ---------------------------------------------------------------- places

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO, TypeVar
 
-from pdcluster.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, Section, UpConfig, keys, load, section_of, split_address
+from pdcluster import bundled_model
+from pdcluster.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, Section, UpConfig, keys, load, section_of
 from pdcluster.errors import ConfigError, PdclusterError, Unavailable
-from pdcluster.launch import bundled
+from pdcluster.kinds import split_address
 from pdcluster.launch.supervisor import Facts, Spec, Supervisor
 from pdcluster.log import resolve_format
 from pdcluster.messages import Role
@@ -108,7 +109,7 @@ class Cluster:
         *nodes, router = await _all_or_nothing([self.supervisor.start(spec) for spec in specs])
         host, port = split_address(str(router["address"]))
         model = await self._answers(host, port)
-        return Serving(host, port, model, tuple(plan.name for plan in self._nodes), _transfer(self._config, nodes), time.monotonic() - began)
+        return Serving(host, port, model, tuple(plan.name for plan in self._nodes), _transfer(nodes), time.monotonic() - began)
 
     async def stop(self) -> bool:
         """Drain and stop everything, the router first; True when nothing had to be killed."""
@@ -122,7 +123,7 @@ class Cluster:
         if self._config.model is not None:
             model_directory(self._config.model)
         elif load(NodeConfig, self._loaded.flags, self._loaded.file).config.model is None:
-            bundled.path()
+            bundled_model.path()
         check_free(self._config.http)
 
     async def _answers(self, host: str, port: int) -> str:
@@ -274,10 +275,10 @@ def check_free(address: str) -> None:
         raise ConfigError(f"up.http {address} cannot be used: {error.strerror}; stop what holds it, or choose another with --http") from error
 
 
-def _transfer(config: UpConfig, nodes: list[Facts]) -> str:
-    """What the nodes announced, or what was asked for when they did not say."""
-    announced = {str(facts["transfer"]) for facts in nodes if facts.get("transfer")}
-    return "/".join(sorted(announced)) or config.transfer
+def _transfer(nodes: list[Facts]) -> str:
+    """The medium that pairs of these nodes use: the first of one's list (best first) that all of them have."""
+    lists = [[str(name) for name in given] for facts in nodes if isinstance(given := facts.get("transfer"), list)]
+    return next((name for name in (lists[0] if lists else ()) if all(name in other for other in lists)), "none")
 
 
 def _get(host: str, port: int, path: str) -> tuple[int, bytes]:

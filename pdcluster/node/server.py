@@ -15,11 +15,11 @@ import zmq
 
 from pdcluster.bootstrap.agent import NodeAgent
 from pdcluster.bootstrap.card import NodeCard
+from pdcluster.bundled_model import path as bundled_model
 from pdcluster.config import NodeConfig, cache_directory
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.errors import ConfigError
 from pdcluster.kv.layout import Fingerprint
-from pdcluster.launch.bundled import path as bundled_model
 from pdcluster.messages import PROTOCOL_VERSION
 from pdcluster.node.assembly import KV_REGION, Shape, Wiring, assemble
 from pdcluster.node.files import ModelFiles
@@ -29,7 +29,7 @@ from pdcluster.scheduler.scheduler import Limits
 from pdcluster.transfer.base import Backend, Peer, Region
 from pdcluster.transfer.choose import create_backends
 from pdcluster.transfer.session import Settings as TransferSettings
-from pdcluster.wire.sockets import WireSettings, cluster_key
+from pdcluster.wire.sockets import WireSettings
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def shape_of(config: NodeConfig, engine: Engine) -> Shape:
 
 def wire_settings(config: NodeConfig) -> WireSettings:
     return WireSettings(
-        heartbeat_s=config.heartbeat_s, lease_s=config.lease_s, advertise_host=config.advertise, cluster_key=cluster_key(config.security.secret())
+        heartbeat_s=config.heartbeat_s, lease_s=config.lease_s, advertise_host=config.advertise, cluster_key=config.security.key_bytes()
     )
 
 

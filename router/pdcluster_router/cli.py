@@ -1,4 +1,4 @@
-"""The command `pdcluster-router`: reads the router section and serves until it is told to stop. Only glue; the work is in `server`."""
+"""The command `pdcluster-router`: reads the router section and serves until it is told to stop. Only glue; the work is in `process`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def _run(loaded: Loaded[RouterConfig]) -> int:
     log.configure(loaded.config.log, process=loaded.config.name or "router")
-    from pdcluster_router import server
+    from pdcluster_router import process
 
-    return server.run(loaded.config)
+    return process.run(loaded.config)
 
 
 flags.command(app, RouterConfig, "pdcluster-router", "Run one router: the OpenAI API in front of the nodes.", _run)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pdcluster.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parent.parent / "bundled"
+ROOT = Path(__file__).resolve().parent / "bundled"
 
 
 def path() -> Path:

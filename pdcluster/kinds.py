@@ -1,0 +1,127 @@
+"""Kinds of settings: functions that turn a raw value (text from a flag or a variable, a TOML value) into the value a field has.
+
+Each raises ValueError saying what the value must be; which setting it was, and where it came from, is added by `config`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Kind = Callable[[object], T]
+
+
+def text(raw: object) -> str:
+    if not isinstance(raw, str) or not raw:
+        raise ValueError("must be text that is not empty")
+    return raw
+
+
+def path(raw: object) -> Path:
+    return Path(text(raw)).expanduser()
+
+
+def boolean(raw: object) -> bool:
+    known = {True: True, False: False, "true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+    value = raw.lower() if isinstance(raw, str) else raw
+    if not isinstance(value, bool | str) or value not in known:
+        raise ValueError("must be true or false")
+    return known[value]
+
+
+def integer(low: int, high: int = 2**31 - 1) -> Kind[int]:
+    def parse(raw: object) -> int:
+        if isinstance(raw, str) and re.fullmatch(r"[+-]?\d{1,18}", raw.strip()):
+            raw = int(raw)
+        if not isinstance(raw, int) or isinstance(raw, bool) or not low <= raw <= high:
+            raise ValueError(f"must be a whole number from {low} to {high}")
+        return raw
+
+    return parse
+
+
+def duration(low: float = 0.0, high: float = 7 * 86400.0) -> Kind[float]:
+    """Seconds, as a number or as text with a unit: 500ms, 2.5s, 10m, 1h."""
+    units = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+
+    def parse(raw: object) -> float:
+        value = float(raw) if isinstance(raw, int | float) and not isinstance(raw, bool) else None
+        if isinstance(raw, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)", raw.strip())):
+            value = float(match[1]) * units[match[2]]
+        if value is None or not low <= value <= high:
+            raise ValueError(f"must be a duration from {low:g} to {high:g} seconds, such as 30, 2.5s, 500ms or 10m")
+        return value
+
+    return parse
+
+
+def size(low: int = 0) -> Kind[int]:
+    """Bytes, as a number or as text with a unit: 512KiB, 64MB, 2GiB."""
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", start=1):
+        units |= {letter + "iB": 1024**power, letter + "B": 1000**power, letter: 1024**power}
+
+    def parse(raw: object) -> int:
+        value = raw if isinstance(raw, int) and not isinstance(raw, bool) else None
+        if isinstance(raw, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B|[KMGT]|)", raw.strip())) and match[2] in units:
+            value = round(float(match[1]) * units[match[2]])
+        if value is None or value < low:
+            raise ValueError(f"must be a size of at least {low} bytes, such as 67108864, 64MiB or 2GB")
+        return value
+
+    return parse
+
+
+def choice(*options: str) -> Kind[Any]:
+    def parse(raw: object) -> str:
+        if raw not in options:
+            raise ValueError(f"must be one of {', '.join(options)}{nearest(str(raw), options)}")
+        return str(raw)
+
+    return parse
+
+
+def address(raw: object) -> str:
+    """HOST:PORT; an IPv6 host stands in brackets; port 0 means any free port."""
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})", raw) if isinstance(raw, str) else None
+    if match is None or int(match[2]) > 65535:
+        raise ValueError("must be HOST:PORT with a port up to 65535, such as 127.0.0.1:8000 or [::1]:8000")
+    return match[0]
+
+
+def addresses(raw: object) -> tuple[str, ...]:
+    """Comma-separated text or a TOML list of HOST:PORT."""
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    if not isinstance(parts, list | tuple) or not parts:
+        raise ValueError("must be HOST:PORT[,HOST:PORT…]")
+    return tuple(address(part.strip() if isinstance(part, str) else part) for part in parts)
+
+
+def cores(raw: object) -> tuple[int, ...]:
+    """CPU cores to run on: text such as 0,2 or 4-7, or a TOML list of numbers."""
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    found: set[int] = set()
+    for part in parts if isinstance(parts, list | tuple) else ():
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", str(part).strip())
+        if match is None:
+            raise ValueError("must be CPU cores such as 0,2 or 4-7")
+        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if not found:
+        raise ValueError("must be CPU cores such as 0,2 or 4-7")
+    return tuple(sorted(found))
+
+
+def nearest(word: str, options: Sequence[str]) -> str:
+    """The end of a message that says which of `options` was probably meant."""
+    close = [option for option in options if word and option.startswith(word)] or difflib.get_close_matches(word, options, n=1, cutoff=0.4)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def split_address(where: str) -> tuple[str, int]:
+    """HOST:PORT → (host, port), without the brackets of an IPv6 host."""
+    host, _, port = address(where).rpartition(":")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,92 @@
+"""Kinds of settings: what each accepts, and that it refuses everything else with a sentence."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcluster.kinds import address, addresses, boolean, choice, cores, duration, integer, nearest, path, size, split_address, text
+
+
+@pytest.mark.parametrize(("raw", "value"), [("512KiB", 524288), ("2GiB", 2**31), ("1.5MB", 1500000), ("7", 7), (7, 7), ("64 M", 64 * 2**20)])
+def test_sizes_are_read_with_their_units(raw: object, value: int) -> None:
+    assert size()(raw) == value
+
+
+@pytest.mark.parametrize("raw", ["3k", "1 PB", True, None, -1, "-1", 1.5, ""])
+def test_sizes_that_are_none_are_refused(raw: object) -> None:
+    with pytest.raises(ValueError, match="must be a size"):
+        size()(raw)
+
+
+@pytest.mark.parametrize(("raw", "value"), [("500ms", 0.5), ("2.5s", 2.5), ("10m", 600.0), ("1h", 3600.0), (3, 3.0), ("4", 4.0)])
+def test_durations_are_read_with_their_units(raw: object, value: float) -> None:
+    assert duration()(raw) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("raw", [float("nan"), float("inf"), True, None, "1d", "", "1e3"])
+def test_durations_that_are_none_are_refused(raw: object) -> None:
+    with pytest.raises(ValueError, match="must be a duration"):
+        duration()(raw)
+
+
+def test_addresses_come_as_text_or_as_a_list() -> None:
+    assert addresses("a:1, b:2") == addresses(["a:1", "b:2"]) == ("a:1", "b:2")
+    for raw in ("a:1,,b:2", [], "a", ["a:1", 2]):
+        with pytest.raises(ValueError, match="HOST:PORT"):
+            addresses(raw)
+
+
+@pytest.mark.parametrize(("raw", "parts"), [("127.0.0.1:8000", ("127.0.0.1", 8000)), ("[::1]:80", ("::1", 80)), ("node.local:0", ("node.local", 0))])
+def test_an_address_splits_into_host_and_port(raw: str, parts: tuple[str, int]) -> None:
+    assert split_address(raw) == parts
+
+
+@pytest.mark.parametrize("raw", ["::1:80", "a:b", ":80", "http://a:80", "a:80/v1", "a b:80", "", 80])
+def test_what_is_no_address_is_refused(raw: object) -> None:
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        address(raw)
+
+
+def test_cores_are_single_numbers_and_ranges() -> None:
+    assert cores("4-6,0") == (0, 4, 5, 6)
+    assert cores([1, 1]) == (1,)
+    for raw in ("", "2-", "5-4", [], -1):
+        with pytest.raises(ValueError, match="CPU cores"):
+            cores(raw)
+
+
+def test_booleans_are_words_or_toml_values() -> None:
+    assert [boolean(raw) for raw in (True, "true", "YES", "1")] == [True] * 4
+    assert [boolean(raw) for raw in (False, "false", "no", "0")] == [False] * 4
+    for raw in (1, 0, None, "on!", []):
+        with pytest.raises(ValueError, match="true or false"):
+            boolean(raw)
+
+
+def test_a_path_may_start_at_home() -> None:
+    assert path("~/x") == Path.home() / "x"
+
+
+@given(st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none(), st.lists(st.text())))
+def test_no_raw_value_makes_a_kind_fail_otherwise_than_by_value_error(raw: object) -> None:
+    for kind in (address, addresses, boolean, cores, path, duration(), integer(0), size()):
+        try:
+            kind(raw)
+        except ValueError as error:
+            assert "must be" in str(error)
+
+
+def test_the_nearest_word_is_offered_only_when_there_is_one() -> None:
+    assert nearest("prefil", ("prefill", "decode")) == "; did you mean prefill?"
+    assert nearest("zzz", ("prefill", "decode")) == ""
+    with pytest.raises(ValueError, match="did you mean decode"):
+        choice("prefill", "decode")("decod")
+
+
+def test_text_is_not_empty() -> None:
+    assert text("a") == "a"
+    for raw in ("", None, 3):
+        with pytest.raises(ValueError, match="not empty"):
+            text(raw)
