@@ -110,6 +110,13 @@ class DecodeSide:
             self._outbox.message(leg.router, word)
             self._forget(leg)
 
+    def fail(self, key: str, reason: str) -> None:
+        """One of our rows cannot be computed here; another node may."""
+        leg = self._by_key.get(key)
+        if leg is not None:
+            self._outbox.message(leg.router, Failed(leg.request, leg.attempt, errors.PdclusterError.code, reason, retryable=True))
+            self._end(leg, reason)
+
     def on_event(self, event: Landed | TicketFailed | Reclaimed) -> None:
         if isinstance(event, Reclaimed):
             self._pages.detach_writer(event.nonce)

@@ -55,6 +55,12 @@ from pdcluster.wire.hub import Hub, LeaseEnded, LinkLost, Received
 
 logger = logging.getLogger(__name__)
 
+COLLECT_S = 5.0
+"""done_fd was readable, so the result is a moment away."""
+
+MAX_FAILURES = 3
+"""Steps in a row that may fail before the node gives itself up."""
+
 LONGEST_WAIT_S = 0.1
 """The hub's heartbeats and leases want a look this often."""
 
@@ -67,6 +73,8 @@ class StepEngine(Protocol):
     def launch(self, plan: StepPlan) -> None: ...
 
     def collect(self, timeout: float | None = None) -> StepResult: ...
+
+    def close(self) -> None: ...
 
 
 class Neighbours(Protocol):
@@ -110,6 +118,7 @@ class NodeLoop:
         self._reporter = Reporter(parts.pages, self._load, interval_s=report_s, clock=clock)
         self._running: StepPlan | None = None
         self._steps = 0
+        self._failures = 0
         self._drain_until: float | None = None
         self._was_idle = True
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -290,8 +299,13 @@ class NodeLoop:
         plan, parts = self._running, self._parts
         if plan is None or not self._done.poll(0):
             return
-        result = parts.engine.collect(0.0)
         self._running = None
+        try:
+            result = parts.engine.collect(COLLECT_S)
+        except Exception as error:  # the top of the engine's work: its rows are told, the node goes on unless it keeps failing
+            self._fail_step(plan, error)
+            return
+        self._failures = 0
         self._steps += 1
         for update in parts.scheduler.update(plan, result):
             if parts.prefill.owns(update.key):
@@ -299,6 +313,17 @@ class NodeLoop:
             elif parts.decode.owns(update.key):
                 parts.decode.on_update(update)
         parts.prefill.on_step()
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> None:
+        """The step computed nothing: all its requests may try another node. Raises when the engine fails again and again."""
+        self._failures += 1
+        logger.error("a step of %d rows failed", len(plan.rows), exc_info=error)
+        if self._failures >= MAX_FAILURES:
+            raise error
+        self._parts.scheduler.drop_step()
+        for row in plan.rows:
+            self._parts.prefill.fail(row.request, f"the engine failed: {error}")
+            self._parts.decode.fail(row.request, f"the engine failed: {error}")
 
     def _launch(self) -> None:
         if self._running is not None:

@@ -165,6 +165,13 @@ class PrefillSide:
             return
         self._advance(leg)
 
+    def fail(self, key: str, reason: str) -> None:
+        """One of our rows cannot be computed here; another node may."""
+        leg = self._by_key.get(key)
+        if leg is not None:
+            self._outbox.message(leg.router, Failed(leg.request, leg.attempt, errors.PdclusterError.code, reason, retryable=True))
+            self._end(leg, reason)
+
     def on_event(self, event: Acked | GaveUp | Drained) -> None:
         if isinstance(event, Drained):
             self._pages.release(self._pins.pop(event.nonce, Pins()).pages)

@@ -145,6 +145,15 @@ async def test_a_prefill_node_that_hangs_before_the_commit_runs_into_a_deadline(
         await cluster.until_idle()
 
 
+async def test_a_step_that_fails_costs_a_retry_and_not_the_node() -> None:
+    async with LocalCluster({"m0": "mixed", "m1": "mixed"}) as cluster:
+        cluster.nodes["m0"].engine.fail_steps = 1
+        results = await asyncio.gather(*(cluster.run(prompt_of(20, seed), 8) for seed in range(4)))
+        assert [tokens for tokens, _ in results] == [reference(prompt_of(20, seed), 8) for seed in range(4)]
+        assert max(done.attempts for _, done in results) == 2
+        await cluster.until_idle()
+
+
 async def test_a_client_that_leaves_frees_both_nodes() -> None:
     async with LocalCluster(PAIR) as cluster:
         cluster.nodes["d0"].engine.hold = True

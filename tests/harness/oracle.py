@@ -50,6 +50,8 @@ class OracleEngine:
         self.region = Region(0, address, num_pages * self.page_bytes, self._fd)
         self.done_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.hold = False
+        self.fail_steps = 0
+        """That many of the next steps raise instead of computing."""
         self._plan: StepPlan | None = None
 
     def launch(self, plan: StepPlan) -> None:
@@ -66,6 +68,9 @@ class OracleEngine:
         os.eventfd_read(self.done_fd)
         plan, self._plan = self._plan, None
         assert plan is not None
+        if self.fail_steps:
+            self.fail_steps -= 1
+            raise RuntimeError("the oracle has no answer")
         return StepResult(tuple(self._compute(row) for row in plan.rows), 0.0)
 
     def _compute(self, row) -> RowResult:

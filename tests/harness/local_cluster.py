@@ -9,6 +9,7 @@ import time
 from array import array
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import zmq
 from oracle import VOCAB, OracleEngine
@@ -19,7 +20,7 @@ from pdcluster.kv.hashing import chain_root
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.messages import Role, Sampling
 from pdcluster.node.assembly import Shape, Wiring, assemble
-from pdcluster.node.loop import NodeLoop
+from pdcluster.node.loop import NodeLoop, StepEngine
 from pdcluster.scheduler.scheduler import Limits
 from pdcluster.transfer.base import Backend, Peer
 from pdcluster.transfer.fake import FakeBackend, FakeNetwork
@@ -51,6 +52,9 @@ class NoFiles:
 
 
 class OneModel:
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+
     def models(self):
         return ()
 
@@ -58,34 +62,65 @@ class OneModel:
         raise UnknownModel(model)
 
     def chain(self, model, salt):
-        return HashChain(chain_root(block_tokens=BLOCK, salt=salt), BLOCK)
+        return HashChain(chain_root(block_tokens=self.block_tokens, salt=salt), self.block_tokens)
+
+
+@dataclass(frozen=True)
+class EngineKit:
+    """An engine and what a node has to know of it. token_budget: small, so that prompts are computed in several chunks."""
+
+    engine: StepEngine
+    shape: Shape
+    fingerprint: Fingerprint
+    max_len: int = 512
+    token_budget: int = 24
+    reserve_tokens: int = 16
+
+
+def oracle_kit(num_pages: int) -> EngineKit:
+    engine = OracleEngine(num_pages, BLOCK)
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_tokens=BLOCK, dtype="float32")
+    shape = Shape(VOCAB, num_pages, BLOCK, engine.page_bytes, BLOCK, engine.region, memoryview(engine.memory))
+    return EngineKit(engine, shape, Fingerprint("model", "weights", 1, BLOCK, layout))
 
 
 class LocalNode:
-    def __init__(self, cluster: LocalCluster, name: str, role: Role, num_pages: int) -> None:
+    def __init__(self, cluster: LocalCluster, name: str, role: Role, kit: EngineKit) -> None:
         self.cluster = cluster
+        self.kit = kit
         self.me = Peer(name, f"{name}-{next(cluster.boots)}")
         self.role = role
-        self.engine = OracleEngine(num_pages, BLOCK)
+        self.engine = kit.engine
         self.neighbours = NoNeighbours()
         self.backend: Backend = cluster.make_backend(self.me)
         wiring = Wiring(self.me, role, "127.0.0.1:0", cluster.context, WIRE, {self.backend.name: self.backend}, cluster.transfer, parking_s=5.0)
-        shape = Shape(VOCAB, num_pages, BLOCK, self.engine.page_bytes, BLOCK, self.engine.region, memoryview(self.engine.memory))
-        limits = Limits(token_budget=24, max_rows=8, max_waiting=64, max_len=512, reserve_tokens=16)
-        self.parts = assemble(wiring, shape, self.engine, limits, NoFiles(), self.neighbours, time.monotonic)
+        limits = Limits(token_budget=kit.token_budget, max_rows=8, max_waiting=64, max_len=kit.max_len, reserve_tokens=kit.reserve_tokens)
+        self.parts = assemble(wiring, kit.shape, self.engine, limits, NoFiles(), self.neighbours, time.monotonic)
         self.loop = NodeLoop(self.parts, report_s=0.005, drain_s=5.0, clock=time.monotonic)
         self.is_alive = True
         self.is_paused = False
         self.task = asyncio.create_task(self._run())
 
     def card(self) -> NodeCard:
-        return make_card(self.me, self.role, self.parts.hub.address)
+        shape, address = self.kit.shape, self.parts.hub.address
+        return NodeCard(
+            self.me.node,
+            self.me.incarnation,
+            self.role,
+            address,
+            "model",
+            self.kit.fingerprint,
+            self.kit.max_len,
+            shape.vocab_size,
+            shape.num_pages,
+            backends=(self.backend.name,),
+        )
 
     async def _run(self) -> None:
         while self.is_alive:
             if not self.is_paused:
                 self.loop.turn()
-            await asyncio.sleep(0.0005)
+            await asyncio.sleep(0.0002)
 
     async def kill(self) -> None:
         """SIGKILL, as far as others can see: sockets close, writes stop, nothing is said."""
@@ -105,14 +140,23 @@ class LocalNode:
             await self.task
             self.parts.hub.close()
         self.backend.shutdown()
+        self.engine.close()
 
 
 class LocalCluster:
     """Use as `async with`. make_backend: the medium of every node; default: the scripted one, whose faults are `network.plan`."""
 
-    def __init__(self, roles: dict[str, Role], *, num_pages: int = 256, make_backend: Callable[[Peer], Backend] | None = None) -> None:
+    def __init__(
+        self,
+        roles: dict[str, Role],
+        *,
+        num_pages: int = 256,
+        make_kit: Callable[[int], EngineKit] = oracle_kit,
+        make_backend: Callable[[Peer], Backend] | None = None,
+    ) -> None:
         self.roles = roles
         self.num_pages = num_pages
+        self.make_kit = make_kit
         self.boots = itertools.count()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.network = FakeNetwork(time.monotonic)
@@ -124,9 +168,10 @@ class LocalCluster:
     async def __aenter__(self) -> LocalCluster:
         self.router = Cluster(Peer("router", "router-1"), context=self.context, settings=WIRE)
         stages = StageDeadlines(handshake_s=2.0, transfer_s=2.0, hold_s=0.01)
-        self.dispatch = Dispatch(self.router, OneModel(), DispatchSettings(stages=stages, hold_s=5.0))
         for name, role in self.roles.items():
             self.start(name, role)
+        block_tokens = next(iter(self.nodes.values())).kit.shape.block_tokens
+        self.dispatch = Dispatch(self.router, OneModel(block_tokens), DispatchSettings(stages=stages, hold_s=5.0))
         await self.until(lambda: len(self.router.view().nodes) == len(self.roles))
         return self
 
@@ -137,23 +182,25 @@ class LocalCluster:
         self.context.destroy(0)
 
     def start(self, name: str, role: Role) -> LocalNode:
-        self.nodes[name] = LocalNode(self, name, role, self.num_pages)
+        self.nodes[name] = LocalNode(self, name, role, self.make_kit(self.num_pages))
         self.announce()
         return self.nodes[name]
 
     def announce(self) -> None:
         """What the bootstrap would say now."""
         cards = tuple(node.card() for node in self.nodes.values() if node.is_alive)
-        self.router.apply(make_snapshot(next(self.versions), cards))
+        self.router.apply(ClusterSnapshot("boot", next(self.versions), False, cards))
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 await asyncio.sleep(0.001)
 
-    async def run(self, prompt: list[int], max_tokens: int, *, name: str = "", deadline_s: float = 20.0) -> tuple[list[int], Done]:
-        request = name or f"r{next(self.versions)}"
-        generation = Generation(request, "model", array("i", prompt), Sampling(max_tokens=max_tokens, seed=1), deadline_s)
+    async def run(self, prompt: list[int], sampling: int | Sampling, *, deadline_s: float = 20.0) -> tuple[list[int], Done]:
+        """The tokens of one request, and its Done. sampling: or only max_tokens."""
+        if isinstance(sampling, int):
+            sampling = Sampling(max_tokens=sampling, seed=1)
+        generation = Generation(f"r{next(self.versions)}", "model", array("i", prompt), sampling, deadline_s)
         tokens: list[int] = []
         async with aclosing(self.dispatch.generate(generation)) as events:
             async for event in events:
@@ -172,13 +219,3 @@ class LocalCluster:
             node.parts.pages.check_integrity()
             node.parts.reader.check_integrity()
         assert self.router.ledger.num_requests() == 0
-
-
-def make_card(me: Peer, role: Role, address: str) -> NodeCard:
-    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_tokens=BLOCK, dtype="float32")
-    fingerprint = Fingerprint("model", "weights", 1, BLOCK, layout)
-    return NodeCard(me.node, me.incarnation, role, address, "model", fingerprint, 512, VOCAB, 256, backends=("fake",))
-
-
-def make_snapshot(version: int, cards: tuple[NodeCard, ...]) -> ClusterSnapshot:
-    return ClusterSnapshot("boot", version, False, cards)

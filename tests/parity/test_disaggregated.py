@@ -1,0 +1,122 @@
+"""Disaggregated = local = chunked differently = prefix-cached = preempted, token for token, with a real model in fp32, greedy and seeded."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import KERNEL_CACHE, Shape, build_model, greedy, prompt, save
+from local_cluster import EngineKit, LocalCluster
+from local_cluster import Shape as NodeShape
+
+from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.kv.layout import Fingerprint
+from pdcluster.messages import Sampling
+from pdcluster.transfer.base import Region
+
+MODEL = Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=32)
+PAGE = 16
+LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, 3 * 24 + 7)
+OUTPUT = 24
+PAIR = {"p0": "prefill", "d0": "decode"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.set_num_threads(1)
+    return build_model(MODEL, seed=3)
+
+
+@pytest.fixture(scope="module")
+def directory(model, tmp_path_factory) -> Path:
+    return save(model, tmp_path_factory.mktemp("model"))
+
+
+def make_kit(directory: Path, *, token_budget: int = 24, reserve_tokens: int = 16):
+    def make(num_pages: int) -> EngineKit:
+        engine = Engine(EngineConfig(directory, KERNEL_CACHE, page_tokens=PAGE, num_pages=num_pages, threads=1))
+        pool = engine.pool
+        shape = NodeShape(
+            MODEL.vocab_size, num_pages, PAGE, engine.layout.page_bytes, PAGE, Region(0, pool.address, pool.nbytes, pool.fd), pool.view
+        )
+        return EngineKit(engine, shape, Fingerprint("model", engine.weights_digest, 1, PAGE, engine.layout), 512, token_budget, reserve_tokens)
+
+    return make
+
+
+def samplings() -> dict[str, Sampling]:
+    return {
+        "greedy": Sampling(max_tokens=OUTPUT, seed=0, temperature=0.0, ignore_eos=True),
+        "seeded": Sampling(max_tokens=OUTPUT, seed=11, temperature=0.8, top_k=40, top_p=0.95, min_p=0.01, ignore_eos=True),
+    }
+
+
+async def answers(cluster: LocalCluster, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
+    results = await asyncio.gather(*(cluster.run(tokens, sampling) for tokens in prompts))
+    return [tokens for tokens, _ in results]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return [prompt(length, MODEL.vocab_size, seed=5).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(directory, prompts) -> dict[str, list[list[int]]]:
+    """One node, one request at a time, whole prompts in one step."""
+
+    async def alone() -> dict[str, list[list[int]]]:
+        async with LocalCluster({"m0": "mixed"}, make_kit=make_kit(directory, token_budget=256)) as cluster:
+            found: dict[str, list[list[int]]] = {}
+            for name, sampling in samplings().items():
+                found[name] = [(await cluster.run(tokens, sampling))[0] for tokens in prompts]
+            return found
+
+    return asyncio.run(alone())
+
+
+def test_one_node_is_transformers(model, prompts, expected) -> None:
+    for tokens, got in zip(prompts, expected["greedy"], strict=True):
+        want = greedy(model, torch.tensor(tokens).numpy(), OUTPUT)
+        assert want.least_gap >= 1e-3, "the reference itself must not be a coin toss"
+        assert got == want.tokens
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded"])
+async def test_disaggregated_equals_local(directory, prompts, expected, name: str) -> None:
+    async with LocalCluster(PAIR, make_kit=make_kit(directory)) as cluster:
+        assert await answers(cluster, prompts, samplings()[name]) == expected[name]
+        assert await answers(cluster, prompts, samplings()[name]) == expected[name], "and again with every prefix cached"
+        await cluster.until_idle()
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded"])
+@pytest.mark.parametrize("token_budget", [9, 40])
+async def test_chunks_of_another_size_change_nothing(directory, prompts, expected, name: str, token_budget: int) -> None:
+    async with LocalCluster({"m0": "mixed"}, make_kit=make_kit(directory, token_budget=token_budget)) as cluster:
+        assert await answers(cluster, prompts, samplings()[name]) == expected[name]
+        await cluster.until_idle()
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded"])
+async def test_preemption_changes_nothing(directory, prompts, expected, name: str) -> None:
+    async with LocalCluster({"m0": "mixed"}, num_pages=13, make_kit=make_kit(directory, reserve_tokens=0)) as cluster:
+        assert await answers(cluster, prompts, samplings()[name]) == expected[name]
+        assert cluster.nodes["m0"].parts.scheduler.num_preemptions > 0, "the pool was meant to be too small"
+        await cluster.until_idle()
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded"])
+async def test_a_stream_that_moves_to_another_node_changes_nothing(directory, prompts, expected, name: str) -> None:
+    roles = {"p0": "prefill", "d0": "decode", "d1": "decode"}
+    async with LocalCluster(roles, make_kit=make_kit(directory)) as cluster:
+        running = asyncio.create_task(answers(cluster, prompts, samplings()[name]))
+        await cluster.until(lambda: any(node.parts.decode.num_legs for node in cluster.nodes.values()))
+        await asyncio.sleep(0.03)
+        victim = max(cluster.nodes.values(), key=lambda node: node.parts.decode.num_legs)
+        await victim.kill()
+        cluster.announce()
+        assert await running == expected[name]
+        await cluster.until_idle()
