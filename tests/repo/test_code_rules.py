@@ -1,0 +1,83 @@
+"""Rules of the code that a reader relies on: where the environment is read, where protobuf ends, what is never used."""
+
+import ast
+from collections import Counter
+
+import pytest
+from tree import PACKAGES, ROOT, Module, imports, modules, written
+
+UNSAFE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}
+MAX_LINES = 500
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if m.file.name == "__init__.py"], ids=lambda module: module.name)
+def test_package_markers_are_empty(module: Module) -> None:
+    assert module.file.read_text() == ""
+
+
+@pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
+def test_a_module_says_what_it_is(module: Module) -> None:
+    assert ast.get_docstring(module.tree), f"{module.file} has no docstring"
+
+
+@pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
+def test_a_module_can_be_read_in_one_sitting(module: Module) -> None:
+    assert len(module.file.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("module", [m for m in written() if m.name != "pdcluster.config"], ids=lambda module: module.name)
+def test_the_environment_is_read_in_config_only(module: Module) -> None:
+    forbidden = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+    found = [node.lineno for node in ast.walk(module.tree) if isinstance(node, ast.Attribute) and node.attr in forbidden and _is_os(node.value)]
+    found += [line for name, line in imports(module) if name == "os" and _names_imported(module, line) & forbidden]
+    assert not found, f"{module.file} reads the environment in lines {found}; add a key to config instead"
+
+
+@pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
+def test_nothing_that_runs_code_when_read_is_used(module: Module) -> None:
+    found = [f"{module.file}:{line}: {name}" for name, line in imports(module) if name.split(".")[0] in UNSAFE]
+    found += [
+        f"{module.file}:{node.lineno}: {node.func.id}"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec")
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
+def test_protobuf_types_stay_in_rpc_and_bootstrap(module: Module) -> None:
+    if module.package in ("pdcluster.rpc", "pdcluster.bootstrap") or module.name == "pdcluster_router.grpc_api":
+        return
+    found = [f"{module.file}:{line}: {name}" for name, line in imports(module) if "_pb2" in name or name.startswith("google.protobuf")]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
+def test_no_exception_is_swallowed(module: Module) -> None:
+    """A bare or broad except whose body is only `pass` loses errors; suppressing all of them does, too."""
+    found = [
+        node.lineno
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")))
+        and all(isinstance(line, ast.Pass | ast.Continue) for line in node.body)
+    ]
+    assert not found, f"{module.file} swallows every exception in lines {found}"
+
+
+def test_test_files_have_unique_names() -> None:
+    counts = Counter(file.name for file in (ROOT / "tests").rglob("*.py") if file.name not in ("conftest.py", "__init__.py"))
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_there_are_no_files_without_a_subject() -> None:
+    vague = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py"}
+    assert [file for package in PACKAGES for file in package.rglob("*.py") if file.name in vague] == []
+
+
+def _is_os(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "os"
+
+
+def _names_imported(module: Module, line: int) -> set[str]:
+    return {alias.name for node in ast.walk(module.tree) if isinstance(node, ast.ImportFrom) and node.lineno == line for alias in node.names}

@@ -1,0 +1,63 @@
+"""What README and ARCHITECTURE tell people to type exists."""
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import typer
+from tree import ROOT
+
+from pdcluster import cli
+from pdcluster_router import cli as router_cli
+
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+DOCUMENTS = [file for file in (ROOT / "README.md", ROOT / "ARCHITECTURE.md") if file.exists()]
+COMMANDS = {"pdcluster": typer.main.get_command(cli.app), "pdcluster-router": typer.main.get_command(router_cli.app)}
+
+
+def code_lines(document: Path) -> list[str]:
+    """Lines of code blocks, with continued lines joined and comments cut off, and inline code."""
+    text = document.read_text()
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line.split(" #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return lines + re.findall(r"`([^`\n]+)`", prose)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_make_targets_in_documents_exist(document: Path) -> None:
+    named = {match[1] for line in code_lines(document) if (match := re.match(r"make ([a-z-]+)", line))}
+    assert named <= TARGETS
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_commands_and_flags_in_documents_exist(document: Path) -> None:
+    for line in code_lines(document):
+        name = line.split(" ")[0]
+        if name in COMMANDS and not re.search(r"[\[<…|]", line):
+            check(COMMANDS[name], shlex.split(line)[1:])
+
+
+def check(command: click.Command, words: list[str]) -> None:
+    """Every subcommand and flag among `words` exists."""
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        assert words[0] in command.commands, f"there is no command {words[0]}"
+        command = command.commands[words.pop(0)]
+    flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+    for word in words:
+        if word.startswith("--"):
+            assert word.split("=")[0] in flags, f"{command.name} has no flag {word}"
+
+
+def test_every_target_of_the_makefile_is_phony_and_described() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    phony = set(re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split())
+    described = set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
+    assert TARGETS == phony == described
+    assert {"demo", "up", "test", "test-full", "lint", "bench", "soak", "proto", "clean"} <= TARGETS
+
+
+def test_the_ci_runs_make_test() -> None:
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
