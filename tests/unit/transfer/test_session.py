@@ -13,6 +13,7 @@ from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Leg, pack_tok
 from pdcluster.transfer.base import Peer, Stamp, WriteStatus
 from pdcluster.transfer.fake import Fault
 from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
+from pdcluster.transfer.writer import Writer
 
 PAGES = [10, 11, 30, 31, 32, 5]
 SOURCE = [3, 4, 5, 20, 21, 40]
@@ -492,25 +493,43 @@ def test_messages_of_another_boot_are_dropped_and_counted() -> None:
     assert len(pair.landed) == len(pair.acked) == 1
 
 
-def test_a_late_duplicate_of_an_older_round_reopens_nothing() -> None:
-    pair = Pair(by_first_trial(Fault(flip_byte=0), chunk=1), checks_permits=False)
-    ticket = pair.open(PAGES, TOKENS)
-    pair.send_all(ticket, SOURCE)
+def last_page_after_a_late_duplicate(writer_class: type[Writer]) -> bytes:
+    """Chunk 2 (the partial last page) is resent once; after the reader took the KV, the old request for a resend and the old Commit come again."""
+    pair = Pair(by_first_trial(Fault(flip_byte=0), chunk=2), checks_permits=False, writer_class=writer_class)
+    pair.send_all(pair.open(PAGES, TOKENS), SOURCE)
     asked: list[CommitAck] = []
     first: list[Commit] = []
     while not pair.landed:
         pair.poll()
         asked += [message for _, message in pair.inbox if isinstance(message, CommitAck) and message.resend]
         first += [message for _, message in pair.inbox if isinstance(message, Commit) and message.round == 0]
-        pair.deliver(None if not asked else 1)
+        pair.deliver(None if not pair.landed else 0)
         pair.clock.now += 0.01
     pair.target.fill(PAGES[-1], 0x77)  # decode goes on in the last, partial page
     pair.writer.handle(READER, asked[0])
     pair.reader.handle(WRITER, first[0])
     pair.run(1.0)
-    assert pair.target.page(PAGES[-1]) == b"\x77" * PAGE_BYTES
     assert len(pair.acked) == len(pair.landed) == 1
     assert_idle(pair)
+    return pair.target.page(PAGES[-1])
+
+
+class TakesAnyRound(Writer):
+    """Breaks R7."""
+
+    def handle(self, sender: Peer, message: CommitAck | Abort) -> None:
+        outgoing = self._open.get(message.nonce)
+        if isinstance(message, CommitAck) and outgoing is not None:
+            message = CommitAck(message.nonce, message.resend, message.refused, outgoing.round)
+        super().handle(sender, message)
+
+
+def test_a_late_duplicate_of_an_older_round_reopens_nothing() -> None:
+    assert last_page_after_a_late_duplicate(Writer) == b"\x77" * PAGE_BYTES
+
+
+def test_without_rounds_it_would_overwrite_live_kv() -> None:
+    assert last_page_after_a_late_duplicate(TakesAnyRound) != b"\x77" * PAGE_BYTES
 
 
 def test_stats_of_a_stamp_know_their_trial() -> None:

@@ -92,7 +92,9 @@ class Pair:
         self.writer.finish(ticket.nonce, 42, LOGPROBS)
 
     def poll(self) -> None:
-        for end, events in ((self.reader, self.reader_events), (self.writer, self.writer_events)):
+        for end, events, peer in ((self.reader, self.reader_events, READER), (self.writer, self.writer_events, WRITER)):
+            if peer in self.network.killed:
+                continue  # a dead process does nothing
             for event in end.poll():
                 if isinstance(event, Send):
                     self.inbox.append((Peer(event.to.node, event.to.incarnation), event.message))
@@ -120,6 +122,11 @@ class Pair:
     def run(self, seconds: float, tick: float = 0.05) -> None:
         for _ in range(round(seconds / tick)):
             self.step(tick)
+
+    def close(self) -> None:
+        for node in (self.source, self.target):
+            for backend in node.backends.values():
+                backend.shutdown()
 
     # what happened
 
