@@ -1,0 +1,75 @@
+"""A request's timeline as text."""
+
+from typing import Any
+
+from pdcluster.launch.timeline import BAR, FAINT, WIDTH, render
+
+TIMELINE = {
+    "queue_s": 0.001,
+    "prefill_s": 0.200,
+    "transfer_s": 0.150,
+    "exposed_s": 0.010,
+    "ttft_s": 0.205,
+    "ttst_s": 0.220,
+    "decode_s": 0.400,
+    "decode_tokens": 47,
+    "transfer_bytes": 12_345_678,
+}
+
+
+def usage(timeline: dict[str, Any] | None = TIMELINE, **route: object) -> dict[str, Any]:
+    where = {"mode": "remote", "prefill": "prefill-0", "decode": "decode-0", "transfer": "shm", "attempts": 1, "timeline": timeline} | route
+    return {"prompt_tokens": 900, "completion_tokens": 48, "prompt_tokens_details": {"cached_tokens": 64}, "pdcluster": where}
+
+
+def row(lines: list[str], name: str) -> str:
+    (found,) = [line for line in lines if line.strip().startswith(name)]
+    return found
+
+
+def test_the_first_line_says_how_much_and_where() -> None:
+    assert render(usage())[0] == "  900 prompt tokens (64 cached), 48 new, prefill-0 → decode-0 over shm"
+    assert "3 attempts" in render(usage(attempts=3))[0]
+
+
+def test_every_stage_has_its_time() -> None:
+    lines = render(usage())
+    times = {"queue": "1.0 ms", "prefill": "200.0 ms", "first token": "205.0 ms", "second token": "220.0 ms", "decode": "400.0 ms"}
+    for name, took in times.items():
+        assert took in row(lines, name)
+    assert "118 tokens/s" in row(lines, "decode")
+
+
+def test_the_transfer_is_split_into_what_was_hidden_and_what_was_waited_for() -> None:
+    line = row(render(usage()), "KV transfer")
+    assert "140.0 ms hidden behind prefill, 10.0 ms exposed, 12.35 MB" in line
+    assert BAR in line
+    assert FAINT in line
+
+
+def test_a_transfer_that_began_after_prefill_is_exposed_whole() -> None:
+    line = row(render(usage({**TIMELINE, "transfer_s": 0.010, "exposed_s": 0.050})), "KV transfer")
+    assert "0.0 ms hidden behind prefill, 10.0 ms exposed" in line
+
+
+def test_a_request_on_one_node_has_no_transfer() -> None:
+    lines = render(usage(mode="local", prefill=None, transfer=""))
+    assert lines[0].endswith("decode-0 alone")
+    assert not any("KV transfer" in line for line in lines)
+
+
+def test_moments_that_never_came_have_no_line() -> None:
+    lines = render(usage({**TIMELINE, "ttst_s": None, "decode_s": 0.0, "decode_tokens": 0}))
+    assert not any("second token" in line or "decode  " in line for line in lines[1:])
+
+
+def test_a_request_without_a_timeline_says_so() -> None:
+    assert "no timeline" in render(usage(None))[1]
+
+
+def test_all_bars_lie_within_the_width() -> None:
+    for timeline in (TIMELINE, dict.fromkeys(TIMELINE, 0.0)):
+        for line in render(usage(timeline))[1:]:
+            cells = [at for at, cell in enumerate(line) if cell in (BAR, FAINT)]
+            assert cells
+            assert max(cells) - min(cells) < WIDTH

@@ -1,0 +1,151 @@
+"""What `up` decides: names, cores, command lines, refusals; and what it prints. Whole clusters are in tests/cluster."""
+
+import io
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcluster.config import Loaded, UpConfig, load
+from pdcluster.errors import ConfigError
+from pdcluster.launch.up import Cluster, Output, Serving, check_free, model_directory, plan_nodes
+
+
+def loaded(values: dict[str, object] | None = None, file: Path | None = None) -> Loaded[UpConfig]:
+    return load(UpConfig, values or {}, file, {})
+
+
+def cluster(values: dict[str, object] | None = None, file: Path | None = None) -> Cluster:
+    return Cluster(loaded(values, file), Output(io.StringIO(), io.StringIO(), as_json=False, width=9), log_format="text")
+
+
+def option(argv: tuple[str, ...], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+# ---------------------------------------------------------------- plans
+
+
+def test_nodes_are_named_by_role_and_number() -> None:
+    plans = plan_nodes(UpConfig(prefill=2, decode=1, mixed=1), {0})
+    assert [(plan.name, plan.role) for plan in plans] == [
+        ("prefill-0", "prefill"),
+        ("prefill-1", "prefill"),
+        ("decode-0", "decode"),
+        ("mixed-0", "mixed"),
+    ]
+
+
+@given(st.sets(st.integers(0, 63)), st.integers(1, 8), st.integers(1, 8))
+def test_cores_are_shared_out_equally_and_never_twice(available: set[int], prefill: int, decode: int) -> None:
+    plans = plan_nodes(UpConfig(prefill=prefill, decode=decode), available)
+    given_out = [core for plan in plans for core in plan.cores]
+    assert len(set(given_out)) == len(given_out)
+    assert set(given_out) <= available
+    assert {len(plan.cores) for plan in plans} == {len(available) // (prefill + decode)}
+
+
+@pytest.mark.parametrize("config", [UpConfig(pin=False), UpConfig(device="cuda")])
+def test_nodes_are_not_pinned_when_told_so_or_on_a_gpu(config: UpConfig) -> None:
+    assert all(plan.cores == () for plan in plan_nodes(config, {0, 1, 2, 3}))
+
+
+# ---------------------------------------------------------------- command lines
+
+
+async def test_a_node_is_told_its_role_name_bootstrap_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {4, 5})
+    found = cluster()
+    argv = found._node_spec(found._nodes[1], "127.0.0.1:99").argv
+    assert (option(argv, "--role"), option(argv, "--name"), option(argv, "--bootstrap")) == ("decode", "decode-0", "127.0.0.1:99")
+    assert (option(argv, "--cores"), option(argv, "--threads")) == ("5", "1")
+    assert "--transfer" not in argv, "a default of up must not hide what the node section says"
+
+
+async def test_what_up_is_told_wins_over_the_sections_of_its_children() -> None:
+    found = cluster({"up.transfer": "tcp", "node.transfer.backend": "shm", "node.role": "mixed", "up.log.level": "error"})
+    argv = found._node_spec(found._nodes[0], "127.0.0.1:99").argv
+    assert option(argv, "--transfer") == "tcp"
+    assert option(argv, "--role") == "prefill"
+    assert option(argv, "--log-level") == "error"
+    assert "node.transfer.backend=shm" not in argv
+
+
+async def test_settings_of_a_section_reach_its_process_and_no_other() -> None:
+    found = cluster({"node.kv.memory_bytes": "2MiB", "router.max_requests": "9"})
+    node = found._node_spec(found._nodes[0], "127.0.0.1:99").argv
+    router = found._router_spec("127.0.0.1:99").argv
+    assert option(node, "--set") == "node.kv.memory_bytes=2MiB"
+    assert option(router, "--set") == "router.max_requests=9"
+
+
+async def test_the_config_file_is_handed_on(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("[node]\nlease_s = 9\n")
+    found = cluster(file=file)
+    for spec in (found._bootstrap_spec(), found._router_spec("a:1"), found._node_spec(found._nodes[0], "a:1")):
+        assert option(spec.argv, "--config") == str(file)
+
+
+async def test_bootstrap_and_router_keep_their_addresses_over_restarts() -> None:
+    found = cluster()
+    assert found._bootstrap_spec().address_flag == "--listen"
+    assert found._router_spec("a:1").address_flag == "--http"
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_a_busy_port_is_refused_with_the_way_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"up\.http 127\.0\.0\.1:{port} cannot be used: Address already in use.*--http"):
+            check_free(f"127.0.0.1:{port}")
+    check_free(f"127.0.0.1:{port}")
+
+
+def test_a_host_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"up\.http"):
+        check_free("192.0.2.1:0")
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        model_directory(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        model_directory(tmp_path / "gone")
+    (tmp_path / "config.json").write_text("{}")
+    assert model_directory(tmp_path) == tmp_path
+
+
+async def test_bad_settings_of_a_child_are_told_before_anything_starts() -> None:
+    found = cluster({"node.kv.page_tokens": "24", "up.http": "127.0.0.1:0"})
+    with pytest.raises(ConfigError, match="must divide"):
+        await found.start()
+    assert await found.stop()
+
+
+# ---------------------------------------------------------------- what it prints
+
+
+def test_the_ready_line_says_url_model_nodes_transfer_and_time() -> None:
+    line = Serving("127.0.0.1", 8000, "tiny", ("prefill-0", "decode-0"), "shm", 3.21).line()
+    assert line == "ready in 3.2 s: http://127.0.0.1:8000/v1  model tiny  nodes prefill-0 decode-0  transfer shm"
+    assert Serving("::1", 80, "m", (), "tcp", 1.0).url == "http://[::1]:80"
+
+
+def test_childrens_lines_carry_their_names() -> None:
+    err = io.StringIO()
+    Output(io.StringIO(), err, as_json=False, width=9).forward("decode-0", "hello")
+    assert err.getvalue() == "decode-0  | hello\n"
+
+
+def test_json_stays_json() -> None:
+    err = io.StringIO()
+    output = Output(io.StringIO(), err, as_json=True, width=9)
+    output.forward("decode-0", '{"event": "a"}')
+    output.forward("decode-0", "a library's print")
+    assert [json.loads(line) for line in err.getvalue().splitlines()] == [{"event": "a"}, {"process": "decode-0", "event": "a library's print"}]
