@@ -15,6 +15,7 @@ import msgspec
 
 Role = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length", "eos"]
+RefusedLeg = Literal["prefill", "reserve", "deliver"]
 
 HASH_BYTES = 16
 
@@ -232,7 +233,7 @@ class Refused(Message, frozen=True, array_like=True):
 
     request: str
     attempt: int
-    leg: Literal["prefill", "reserve", "deliver"]
+    leg: RefusedLeg
     reason: str
     retry_after_s: float
     retryable: bool = True

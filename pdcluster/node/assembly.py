@@ -55,7 +55,9 @@ class Wiring:
     parking_s: float
 
 
-def assemble(wiring: Wiring, shape: Shape, engine: StepEngine, limits: Limits, files: ModelFiles, neighbours: Neighbours, clock: Callable[[], float]) -> NodeParts:
+def assemble(
+    wiring: Wiring, shape: Shape, engine: StepEngine, limits: Limits, files: ModelFiles, neighbours: Neighbours, clock: Callable[[], float]
+) -> NodeParts:
     """Everything the loop needs. The hub is bound when this returns; nothing was said yet."""
     hub = Hub(wiring.me, listen=wiring.listen, context=wiring.context, settings=wiring.wire, clock=clock)
     for backend in wiring.backends.values():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pdcluster import errors
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import Failed, Finished, Prefill, Refused, Reserve, Reserved, Timings, Work
+from pdcluster.messages import Failed, Finished, Prefill, Refused, RefusedLeg, Reserve, Reserved, Timings, Work
 from pdcluster.node.legs import Ended, EndedLegs, Output, key_of
 from pdcluster.node.outbox import Outbox
 from pdcluster.scheduler.scheduler import Scheduler, Update
@@ -39,7 +39,9 @@ class DecodeLeg:
 
 
 class DecodeSide:
-    def __init__(self, scheduler: Scheduler, pages: PagePool, reader: Reader, outbox: Outbox, ended: EndedLegs, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, pages: PagePool, reader: Reader, outbox: Outbox, ended: EndedLegs, *, clock: Callable[[], float]
+    ) -> None:
         self._scheduler = scheduler
         self._pages = pages
         self._reader = reader
@@ -138,7 +140,9 @@ class DecodeSide:
         now = self._clock()
         for leg in [leg for leg in self._legs.values() if now >= leg.deadline]:
             reason = "the request's deadline passed"
-            self._outbox.message(leg.router, Failed(leg.request, leg.attempt, errors.DeadlineExceeded.code, f"decode node gave up: {reason}", retryable=False))
+            self._outbox.message(
+                leg.router, Failed(leg.request, leg.attempt, errors.DeadlineExceeded.code, f"decode node gave up: {reason}", retryable=False)
+            )
             self._end(leg, reason)
 
     def next_deadline(self) -> float | None:
@@ -187,8 +191,7 @@ class DecodeSide:
         )
 
 
-def refusal(work: Work, leg: str, error: errors.Overloaded | errors.BadRequest) -> Refused:
-    kind = "prefill" if leg == "prefill" else "reserve"
+def refusal(work: Work, leg: RefusedLeg, error: errors.Overloaded | errors.BadRequest) -> Refused:
     if isinstance(error, errors.Overloaded):
-        return Refused(work.request, work.attempt, kind, str(error), error.retry_after_s)
-    return Refused(work.request, work.attempt, kind, str(error), 0.0, retryable=False)
+        return Refused(work.request, work.attempt, leg, str(error), error.retry_after_s)
+    return Refused(work.request, work.attempt, leg, str(error), 0.0, retryable=False)

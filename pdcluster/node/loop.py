@@ -11,7 +11,7 @@ import os
 import select
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import zmq
 
@@ -28,9 +28,9 @@ from pdcluster.messages import (
     FetchFile,
     Hello,
     Load,
-    Message,
     Prefill,
     Refused,
+    RefusedLeg,
     Release,
     Reserve,
     Role,
@@ -68,7 +68,8 @@ LONGEST_WAIT_S = 0.1
 class StepEngine(Protocol):
     """The part of the engine that the loop drives; done_fd is readable when a launched step can be collected."""
 
-    done_fd: int
+    @property
+    def done_fd(self) -> int: ...
 
     def launch(self, plan: StepPlan) -> None: ...
 
@@ -191,7 +192,9 @@ class NodeLoop:
         if self._drain_until is None:
             return False
         if self._clock() >= self._drain_until:
-            logger.warning("drain deadline of %g s passed with %d requests", self._drain_s, self._parts.prefill.num_legs + self._parts.decode.num_legs)
+            logger.warning(
+                "drain deadline of %g s passed with %d requests", self._drain_s, self._parts.prefill.num_legs + self._parts.decode.num_legs
+            )
             return True
         return self._is_idle()
 
@@ -254,7 +257,7 @@ class NodeLoop:
         if sequence is not None:
             self._parts.decode.reserve(router, message, sequence)
 
-    def _accept(self, router: Peer, work: Work, leg: Literal["prefill", "reserve"], *, remote: bool) -> Sequence | None:
+    def _accept(self, router: Peer, work: Work, leg: RefusedLeg, *, remote: bool) -> Sequence | None:
         """The work as a sequence; None when the node takes no new work, or not this, and the router was told why."""
         if self._drain_until is not None:
             self._parts.outbox.message(router, Refused(work.request, work.attempt, leg, f"node {self._parts.me.node} is draining", 0.05))
@@ -386,5 +389,5 @@ class NodeLoop:
             steps=self._steps,
         )
 
-    def _tell(self, router: Peer, message: Message) -> None:
+    def _tell(self, router: Peer, message: AnyMessage) -> None:
         self._parts.hub.send(router, message)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdcluster.messages import Message, TokenRow, Tokens
+from pdcluster.messages import AnyMessage, TokenRow, Tokens
 from pdcluster.transfer.base import Peer
 
 
 class Sender(Protocol):
-    def send(self, to: Peer, message: Message) -> bool:
+    def send(self, to: Peer, message: AnyMessage) -> bool:
         """False when the frame could not be queued; the link then signals a gap and both ends compare notes."""
         ...
 
@@ -21,7 +21,7 @@ class Sender(Protocol):
 @dataclass(slots=True)
 class Pending:
     rows: list[TokenRow] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
+    messages: list[AnyMessage] = field(default_factory=list)
 
 
 class Outbox:
@@ -32,7 +32,7 @@ class Outbox:
         """Add output tokens to the router's frame of this turn."""
         self._pending.setdefault(router, Pending()).rows.append(row)
 
-    def message(self, router: Peer, message: Message) -> None:
+    def message(self, router: Peer, message: AnyMessage) -> None:
         """Send `message` after this turn's tokens."""
         self._pending.setdefault(router, Pending()).messages.append(message)
 

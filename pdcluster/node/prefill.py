@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pdcluster import errors
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import Deliver, Delivered, Failed, Finished, Prefill, Refused, Scheduled, Ticket, Timings, TokenLogprobs
+from pdcluster.messages import Deliver, Delivered, Failed, Finished, Prefill, Refused, RefusedLeg, Scheduled, Ticket, Timings, TokenLogprobs
 from pdcluster.node.legs import Ended, EndedLegs, Output, key_of
 from pdcluster.node.outbox import Outbox
 from pdcluster.scheduler.scheduler import Scheduler, Update
@@ -56,7 +56,9 @@ class Pins:
 
 
 class PrefillSide:
-    def __init__(self, scheduler: Scheduler, pages: PagePool, writer: Writer, outbox: Outbox, ended: EndedLegs, *, parking_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, pages: PagePool, writer: Writer, outbox: Outbox, ended: EndedLegs, *, parking_s: float, clock: Callable[[], float]
+    ) -> None:
         self._scheduler = scheduler
         self._pages = pages
         self._writer = writer
@@ -98,7 +100,9 @@ class PrefillSide:
             return
         self._drop_ticket(leg, "a newer ticket came")
         if ticket.num_tokens != leg.num_tokens:
-            self._refuse(router, ticket.request, ticket.attempt, "deliver", f"the ticket is for {ticket.num_tokens} tokens, not {leg.num_tokens}", 0.0)
+            self._refuse(
+                router, ticket.request, ticket.attempt, "deliver", f"the ticket is for {ticket.num_tokens} tokens, not {leg.num_tokens}", 0.0
+            )
             return
         try:
             leg.backend = self._writer.open(ticket)
@@ -247,9 +251,8 @@ class PrefillSide:
     def _limit(self, leg: PrefillLeg) -> float:
         return leg.deadline if leg.parking_deadline is None else min(leg.deadline, leg.parking_deadline)
 
-    def _refuse(self, router: Peer, request: str, attempt: int, leg: str, reason: str, retry_after_s: float) -> None:
-        kind = "prefill" if leg == "prefill" else "deliver"
-        self._outbox.message(router, Refused(request, attempt, kind, reason, retry_after_s))
+    def _refuse(self, router: Peer, request: str, attempt: int, leg: RefusedLeg, reason: str, retry_after_s: float) -> None:
+        self._outbox.message(router, Refused(request, attempt, leg, reason, retry_after_s))
 
     def _timings(self, leg: PrefillLeg, stats: TransferStats | None = None) -> Timings:
         scheduled = leg.scheduled_at if leg.scheduled_at is not None else leg.arrived

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import CacheDelta, Load, Message
+from pdcluster.messages import AnyMessage, CacheDelta, Load
 from pdcluster.transfer.base import Peer
 
-Send = Callable[[Peer, Message], None]
+Send = Callable[[Peer, AnyMessage], None]
 
 
 class Reporter:

@@ -51,7 +51,9 @@ def run(config: NodeConfig) -> int:
             stack.callback(backend.shutdown)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.destroy, 0)
-        wiring = Wiring(me, config.role, config.listen, context, wire_settings(config), backends, transfer_settings(config), config.transfer.parking_s)
+        wiring = Wiring(
+            me, config.role, config.listen, context, wire_settings(config), backends, transfer_settings(config), config.transfer.parking_s
+        )
         limits = limits_of(config, engine)
         agent = NodeAgent(config.bootstrap, heartbeat_s=config.heartbeat_s)
         stack.callback(agent.stop)
@@ -149,7 +151,9 @@ def transfer_settings(config: NodeConfig) -> TransferSettings:
     )
 
 
-def card_of(config: NodeConfig, me: Peer, engine: Engine, parts: NodeParts, files: ModelFiles, backends: tuple[str, ...], model_dir: Path) -> NodeCard:
+def card_of(
+    config: NodeConfig, me: Peer, engine: Engine, parts: NodeParts, files: ModelFiles, backends: tuple[str, ...], model_dir: Path
+) -> NodeCard:
     """What the node says of itself to the cluster."""
     model = config.served_model_name or model_dir.resolve().name
     return NodeCard(

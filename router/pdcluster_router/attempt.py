@@ -22,13 +22,13 @@ from pdcluster.kv.hashing import extend
 from pdcluster.lifecycle import ATTEMPT, advance, is_terminal
 from pdcluster.lifecycle import Attempt as State
 from pdcluster.messages import (
+    AnyMessage,
     Cancel,
     Deliver,
     Delivered,
     Endpoint,
     Failed,
     Finished,
-    Message,
     Prefill,
     Refused,
     Release,
@@ -63,7 +63,7 @@ class Cluster(Protocol):
 
     def view(self) -> ClusterView: ...
 
-    def send(self, to: Endpoint, message: Message) -> None:
+    def send(self, to: Endpoint, message: AnyMessage) -> None:
         """Queue a frame; raises NodeLost when the link is down."""
         ...
 
@@ -191,7 +191,9 @@ class Attempt:
         backend = self.prefill_timings.backend or self._ticket_backend
         if self._mode == "local":
             return Route("local", None, self._decode_node.name if self._decode_node else None, "")
-        return Route("remote", self._prefill_node.name if self._prefill_node else None, self._decode_node.name if self._decode_node else None, backend)
+        return Route(
+            "remote", self._prefill_node.name if self._prefill_node else None, self._decode_node.name if self._decode_node else None, backend
+        )
 
     @property
     def awaits_report(self) -> bool:
@@ -213,7 +215,9 @@ class Attempt:
         """Act on the clocks that ran out; raises RetryAttempt or DeadlineExceeded."""
         now = self._clock()
         if now >= self._job.deadline:
-            raise errors.DeadlineExceeded(f"request {self._job.request} was not done by its deadline, after {len(self._job.emitted)} tokens", "request")
+            raise errors.DeadlineExceeded(
+                f"request {self._job.request} was not done by its deadline, after {len(self._job.emitted)} tokens", "request"
+            )
         if self._reserve_at is not None and now >= self._reserve_at:
             self._reserve_at = None
             self._reserve_anywhere()
@@ -375,7 +379,7 @@ class Attempt:
         self._cluster.ledger.enter(leg)
         return leg
 
-    def _send(self, leg: Leg, make: Callable[[Work], Message]) -> None:
+    def _send(self, leg: Leg, make: Callable[[Work], AnyMessage]) -> None:
         try:
             self._cluster.send(leg.endpoint, make(self._job.work(leg.attempt, self._clock())))
         except errors.NodeLost as error:

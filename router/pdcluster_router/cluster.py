@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 import zmq
@@ -27,7 +27,6 @@ from pdcluster.messages import (
     FileChunk,
     Finished,
     Load,
-    Message,
     Refused,
     Reserved,
     Scheduled,
@@ -37,7 +36,7 @@ from pdcluster.messages import (
 from pdcluster.transfer.base import Peer
 from pdcluster.wire.links import LinkState, NodeLink
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.legs import Ledger, Lost
+from pdcluster_router.legs import Body, Ledger, Lost
 from pdcluster_router.view import ClusterView, NodeView
 
 logger = logging.getLogger(__name__)
@@ -186,8 +185,8 @@ class Cluster:
             if waiting is not None and not waiting.done():
                 waiting.set_result(message)
 
-    def _deliver(self, request: str, incarnation: str, body: object) -> None:
-        if not self.ledger.deliver(request, incarnation, body):  # type: ignore[arg-type]
+    def _deliver(self, request: str, incarnation: str, body: Body) -> None:
+        if not self.ledger.deliver(request, incarnation, body):
             self.unmatched[type(body).__name__] += 1
 
     def _on_cache(self, state: NodeState, delta: CacheDelta) -> None:
@@ -225,11 +224,11 @@ class Cluster:
         """Cards of the nodes that can be reached, in the order they came."""
         return [state.card for state in self._nodes.values() if state.is_up]
 
-    def send(self, to: Endpoint, message: Message) -> None:
+    def send(self, to: Endpoint, message: AnyMessage) -> None:
         state = self._nodes.get(to.incarnation)
         if state is None or state.link is None:
             raise NodeLost(f"node {to.node} is not connected (any more)")
-        state.link.send(message)  # type: ignore[arg-type]
+        state.link.send(message)
 
     async def fetch_file(self, incarnation: str, name: str, offset: int, timeout_s: float) -> FileChunk:
         """One piece of a model card's file; raises NodeLost or TimeoutError."""

@@ -78,7 +78,9 @@ class Dispatch:
         try:
             while True:
                 try:
-                    attempt = Attempt(job, pick(self._cluster.view(), job.query(), self._settings.force), self._cluster, self._settings.stages, self._clock)
+                    attempt = Attempt(
+                        job, pick(self._cluster.view(), job.query(), self._settings.force), self._cluster, self._settings.stages, self._clock
+                    )
                     async with aclosing(self._run(attempt, job, inbox)) as chunks:
                         async for chunk in chunks:
                             first_token_at = first_token_at or attempt.first_token_at

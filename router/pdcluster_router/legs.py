@@ -30,10 +30,13 @@ class Lost:
     reason: str
 
 
+Body = Message | TokenRow | Lost
+
+
 @dataclass(frozen=True, slots=True)
 class FromNode:
     incarnation: str
-    body: Message | TokenRow | Lost
+    body: Body
 
 
 Inbox = asyncio.Queue[FromNode]
@@ -74,7 +77,7 @@ class Ledger:
         """What a Hello to this node says is open: (request, attempt, next position)."""
         return tuple((leg.request, leg.attempt, leg.position) for leg in self._legs.get(incarnation, {}).values())
 
-    def deliver(self, request: str, incarnation: str, body: Message | TokenRow | Lost) -> bool:
+    def deliver(self, request: str, incarnation: str, body: Body) -> bool:
         """False when nobody waits for it (any more): a late frame of a request that ended."""
         inbox = self._inboxes.get(request)
         if inbox is None:

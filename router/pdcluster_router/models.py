@@ -115,7 +115,9 @@ class Models:
         while True:
             chunk = await self._nodes.fetch_file(incarnation, name, len(data), FETCH_TIMEOUT_S)
             if chunk.total_bytes > MAX_FILE_BYTES or chunk.offset != len(data) or len(data) + len(chunk.data) > chunk.total_bytes:
-                raise ModelError(f"{name}: the node sent {len(chunk.data)} bytes at {chunk.offset} of {chunk.total_bytes}; pass --tokenizer DIR instead")
+                raise ModelError(
+                    f"{name}: the node sent {len(chunk.data)} bytes at {chunk.offset} of {chunk.total_bytes}; pass --tokenizer DIR instead"
+                )
             data += chunk.data
             if len(data) == chunk.total_bytes:
                 return bytes(data)

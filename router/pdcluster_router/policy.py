@@ -14,8 +14,7 @@ from pdcluster.errors import Unavailable
 from pdcluster_router.generation import Mode
 from pdcluster_router.view import ClusterView, NodeView
 
-
-Force = Literal["auto", "disaggregated", "local"]
+Force = Literal["auto", "remote", "local"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def usable(view: ClusterView, query: Query) -> list[NodeView]:
 def pick(view: ClusterView, query: Query, force: Force = "auto") -> Choice:
     """Prefill and decode apart when both pools have a node; local on the best node when one pool is empty or one mixed node is best at both.
 
-    force "local" keeps every request on one node, "disaggregated" refuses to. Raises Unavailable when no node takes work (or no pair may)."""
+    force "local" keeps every request on one node, "remote" refuses to. Raises Unavailable when no node takes work (or no pair may)."""
     nodes = usable(view, query)
     if not nodes:
         raise Unavailable(f"none of {len(view.nodes)} known nodes takes work now; see that nodes are up and not draining")
@@ -73,13 +72,13 @@ def pick(view: ClusterView, query: Query, force: Force = "auto") -> Choice:
     if force == "local" or (force == "auto" and not (prefills and decodes)):
         return Choice("local", None, best(scored), tuple(scored))
     if not (prefills and decodes):
-        raise Unavailable(f"mode disaggregated needs a prefill and a decode node, there are {len(prefills)} and {len(decodes)}; start one or use mode auto")
+        raise Unavailable(f"mode remote needs a prefill and a decode node, there are {len(prefills)} and {len(decodes)}; start one or use mode auto")
     prefill = best(prefills)
     others = [c for c in decodes if c.node is not prefill and c.node.can_exchange(prefill)]
     if force == "auto" and (not others or best(decodes) is prefill):
         return Choice("local", None, prefill, tuple(scored))
     if not others:
-        raise Unavailable(f"mode disaggregated needs a second node that can exchange KV with {prefill.name}; start one or use mode auto")
+        raise Unavailable(f"mode remote needs a second node that can exchange KV with {prefill.name}; start one or use mode auto")
     return Choice("remote", prefill, best(others), tuple(scored))
 
 

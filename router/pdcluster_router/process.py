@@ -16,7 +16,7 @@ from pdcluster.bootstrap.agent import watch
 from pdcluster.config import RouterConfig
 from pdcluster.ready import announce
 from pdcluster.transfer.base import Peer
-from pdcluster.wire.sockets import WireSettings, cluster_key
+from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.app import create_app
 from pdcluster_router.attempt import StageDeadlines
 from pdcluster_router.cluster import Cluster
@@ -60,7 +60,7 @@ async def _serve(config: RouterConfig) -> int:
 
 
 def wire_settings(config: RouterConfig) -> WireSettings:
-    return WireSettings(heartbeat_s=config.heartbeat_s, lease_s=config.lease_s, cluster_key=cluster_key(config.security.secret()))
+    return WireSettings(heartbeat_s=config.heartbeat_s, lease_s=config.lease_s, cluster_key=config.security.key_bytes())
 
 
 def dispatch_settings(config: RouterConfig) -> DispatchSettings:

@@ -38,9 +38,7 @@ def make_kit(directory: Path, *, token_budget: int = 24, reserve_tokens: int = 1
     def make(num_pages: int) -> EngineKit:
         engine = Engine(EngineConfig(directory, KERNEL_CACHE, page_tokens=PAGE, num_pages=num_pages, threads=1))
         pool = engine.pool
-        shape = NodeShape(
-            MODEL.vocab_size, num_pages, PAGE, engine.layout.page_bytes, PAGE, Region(0, pool.address, pool.nbytes, pool.fd), pool.view
-        )
+        shape = NodeShape(MODEL.vocab_size, num_pages, PAGE, engine.layout.page_bytes, PAGE, Region(0, pool.address, pool.nbytes, pool.fd), pool.view)
         return EngineKit(engine, shape, Fingerprint("model", engine.weights_digest, 1, PAGE, engine.layout), 512, token_budget, reserve_tokens)
 
     return make

@@ -104,7 +104,12 @@ class ScriptedPair:
             answer(m.Delivered(work.request, work.attempt, m.Timings(prefill_s=0.1, backend="shm")))
             if not self._dies(self.decode, "after_commit"):
                 reserved = self.works[self.decode.name]
-                self.run(self.decode, reserved, lambda body: self.cluster.answer(self.decode.endpoint, m.Cancel(work.request, 0, ""), body), self.emitted(work))
+                self.run(
+                    self.decode,
+                    reserved,
+                    lambda body: self.cluster.answer(self.decode.endpoint, m.Cancel(work.request, 0, ""), body),
+                    self.emitted(work),
+                )
 
     def on_decode(self, message: m.Message, answer: Callable[[object], None]) -> None:
         if isinstance(message, m.Reserve):

@@ -166,7 +166,9 @@ async def test_a_full_cluster_is_overloaded_after_the_hold_time() -> None:
 
 async def test_what_can_never_fit_is_the_callers_mistake() -> None:
     cluster = FakeCluster([make_node("m0", "mixed")])
-    cluster.handlers = {"m0": lambda message, answer: answer(m.Refused("r1", 0, "prefill", "the prompt needs 999 pages, the node has 10", 0.0, False))}
+    cluster.handlers = {
+        "m0": lambda message, answer: answer(m.Refused("r1", 0, "prefill", "the prompt needs 999 pages, the node has 10", 0.0, False))
+    }
     with pytest.raises(errors.BadRequest, match="999 pages"):
         await collect(make_dispatch(cluster), make_generation())
 

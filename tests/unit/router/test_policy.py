@@ -73,11 +73,11 @@ def test_the_best_mixed_node_serves_alone() -> None:
 def test_forced_modes_are_kept_or_refused() -> None:
     both = view(make_node("p0", "prefill"), make_node("d0", "decode"))
     assert pick(both, QUERY, "local").mode == "local"
-    assert pick(view(make_node("m0", "mixed"), make_node("m1", "mixed")), QUERY, "disaggregated").mode == "remote"
+    assert pick(view(make_node("m0", "mixed"), make_node("m1", "mixed")), QUERY, "remote").mode == "remote"
     with pytest.raises(Unavailable, match="needs a prefill and a decode node, there are 1 and 0"):
-        pick(view(make_node("p0", "prefill")), QUERY, "disaggregated")
+        pick(view(make_node("p0", "prefill")), QUERY, "remote")
     with pytest.raises(Unavailable, match="needs a second node"):
-        pick(view(make_node("m0", "mixed")), QUERY, "disaggregated")
+        pick(view(make_node("m0", "mixed")), QUERY, "remote")
 
 
 def test_failed_boots_are_avoided_while_there_is_another() -> None:
