@@ -28,6 +28,7 @@ KIND_NAMES = {
 }
 BOUNDS = {">=": "at least", "<=": "at most", ">": "greater than", "<": "less than"}
 SHOWN_CHARACTERS = 60
+HALF_A_PAIR = "the body has a string with half a surrogate pair (such as \\ud800 alone), which is no character; send whole characters"
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T], schemas: Mapping[str, type[msgspec.Struct]]) -> T:
@@ -35,9 +36,10 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T], schemas: Mapping[str, 
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), body, schemas) from error
+        raise _invalid(str(error), _loads(body), schemas) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(_why_not_json(body)) from error
+        _loads(body)
+        raise BadRequest(HALF_A_PAIR) from error
 
 
 def closest(name: str, known: Iterable[str]) -> str:
@@ -48,40 +50,43 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 def shown(value: object) -> str:
     """A value as JSON, cut to a length a message can carry."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="replace").decode()
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
 
 
 # ---------------------------------------------------------------- not JSON at all
 
 
-def _why_not_json(body: bytes) -> str:
+def _loads(body: bytes) -> object:
+    """The body as plain values, for saying what is wrong with it; raises BadRequest when it is not JSON. More lenient than msgspec in one
+    thing only: it lets half a surrogate pair pass."""
     if not body.strip():
-        return "the body is empty; send a JSON object"
+        raise BadRequest("the body is empty; send a JSON object")
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
-        return f"the body is not valid UTF-8: byte 0x{body[error.start]:02x} at offset {error.start}; send JSON encoded as UTF-8"
+        raise BadRequest(
+            f"the body is not valid UTF-8: byte 0x{body[error.start]:02x} at offset {error.start}; send JSON encoded as UTF-8"
+        ) from error
     try:
-        json.loads(text, parse_constant=_no_constant)
+        return json.loads(text, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         near = text[max(error.pos - 15, 0) : error.pos + 15]
-        return f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}, near {shown(near)}"
-    except RecursionError:
-        return "the body is JSON nested too deeply; send a flatter object"
-    except ValueError as error:
-        return f"the body is not valid JSON: {error}"
-    return "the body has a string with half a surrogate pair (such as \\ud800 alone), which is no character; send whole characters"
+        raise BadRequest(f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}, near {shown(near)}") from error
+    except RecursionError as error:
+        raise BadRequest("the body is JSON nested too deeply; send a flatter object") from error
+    except ValueError as error:  # a number of more digits than Python reads
+        raise BadRequest(f"the body is not valid JSON: {error}") from error
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number; leave the field out or send a finite number")
+    raise BadRequest(f"the body is not valid JSON: {name} is not a JSON number; leave the field out or send a finite number")
 
 
 # ---------------------------------------------------------------- JSON of another shape
 
 
-def _invalid(message: str, body: bytes, schemas: Mapping[str, type[msgspec.Struct]]) -> BadRequest:
+def _invalid(message: str, body: object, schemas: Mapping[str, type[msgspec.Struct]]) -> BadRequest:
     what, _, at = message.partition(" - at `")
     path = at.removesuffix("`").removeprefix("$").removeprefix(".")
     schema = schemas.get(re.sub(r"\[\d+\]", "[…]", path))
@@ -118,8 +123,8 @@ def _expectation(what: str) -> str:
     return what[:1].lower() + what[1:]
 
 
-def _value_at(body: bytes, path: str) -> object:
-    value: object = msgspec.json.decode(body)
+def _value_at(body: object, path: str) -> object:
+    value = body
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
         if name == "..." or not isinstance(value, dict | list):
             break
