@@ -42,7 +42,7 @@ class WireSettings:
     def __post_init__(self) -> None:
         if self.cluster_key is not None and len(self.cluster_key) != CLUSTER_KEY_BYTES:
             size = len(self.cluster_key)
-            raise ConfigError(f"the cluster key has {size} bytes, it must have {CLUSTER_KEY_BYTES}; head -c 32 /dev/urandom makes one")
+            raise ConfigError(f"the cluster key has {size} bytes, it must have {CLUSTER_KEY_BYTES}; take it from SecurityConfig.key_bytes")
         if not 0 < self.heartbeat_s < self.lease_s:
             raise ConfigError(f"heartbeat_s is {self.heartbeat_s} and lease_s {self.lease_s}; a lease must outlast its heartbeats")
 
@@ -60,11 +60,6 @@ class KeyPair:
 
     def __repr__(self) -> str:
         return "KeyPair(<secret>)"
-
-
-def cluster_key(secret: bytes | None) -> bytes | None:
-    """The cluster key made from a secret of any length, as the config has it."""
-    return None if secret is None else hashlib.blake2b(secret, digest_size=CLUSTER_KEY_BYTES, person=b"pdcluster-key").digest()
 
 
 def derive_keys(cluster_key: bytes) -> KeyPair:

@@ -1,0 +1,280 @@
+"""The two clients of the bootstrap: `NodeAgent` keeps a node registered and says who left, `watch` follows the cluster for a router.
+
+Traffic never waits for the bootstrap: while it is away, nodes keep trying and watchers keep the last snapshot. Several addresses are
+independent bootstraps: a node registers with each, a watcher follows one and goes to the next when it fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle
+from queue import Empty, SimpleQueue
+
+import grpc
+
+from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
+from pdcluster.errors import BadRequest, ConfigError, PdclusterError, Unavailable
+from pdcluster.messages import Role
+from pdcluster.rpc import bootstrap_pb2 as pb
+from pdcluster.rpc import bootstrap_pb2_grpc as stubs
+from pdcluster.rpc.cards import card_to_proto, role_to_proto, snapshot_from_proto
+from pdcluster.rpc.status import error_of
+from pdcluster.transfer.base import Peer
+
+__all__ = ["NodeAgent", "Retry", "watch"]
+
+CALL_S = 3.0
+LEAVE_S = 1.0
+MAX_SNAPSHOT_BYTES = 64 << 20
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_SNAPSHOT_BYTES),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_http_proxy", 0),
+)
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Retry:
+    """Pauses between tries that fail: doubling from first_s to last_s, each cut by a random part, so that nodes do not come back in step."""
+
+    first_s: float = 0.1
+    last_s: float = 2.0
+    failures: int = 0
+
+    def next_s(self) -> float:
+        pause = min(self.last_s, self.first_s * 2.0 ** min(self.failures, 30))
+        self.failures += 1
+        return pause * random.uniform(0.5, 1.0)
+
+    def reset(self) -> None:
+        self.failures = 0
+
+
+class NodeAgent:
+    """Keeps one node registered, in threads of its own (one per bootstrap, one that watches); every method may be called from any thread.
+
+    `wakeup_fd` is readable when `gone` has news.
+    """
+
+    def __init__(self, addresses: Sequence[str], *, heartbeat_s: float | None = None) -> None:
+        """heartbeat_s: at most this long between two renewals; a third of the lease that the bootstrap grants, when that is shorter."""
+        self._addresses = _required(addresses)
+        self._heartbeat_s = heartbeat_s
+        self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._news: SimpleQueue[Peer | BaseException] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._card: NodeCard | None = None
+        self._nudges = [threading.Event() for _ in self._addresses]
+        self._stopping = threading.Event()
+        self._watching: grpc.Call | None = None
+        self._registered: Callable[[], None] | None = None
+        self._threads: list[threading.Thread] = []
+
+    def start(self, card: NodeCard, registered: Callable[[], None] = lambda: None) -> None:
+        """Begin to register; returns at once. `registered` is called once, from an agent's thread, when the first bootstrap took the node."""
+        self._card, self._registered = card, registered
+        for address, nudge in zip(self._addresses, self._nudges, strict=True):
+            self._run_thread(f"bootstrap {address}", partial(self._keep, address, nudge))
+        self._run_thread("bootstrap watch", self._watch)
+
+    def gone(self) -> list[Peer]:
+        """Boots of other nodes that left the cluster since the last call. Raises the error for which a bootstrap refused this node for good:
+        BadRequest or ConfigError; the node cannot serve then."""
+        self._clear_wakeup()
+        peers: list[Peer] = []
+        while True:
+            try:
+                news = self._news.get_nowait()
+            except Empty:
+                return peers
+            if isinstance(news, BaseException):
+                raise news
+            peers.append(news)
+
+    def set_draining(self) -> None:
+        """Tell the cluster that this node takes no new work."""
+        self._change(lambda card: replace(card, draining=True))
+
+    def set_role(self, role: Role) -> None:
+        self._change(lambda card: replace(card, role=role))
+
+    def stop(self) -> None:
+        """Leave the cluster and end the threads. Idempotent."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        for nudge in self._nudges:
+            nudge.set()
+        with self._lock:
+            if self._watching is not None:
+                self._watching.cancel()
+        for thread in self._threads:
+            thread.join()
+        os.close(self.wakeup_fd)
+
+    # ------------------------------------------------------------ registration
+
+    def _keep(self, address: str, nudge: threading.Event) -> None:
+        """Stay registered at one bootstrap until the node stops or is refused."""
+        retry, registered = Retry(), False
+        with _channel(address) as stub:
+            while not self._stopping.is_set():
+                nudge.clear()
+                if self._stopping.is_set():  # set before the nudge that was just cleared
+                    break
+                try:
+                    pause_s, registered = self._renew(stub, address, registered)
+                    retry.reset()
+                except grpc.RpcError as error:
+                    translated = error_of(error, f"bootstrap {address}")
+                    if isinstance(translated, BadRequest | ConfigError):
+                        raise translated from error
+                    pause_s = retry.next_s()
+                    if retry.failures == 1:
+                        log.warning("%s; this node goes on without it and tries again", translated)
+                nudge.wait(pause_s)
+            if registered:
+                self._leave(stub, address)
+
+    def _renew(self, stub: stubs.BootstrapStub, address: str, registered: bool) -> tuple[float, bool]:
+        """One call that keeps the node known; the time until the next one, and whether the node is registered now."""
+        card = self._current_card()
+        if registered:
+            request = pb.KeepAliveRequest(node=card.node, incarnation=card.incarnation, role=role_to_proto(card.role), draining=card.draining)
+            reply = stub.KeepAlive(request, timeout=CALL_S)
+            return (self._pause_s(reply.lease_s), True) if reply.known else (0.0, False)
+        lease_s = stub.Register(pb.RegisterRequest(card=card_to_proto(card)), timeout=CALL_S).lease_s
+        log.info("registered with bootstrap %s for %g s at a time", address, lease_s)
+        self._tell_registered()
+        return self._pause_s(lease_s), True
+
+    def _pause_s(self, lease_s: float) -> float:
+        return lease_s / 3 if self._heartbeat_s is None else min(self._heartbeat_s, lease_s / 3)
+
+    def _leave(self, stub: stubs.BootstrapStub, address: str) -> None:
+        card = self._current_card()
+        try:
+            stub.Leave(pb.LeaveRequest(node=card.node, incarnation=card.incarnation), timeout=LEAVE_S)
+        except grpc.RpcError as error:
+            log.info("%s; it will notice by the lease that this node left", error_of(error, f"bootstrap {address}"))
+
+    def _tell_registered(self) -> None:
+        with self._lock:
+            registered, self._registered = self._registered, None
+        if registered is not None:
+            registered()
+
+    # ------------------------------------------------------------ watching
+
+    def _watch(self) -> None:
+        """Follow one bootstrap after the other until the node stops."""
+        retry, last = Retry(), None
+        for address in cycle(self._addresses):
+            if self._stopping.is_set():
+                return
+            try:
+                for snapshot in self._snapshots(address):
+                    retry.reset()
+                    last = self._apply(snapshot, last)
+            except grpc.RpcError as error:
+                if not self._stopping.is_set():
+                    log.info("%s; watching again", error_of(error, f"bootstrap {address}"))
+            except BadRequest as error:
+                log.warning("bootstrap %s sent a cluster that this version does not understand: %s", address, error)
+            self._stopping.wait(retry.next_s())
+
+    def _snapshots(self, address: str) -> Iterator[ClusterSnapshot]:
+        with _channel(address) as stub:
+            with self._lock:
+                if self._stopping.is_set():
+                    return
+                self._watching = call = stub.Watch(pb.WatchRequest())
+            for snapshot in call:
+                yield snapshot_from_proto(snapshot)
+
+    def _apply(self, snapshot: ClusterSnapshot, last: ClusterSnapshot | None) -> ClusterSnapshot:
+        merged = snapshot.merged_over(last)
+        for peer in merged.gone_since(last):
+            if peer != self._current_card().peer:
+                self._tell(peer)
+        return merged
+
+    # ------------------------------------------------------------ threads
+
+    def _run_thread(self, name: str, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                log.exception("%s ended", name)
+                self._tell(error)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _tell(self, news: Peer | BaseException) -> None:
+        self._news.put(news)
+        os.eventfd_write(self.wakeup_fd, 1)
+
+    def _clear_wakeup(self) -> None:
+        try:
+            os.eventfd_read(self.wakeup_fd)
+        except BlockingIOError:
+            return
+
+    def _current_card(self) -> NodeCard:
+        with self._lock:
+            assert self._card is not None
+            return self._card
+
+    def _change(self, change: Callable[[NodeCard], NodeCard]) -> None:
+        with self._lock:
+            if self._card is not None:
+                self._card = change(self._card)
+        for nudge in self._nudges:
+            nudge.set()
+
+
+async def watch(addresses: Sequence[str]) -> AsyncIterator[ClusterSnapshot]:
+    """The cluster as it is now, and again whenever it changed, for ever. While no bootstrap answers, nothing comes and the last one holds."""
+    retry, last = Retry(), None
+    for address in cycle(_required(addresses)):
+        try:
+            async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
+                async for found in stubs.BootstrapStub(channel).Watch(pb.WatchRequest()):
+                    retry.reset()
+                    last = snapshot_from_proto(found).merged_over(last)
+                    yield last
+            reason: PdclusterError = Unavailable(f"bootstrap {address} ended the watch")
+        except grpc.RpcError as error:
+            reason = error_of(error, f"bootstrap {address}")
+        except BadRequest as error:
+            reason = error
+        pause_s = retry.next_s()
+        if retry.failures == 1:
+            log.warning("%s; the last known cluster holds until a bootstrap answers", reason)
+        await asyncio.sleep(pause_s)
+
+
+@contextmanager
+def _channel(address: str) -> Iterator[stubs.BootstrapStub]:
+    with grpc.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
+        yield stubs.BootstrapStub(channel)
+
+
+def _required(addresses: Sequence[str]) -> tuple[str, ...]:
+    if not addresses:
+        raise ConfigError("no bootstrap address is given; pass --bootstrap HOST:PORT")
+    return tuple(addresses)

@@ -1,0 +1,144 @@
+"""What the cluster knows about a node, and a snapshot of all nodes: plain values, checked. Who is alive is decided in `bootstrap.store`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from pdcluster.errors import BadRequest
+from pdcluster.kinds import address
+from pdcluster.kv.layout import DType, Fingerprint
+from pdcluster.messages import Endpoint, Role
+from pdcluster.transfer.base import Peer
+
+MAX_NAME_CHARS = 128
+MAX_TEXT_CHARS = 1024
+MAX_LIST_ITEMS = 256
+INT31 = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCard:
+    """One boot of one node, as it introduces itself.
+
+    node: its name, unique in the cluster; model: the name that requests use; address: host:port of its control socket; backends: names of
+    transfer backends, best first; tokenizer_hash: content hash of the tokenizer's files. Page and hash block sizes are in the fingerprint.
+    """
+
+    node: str
+    incarnation: str
+    role: Role
+    address: str
+    model: str
+    fingerprint: Fingerprint
+    max_len: int
+    vocab_size: int
+    num_pages: int
+    eos_ids: tuple[int, ...] = ()
+    tokenizer_hash: str = ""
+    backends: tuple[str, ...] = ()
+    device: str = "cpu"
+    draining: bool = False
+    pid: int | None = None
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.node, self.incarnation)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.node, self.incarnation, self.address)
+
+    @property
+    def page_tokens(self) -> int:
+        return self.fingerprint.layout.page_tokens
+
+    @property
+    def hash_block_tokens(self) -> int:
+        return self.fingerprint.hash_block_tokens
+
+    @property
+    def weights(self) -> str:
+        """The version of the weights, which salts the block hashes."""
+        return self.fingerprint.weights
+
+    @property
+    def dtype(self) -> DType:
+        return self.fingerprint.layout.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSnapshot:
+    """All nodes at one moment, sorted by name. boot and version name the moment; settling: the bootstrap is so young that a node missing
+    here may only not have registered again yet."""
+
+    boot: str
+    version: int
+    settling: bool
+    nodes: tuple[NodeCard, ...]
+
+    def merged_over(self, earlier: ClusterSnapshot | None) -> ClusterSnapshot:
+        """This snapshot, with the nodes of an earlier one that it does not disprove: absence proves nothing while settling."""
+        if earlier is None or not self.settling:
+            return self
+        known = {card.node: card for card in earlier.nodes} | {card.node: card for card in self.nodes}
+        return ClusterSnapshot(self.boot, self.version, self.settling, tuple(known[name] for name in sorted(known)))
+
+    def gone_since(self, earlier: ClusterSnapshot | None) -> tuple[Peer, ...]:
+        """Boots of nodes that were there and are not any more."""
+        now = {card.peer for card in self.nodes}
+        return () if earlier is None else tuple(card.peer for card in earlier.nodes if card.peer not in now)
+
+
+def check_card(card: NodeCard) -> None:
+    """Raises BadRequest for a field that no node of ours would send."""
+    for name, value in (("node", card.node), ("incarnation", card.incarnation)):
+        _check_text(name, value, MAX_NAME_CHARS, required=True)
+    layout = card.fingerprint.layout
+    for name, value in (("model", card.model), ("fingerprint.model", card.fingerprint.model), ("fingerprint.weights", card.fingerprint.weights)):
+        _check_text(name, value, MAX_TEXT_CHARS, required=name != "fingerprint.weights")
+    for name, value in (("tokenizer_hash", card.tokenizer_hash), ("device", card.device)):
+        _check_text(name, value, MAX_NAME_CHARS, required=False)
+    if card.role not in get_args(Role):
+        raise BadRequest(f"role is {card.role!r}, allowed are {', '.join(get_args(Role))}", "role")
+    if layout.dtype not in get_args(DType):
+        raise BadRequest(f"dtype is {layout.dtype!r}, allowed are {', '.join(get_args(DType))}", "dtype")
+    _check_address(card.address)
+    for name, number in (
+        ("num_layers", layout.num_layers), ("num_kv_heads", layout.num_kv_heads), ("head_dim", layout.head_dim), ("page_tokens", layout.page_tokens),
+        ("protocol", card.fingerprint.protocol), ("hash_block_tokens", card.fingerprint.hash_block_tokens),
+        ("max_len", card.max_len), ("vocab_size", card.vocab_size), ("num_pages", card.num_pages),
+    ):  # fmt: skip
+        _check_positive(name, number)
+    _check_lists(card)
+
+
+def _check_lists(card: NodeCard) -> None:
+    for name, items in (("eos_ids", card.eos_ids), ("backends", card.backends)):
+        if len(items) > MAX_LIST_ITEMS:
+            raise BadRequest(f"{name} has {len(items)} entries, at most {MAX_LIST_ITEMS} are allowed", name)
+    for token in card.eos_ids:
+        if not 0 <= token < card.vocab_size:
+            raise BadRequest(f"eos_ids holds {token}, the vocabulary has {card.vocab_size} tokens", "eos_ids")
+    for backend in card.backends:
+        _check_text("backends", backend, MAX_NAME_CHARS, required=True)
+
+
+def _check_address(where: str) -> None:
+    _check_text("address", where, MAX_TEXT_CHARS, required=True)
+    try:
+        checked = address(where)
+    except ValueError as error:
+        raise BadRequest(f"address {where!r} {error}", "address") from error
+    if int(checked.rpartition(":")[2]) == 0:
+        raise BadRequest(f"address {where!r} has port 0, to which nobody can connect", "address")
+
+
+def _check_text(name: str, value: str, limit: int, *, required: bool) -> None:
+    if len(value) > limit or (required and not value):
+        raise BadRequest(f"{name} has {len(value)} characters, allowed are {1 if required else 0} to {limit}", name)
+
+
+def _check_positive(name: str, value: int) -> None:
+    if not 0 < value <= INT31:
+        raise BadRequest(f"{name} is {value}, allowed are 1 to {INT31}", name)

@@ -1,0 +1,156 @@
+"""The bootstrap service: the store behind gRPC, with health and reflection. One asyncio loop owns the store; nothing is kept on disk, because
+every node registers again when a bootstrap that restarted does not know it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdcluster.bootstrap.store import Store, StoreSettings
+from pdcluster.config import BootstrapConfig
+from pdcluster.errors import ConfigError, PdclusterError
+from pdcluster.ready import announce
+from pdcluster.rpc import bootstrap_pb2 as pb
+from pdcluster.rpc import bootstrap_pb2_grpc as stubs
+from pdcluster.rpc.cards import card_from_proto, role_from_proto, snapshot_to_proto
+from pdcluster.rpc.status import status_of
+from pdcluster.transfer.base import Peer
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Bootstrap"].full_name
+STOP_GRACE_S = 1.0
+MAX_CARD_BYTES = 256 << 10
+MAX_CONCURRENT_RPCS = 20_000
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a second bootstrap on the same port must fail, not take half of the calls
+    ("grpc.max_receive_message_length", MAX_CARD_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+log = logging.getLogger(__name__)
+
+
+class Servicer(stubs.BootstrapServicer):
+    """Translates calls to the store, and tells watchers when its version moved."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._told = store.version
+        self._changed = asyncio.Event()
+        self._stopping = False
+
+    async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterReply:
+        try:
+            card = card_from_proto(request.card)
+            self._store.register(card)
+        except PdclusterError as error:
+            log.warning("refused node %.128r: %s", request.card.node, error)
+            await context.abort(status_of(error), str(error))
+        self.notify()
+        log.info("node %s (%s) registered at %s, boot %s", card.node, card.role, card.address, card.incarnation)
+        return pb.RegisterReply(lease_s=self._store.lease_s)
+
+    async def KeepAlive(self, request: pb.KeepAliveRequest, context: grpc.aio.ServicerContext) -> pb.KeepAliveReply:
+        try:
+            peer = Peer(request.node, request.incarnation)
+            known = self._store.keep_alive(peer, role=role_from_proto(request.role), draining=request.draining)
+        except PdclusterError as error:
+            await context.abort(status_of(error), str(error))
+        self.notify()
+        return pb.KeepAliveReply(known=known, lease_s=self._store.lease_s)
+
+    async def Leave(self, request: pb.LeaveRequest, context: grpc.aio.ServicerContext) -> pb.LeaveReply:
+        self._store.leave(Peer(request.node, request.incarnation))
+        self.notify()
+        log.info("node %.128s left", request.node)
+        return pb.LeaveReply()
+
+    async def Watch(self, request: pb.WatchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Snapshot]:
+        seen = None
+        while not self._stopping:
+            if seen != self._store.version:
+                seen = self._store.version
+                yield snapshot_to_proto(self._store.snapshot())
+            else:
+                await self._changed.wait()
+
+    async def expire_forever(self) -> None:
+        """Notice leases that end."""
+        while True:
+            for peer in self._store.expire():
+                log.warning("node %s, boot %s, is silent: its lease ended", peer.node, peer.incarnation)
+            self.notify()
+            await asyncio.sleep(self._store.lease_s / 20)
+
+    def stop(self) -> None:
+        """End the watches."""
+        self._stopping = True
+        self._changed.set()
+
+    def notify(self) -> None:
+        """Wake the watchers when the version moved."""
+        if self._told != self._store.version:
+            self._told = self._store.version
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+
+@asynccontextmanager
+async def serving(listen: str, settings: StoreSettings) -> AsyncIterator[str]:
+    """Serve while the block runs; yields the address with the port that was bound."""
+    server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
+    servicer = Servicer(Store(settings))
+    stubs.add_BootstrapServicer_to_server(servicer, server)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    address = _bind(server, listen)
+    await server.start()
+    for service in ("", SERVICE):
+        await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
+    expiry = asyncio.create_task(servicer.expire_forever(), name="bootstrap leases")
+    try:
+        yield address
+    finally:
+        await health_servicer.enter_graceful_shutdown()
+        expiry.cancel()
+        await asyncio.gather(expiry, return_exceptions=True)
+        servicer.stop()
+        await server.stop(STOP_GRACE_S)
+
+
+async def serve(config: BootstrapConfig, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set; announces the bound address."""
+    async with serving(config.listen, StoreSettings(lease_s=config.lease_s, max_nodes=config.max_nodes)) as address:
+        announce(config.ready_fd, address, name="bootstrap")
+        log.info("bootstrap serves %s", address)
+        await stop.wait()
+
+
+def run(config: BootstrapConfig) -> int:
+    """The process: serve until SIGTERM or SIGINT; the exit code is 0."""
+    return asyncio.run(_run(config))
+
+
+async def _run(config: BootstrapConfig) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await serve(config, stop)
+    return 0
+
+
+def _bind(server: grpc.aio.Server, listen: str) -> str:
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise ConfigError(f"the bootstrap cannot listen on {listen}: {error}; choose another --listen address") from error
+    return f"{listen.rpartition(':')[0]}:{port}"

@@ -1,0 +1,146 @@
+"""Who is alive: nodes with leases, the newest boot of each name, one layout for all. Pure state with an injected clock; no sockets, no threads.
+
+A node is in from its registration until it leaves or its lease ends. Every change bumps the version, so that watchers get each state once.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from time import monotonic
+
+from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard, check_card
+from pdcluster.errors import ConfigError, Overloaded
+from pdcluster.kv.layout import Fingerprint
+from pdcluster.messages import Role
+from pdcluster.transfer.base import Peer
+
+__all__ = ["ClusterSnapshot", "NodeCard", "Store", "StoreSettings", "differences"]
+
+MAX_REPLACED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """lease_s: how long a silent node stays in; max_nodes bounds what callers can make the store hold."""
+
+    lease_s: float = 6.0
+    max_nodes: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.lease_s <= 0 or self.max_nodes < 1:
+            raise ConfigError(f"bootstrap lease_s is {self.lease_s} and max_nodes {self.max_nodes}; both must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    card: NodeCard
+    ends_at: float
+
+
+class Store:
+    """Owned by one thread. `boot` names this store's life: versions of two boots do not compare."""
+
+    def __init__(self, settings: StoreSettings, clock: Callable[[], float] = monotonic) -> None:
+        self.boot = secrets.token_hex(8)
+        self.version = 1
+        self._settings, self._clock = settings, clock
+        self._settled_at = clock() + settings.lease_s
+        self._settling = True
+        self._leases: dict[str, _Lease] = {}
+        self._replaced: OrderedDict[Peer, None] = OrderedDict()
+
+    @property
+    def lease_s(self) -> float:
+        return self._settings.lease_s
+
+    def register(self, card: NodeCard) -> None:
+        """Take a node in, in place of any other boot of that name. Raises BadRequest (bad card), ConfigError (does not fit the cluster, or a
+        newer boot has its name), Overloaded (too many nodes)."""
+        self.expire()
+        check_card(card)
+        if card.peer in self._replaced:
+            newer = self._leases.get(card.node)
+            by = f" by boot {newer.card.incarnation}" if newer else ""
+            raise ConfigError(f"node {card.node!r} boot {card.incarnation} was replaced{by}; give every node a name of its own")
+        self._check_fits(card)
+        known = self._leases.get(card.node)
+        if known is None and len(self._leases) >= self._settings.max_nodes:
+            raise Overloaded(f"the cluster has {len(self._leases)} nodes, which is its limit; raise the bootstrap's max_nodes", self.lease_s)
+        if known is not None and known.card.incarnation != card.incarnation:
+            self._remember_replaced(known.card.peer)
+        self._put(card)
+
+    def keep_alive(self, peer: Peer, *, role: Role, draining: bool) -> bool:
+        """Renew a lease and take over the state that changes. False when that boot is not in: it has to register."""
+        self.expire()
+        known = self._leases.get(peer.node)
+        if known is None or known.card.peer != peer:
+            return False
+        card = replace(known.card, role=role, draining=draining)
+        check_card(card)
+        self._put(card)
+        return True
+
+    def leave(self, peer: Peer) -> None:
+        """Forget a boot. Idempotent; says nothing about another boot of that name."""
+        known = self._leases.get(peer.node)
+        if known is not None and known.card.peer == peer:
+            del self._leases[peer.node]
+            self.version += 1
+
+    def expire(self) -> tuple[Peer, ...]:
+        """Forget the nodes whose lease ended, and say which."""
+        now = self._clock()
+        over = tuple(lease.card.peer for lease in self._leases.values() if lease.ends_at <= now)
+        for peer in over:
+            del self._leases[peer.node]
+        settled = self._settling and now >= self._settled_at
+        if settled:
+            self._settling = False
+        if over or settled:
+            self.version += 1
+        return over
+
+    def snapshot(self) -> ClusterSnapshot:
+        """The cluster as of the last call that changed it."""
+        cards = tuple(self._leases[name].card for name in sorted(self._leases))
+        return ClusterSnapshot(self.boot, self.version, self._settling, cards)
+
+    def _put(self, card: NodeCard) -> None:
+        known = self._leases.get(card.node)
+        self._leases[card.node] = _Lease(card, self._clock() + self._settings.lease_s)
+        if known is None or known.card != card:
+            self.version += 1
+
+    def _check_fits(self, card: NodeCard) -> None:
+        other = next((lease.card for name, lease in self._leases.items() if name != card.node), None)
+        if other is None:
+            return
+        found = list(differences(card.fingerprint, other.fingerprint))
+        if card.model != other.model:
+            found.insert(0, f"served model {card.model!r} here, {other.model!r} there")
+        if found:
+            raise ConfigError(
+                f"node {card.node!r} does not fit the cluster of node {other.node!r}: {'; '.join(found)}; "
+                "start it with the same model, weights, dtype and page size, or in a cluster of its own"
+            )
+
+    def _remember_replaced(self, peer: Peer) -> None:
+        self._replaced[peer] = None
+        while len(self._replaced) > MAX_REPLACED:
+            self._replaced.popitem(last=False)
+
+
+def differences(ours: Fingerprint, theirs: Fingerprint) -> Iterator[str]:
+    """The fields in which two fingerprints differ, to be read by a person."""
+    left, right = asdict(ours), asdict(theirs)
+    left |= left.pop("layout")
+    right |= right.pop("layout")
+    for name, value in left.items():
+        if value != right[name]:
+            yield f"{name} {value!r} here, {right[name]!r} there"
+
+

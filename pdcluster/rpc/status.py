@@ -1,0 +1,31 @@
+"""Our errors as gRPC status codes and back: the one border where gRPC's errors are translated."""
+
+from __future__ import annotations
+
+import grpc
+
+from pdcluster.errors import BadRequest, Cancelled, ConfigError, DeadlineExceeded, Overloaded, PdclusterError, Unavailable, UnknownModel
+
+_CODES: tuple[tuple[type[PdclusterError], grpc.StatusCode], ...] = (
+    # The first that fits, so that subclasses come before their bases.
+    (UnknownModel, grpc.StatusCode.NOT_FOUND),
+    (BadRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
+    (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (Cancelled, grpc.StatusCode.CANCELLED),
+    (Unavailable, grpc.StatusCode.UNAVAILABLE),
+)
+_ERRORS: dict[grpc.StatusCode, type[PdclusterError]] = {code: error for error, code in _CODES}
+
+
+def status_of(error: PdclusterError) -> grpc.StatusCode:
+    return next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
+def error_of(error: grpc.RpcError, who: str) -> PdclusterError:
+    """Ours for gRPC's; `who` names the server in the message. A code that none of ours stands for means that the server cannot serve."""
+    if not isinstance(error, grpc.Call) and not isinstance(error, grpc.aio.AioRpcError):
+        return Unavailable(f"{who}: {error}")
+    kind = _ERRORS.get(error.code(), Unavailable)
+    return kind(f"{who} answered {error.code().name}: {error.details()}")

@@ -1,0 +1,83 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from bootstrap_cards import FINGERPRINT, LAYOUT, make_card
+
+from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard, check_card
+from pdcluster.errors import BadRequest
+from pdcluster.messages import Endpoint
+from pdcluster.rpc.cards import card_from_proto, card_to_proto, role_from_proto, snapshot_from_proto, snapshot_to_proto
+from pdcluster.transfer.base import Peer
+
+
+def snapshot(*cards: NodeCard, settling: bool = False, version: int = 1) -> ClusterSnapshot:
+    return ClusterSnapshot("b", version, settling, cards)
+
+
+def test_a_card_knows_its_peer_endpoint_and_sizes() -> None:
+    card = make_card()
+    assert card.peer == Peer("prefill-0", "boot-1")
+    assert card.endpoint == Endpoint("prefill-0", "boot-1", "127.0.0.1:4000")
+    assert (card.page_tokens, card.hash_block_tokens, card.weights, card.dtype) == (32, 32, "sha-1", "float32")
+
+
+@pytest.mark.parametrize("card", [make_card(), make_card(pid=None, eos_ids=(), backends=(), draining=True, role="mixed")])
+def test_a_card_comes_back_from_protobuf_as_it_was(card: NodeCard) -> None:
+    check_card(card)
+    assert card_from_proto(card_to_proto(card)) == card
+
+
+def test_a_snapshot_comes_back_from_protobuf_as_it_was() -> None:
+    cards = snapshot(make_card("a"), make_card("b", role="decode"), settling=True, version=2**40)
+    assert snapshot_from_proto(snapshot_to_proto(cards)) == cards
+
+
+def test_a_fingerprint_of_another_version_is_refused() -> None:
+    card = card_to_proto(make_card())
+    card.fingerprint_digest = "0" * 16
+    with pytest.raises(BadRequest, match="same pdcluster version"):
+        card_from_proto(card)
+
+
+@pytest.mark.parametrize("number", [0, 4, 99])
+def test_an_unknown_role_is_refused(number: int) -> None:
+    with pytest.raises(BadRequest, match="role"):
+        role_from_proto(number)
+
+
+BAD: list[dict[str, Any]] = [
+    {"node": ""}, {"node": "n" * 129}, {"incarnation": ""}, {"role": "boss"}, {"address": "nowhere"}, {"address": "host:0"}, {"address": "h" * 2000},
+    {"model": ""}, {"max_len": 0}, {"vocab_size": -1}, {"num_pages": 2**31}, {"eos_ids": (1000,)}, {"eos_ids": (-1,)}, {"eos_ids": (1,) * 257},
+    {"backends": ("",)}, {"backends": ("b" * 129,)}, {"device": "d" * 129}, {"tokenizer_hash": "t" * 129},
+    {"fingerprint": replace(FINGERPRINT, protocol=0)}, {"fingerprint": replace(FINGERPRINT, layout=replace(LAYOUT, num_layers=0))},
+    {"fingerprint": replace(FINGERPRINT, layout=replace(LAYOUT, dtype="int3"))}, {"fingerprint": replace(FINGERPRINT, model="m" * 2000)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", BAD, ids=lambda changes: f"{next(iter(changes))}={str(next(iter(changes.values())))[:30]}")
+def test_a_card_with_a_bad_field_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest):
+        check_card(make_card(**changes))
+
+
+def test_a_node_missing_from_a_settled_snapshot_is_gone() -> None:
+    earlier, later = snapshot(make_card("a"), make_card("b")), snapshot(make_card("b"))
+    assert later.merged_over(earlier) == later
+    assert later.gone_since(earlier) == (Peer("a", "boot-1"),)
+
+
+def test_a_node_missing_from_a_settling_snapshot_is_kept() -> None:
+    earlier, later = snapshot(make_card("a"), make_card("b")), snapshot(make_card("b", draining=True), settling=True)
+    merged = later.merged_over(earlier)
+    assert merged.nodes == (make_card("a"), make_card("b", draining=True)) and merged.gone_since(earlier) == ()
+
+
+def test_a_new_boot_of_a_node_is_proof_that_the_old_one_is_gone_even_while_settling() -> None:
+    earlier, later = snapshot(make_card("a", "boot-1")), snapshot(make_card("a", "boot-2"), settling=True)
+    assert later.merged_over(earlier).gone_since(earlier) == (Peer("a", "boot-1"),)
+
+
+def test_before_the_first_snapshot_nobody_is_gone() -> None:
+    first = snapshot(make_card("a"), settling=True)
+    assert first.merged_over(None) == first and first.gone_since(None) == ()

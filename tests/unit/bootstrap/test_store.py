@@ -1,0 +1,218 @@
+from dataclasses import replace
+
+import pytest
+from bootstrap_cards import FINGERPRINT, LAYOUT, make_card
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pdcluster.bootstrap.store import Store, StoreSettings, differences
+from pdcluster.errors import BadRequest, ConfigError, Overloaded
+from pdcluster.transfer.base import Peer
+
+LEASE_S = 6.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> Store:
+    return Store(StoreSettings(lease_s=LEASE_S, max_nodes=3), clock)
+
+
+def names(store: Store) -> list[tuple[str, str]]:
+    return [(card.node, card.incarnation) for card in store.snapshot().nodes]
+
+
+def test_a_registered_node_is_in_until_its_lease_ends(store: Store, clock: Clock) -> None:
+    store.register(make_card())
+    clock.now += LEASE_S - 0.01
+    assert store.expire() == () and names(store) == [("prefill-0", "boot-1")]
+    clock.now += 0.02
+    assert store.expire() == (Peer("prefill-0", "boot-1"),) and names(store) == []
+
+
+def test_keeping_alive_renews_the_lease_and_takes_over_role_and_drain(store: Store, clock: Clock) -> None:
+    store.register(make_card())
+    clock.now += LEASE_S - 1
+    version = store.version
+    assert store.keep_alive(Peer("prefill-0", "boot-1"), role="decode", draining=True)
+    clock.now += LEASE_S - 1
+    store.expire()
+    assert store.snapshot().nodes == (make_card(role="decode", draining=True),)
+    assert store.version > version
+
+
+def test_keeping_alive_without_a_change_is_no_new_version(store: Store) -> None:
+    store.register(make_card())
+    version = store.version
+    assert store.keep_alive(Peer("prefill-0", "boot-1"), role="prefill", draining=False)
+    store.register(make_card())
+    assert store.version == version
+
+
+@pytest.mark.parametrize("peer", [Peer("prefill-0", "boot-2"), Peer("other", "boot-1")])
+def test_a_boot_that_is_not_in_cannot_be_kept_alive(store: Store, peer: Peer) -> None:
+    store.register(make_card())
+    assert not store.keep_alive(peer, role="prefill", draining=False)
+
+
+def test_a_boot_whose_lease_ended_may_register_again(store: Store, clock: Clock) -> None:
+    store.register(make_card())
+    clock.now += LEASE_S
+    assert not store.keep_alive(Peer("prefill-0", "boot-1"), role="prefill", draining=False)
+    store.register(make_card())
+    assert names(store) == [("prefill-0", "boot-1")]
+
+
+def test_a_newer_boot_replaces_the_older_one_which_cannot_come_back(store: Store) -> None:
+    store.register(make_card(incarnation="boot-1"))
+    store.register(make_card(incarnation="boot-2"))
+    assert names(store) == [("prefill-0", "boot-2")]
+    with pytest.raises(ConfigError, match=r"replaced by boot boot-2; give every node a name"):
+        store.register(make_card(incarnation="boot-1"))
+    assert names(store) == [("prefill-0", "boot-2")]
+
+
+def test_leaving_is_idempotent_and_never_hits_another_boot(store: Store) -> None:
+    store.register(make_card(incarnation="boot-2"))
+    store.leave(Peer("prefill-0", "boot-1"))
+    assert names(store) == [("prefill-0", "boot-2")]
+    store.leave(Peer("prefill-0", "boot-2"))
+    store.leave(Peer("prefill-0", "boot-2"))
+    assert names(store) == []
+
+
+def test_a_node_that_does_not_fit_is_refused_with_every_field_that_differs(store: Store) -> None:
+    store.register(make_card("prefill-0"))
+    other = replace(FINGERPRINT, weights="sha-2", layout=replace(LAYOUT, dtype="bfloat16"))
+    with pytest.raises(ConfigError) as refusal:
+        store.register(make_card("decode-0", fingerprint=other))
+    for part in ("'decode-0'", "'prefill-0'", "weights 'sha-2' here, 'sha-1' there", "dtype 'bfloat16' here, 'float32' there"):
+        assert part in str(refusal.value)
+    assert "head_dim" not in str(refusal.value) and names(store) == [("prefill-0", "boot-1")]
+
+
+def test_a_node_that_serves_another_model_name_is_refused(store: Store) -> None:
+    store.register(make_card("prefill-0"))
+    with pytest.raises(ConfigError, match="served model 'big' here, 'tiny' there"):
+        store.register(make_card("decode-0", model="big"))
+
+
+def test_the_last_node_may_come_back_with_another_layout(store: Store) -> None:
+    store.register(make_card("prefill-0"))
+    store.register(make_card("prefill-0", "boot-2", fingerprint=replace(FINGERPRINT, weights="sha-2")))
+    assert store.snapshot().nodes[0].weights == "sha-2"
+
+
+def test_differences_name_fields_of_the_layout_too() -> None:
+    assert list(differences(FINGERPRINT, FINGERPRINT)) == []
+    assert list(differences(replace(FINGERPRINT, layout=replace(LAYOUT, page_tokens=64)), FINGERPRINT)) == ["page_tokens 64 here, 32 there"]
+
+
+def test_the_number_of_nodes_is_bounded(store: Store) -> None:
+    for number in range(3):
+        store.register(make_card(f"n{number}"))
+    with pytest.raises(Overloaded, match="max_nodes"):
+        store.register(make_card("n3"))
+    store.register(make_card("n0", "boot-2"))
+    assert len(names(store)) == 3
+
+
+def test_a_bad_card_is_refused_and_changes_nothing(store: Store) -> None:
+    version = store.version
+    with pytest.raises(BadRequest):
+        store.register(make_card(max_len=0))
+    assert store.version == version
+
+
+def test_a_young_store_says_that_it_is_settling_for_one_lease(store: Store, clock: Clock) -> None:
+    assert store.snapshot().settling
+    version = store.version
+    clock.now += LEASE_S
+    store.expire()
+    assert not store.snapshot().settling and store.version > version
+
+
+def test_two_boots_of_a_store_have_different_ids(clock: Clock) -> None:
+    assert Store(StoreSettings(), clock).boot != Store(StoreSettings(), clock).boot
+
+
+@pytest.mark.parametrize("changes", [{"lease_s": 0.0}, {"max_nodes": 0}])
+def test_settings_that_cannot_work_are_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        StoreSettings(**changes)
+
+
+NODES = st.sampled_from(["a", "b", "c", "d", "e"])
+
+
+class AnyHistory(RuleBasedStateMachine):
+    """Against the simplest model: a dict of name → (boot, lease end)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.store = Store(StoreSettings(lease_s=LEASE_S, max_nodes=4), self.clock)
+        self.model: dict[str, tuple[str, float]] = {}
+        self.replaced: set[Peer] = set()
+        self.last = self.store.snapshot()
+
+    def live(self) -> dict[str, tuple[str, float]]:
+        self.model = {node: (boot, ends) for node, (boot, ends) in self.model.items() if ends > self.clock.now}
+        return self.model
+
+    @rule(node=NODES, boot=st.sampled_from(["1", "2", "3"]))
+    def register(self, node: str, boot: str) -> None:
+        known = self.live().get(node)
+        try:
+            self.store.register(make_card(node, boot))
+        except ConfigError:
+            assert Peer(node, boot) in self.replaced
+            return
+        except Overloaded:
+            assert known is None and len(self.model) == 4
+            return
+        assert Peer(node, boot) not in self.replaced
+        if known is not None and known[0] != boot:
+            self.replaced.add(Peer(node, known[0]))
+        self.model[node] = (boot, self.clock.now + LEASE_S)
+
+    @rule(node=NODES, boot=st.sampled_from(["1", "2", "3"]), draining=st.booleans())
+    def keep_alive(self, node: str, boot: str, draining: bool) -> None:
+        known = self.store.keep_alive(Peer(node, boot), role="mixed", draining=draining)
+        assert known == (self.live().get(node, ("", 0.0))[0] == boot)
+        if known:
+            self.model[node] = (boot, self.clock.now + LEASE_S)
+
+    @rule(node=NODES, boot=st.sampled_from(["1", "2", "3"]))
+    def leave(self, node: str, boot: str) -> None:
+        self.store.leave(Peer(node, boot))
+        if self.model.get(node, ("", 0.0))[0] == boot:
+            del self.model[node]
+
+    @precondition(lambda self: self.model)
+    @rule(seconds=st.sampled_from([0.5, 2.9, 6.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @invariant()
+    def the_store_holds_what_the_model_holds(self) -> None:
+        self.store.expire()
+        found = self.store.snapshot()
+        assert [(card.node, card.incarnation) for card in found.nodes] == sorted((node, boot) for node, (boot, _) in self.live().items())
+        assert (found.version > self.last.version) if found != self.last else (found.version == self.last.version)
+        self.last = found
+
+
+TestAnyHistory = AnyHistory.TestCase
