@@ -228,8 +228,8 @@ class Reserved(Message, frozen=True, array_like=True):
 
 
 class Refused(Message, frozen=True, array_like=True):
-    """Not accepted, nothing is held for it. `leg` says which message is answered, attempt is that message's (for deliver, the ticket's; sent also when
-    the ticket broke later: the KV stays parked). retryable False: no node of this size can ever take it."""
+    """Not accepted, nothing is held for it. `leg` says which message is answered, attempt is that message's (for deliver, the ticket's; sent
+    also when the ticket broke later: the KV stays parked). retryable False: no node of this size can ever take it."""
 
     request: str
     attempt: int
@@ -276,8 +276,9 @@ class Failed(Message, frozen=True, array_like=True):
 
 
 class Load(Message, frozen=True, array_like=True):
-    """What a node has to do, sent when it changed, at most every report interval. Pages count the KV pool: free, cached (evictable), quarantined (a writer
-    may still write), the rest in use; pinned ones are read by a write and counted beside. slots: rows the running batch may have, slots_used those taken."""
+    """What a node has to do, sent when it changed, at most every report interval. Pages count the KV pool: free, cached (evictable), quarantined
+    (a writer may still write), the rest in use; pinned ones are read by a write and counted beside. slots: rows the running batch may have,
+    slots_used those taken."""
 
     waiting: int
     running: int

@@ -1,7 +1,7 @@
 """The decode side of a node: slots reserved for KV that a prefill node pushes, and every row that runs to its end here (mode local included).
 
-A slot's life: Reserve → Reserved(ticket) → Landed (its KV verified) → the row runs → Finished. When the ticket breaks, the row is dropped at once, but its
-pages stay with the ticket's nonce as writer until the reader says Reclaimed. Owned by the node loop's thread; no sockets here.
+A slot's life: Reserve → Reserved(ticket) → Landed (its KV verified) → the row runs → Finished. When the ticket breaks, the row is dropped at
+once, but its pages stay with the ticket's nonce as writer until the reader says Reclaimed. Owned by the node loop's thread; no sockets here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The node's one loop, where scheduler, engine and transfer meet: drain the inbox, take in the last step, move transfers on, launch the next step, report.
+"""The node's one loop, where scheduler, engine and transfer meet: drain the inbox, take in the last step, move transfers on, launch the next
+step, report.
 
 One thread runs it and owns everything it touches (scheduler, pages, both sides, hub). It never blocks but in `_wait`, which ends when a socket, the
-engine, a backend or the stop signal has something, or when the next clock runs out. While a step runs in the engine's own thread, messages are handled.
+engine, a backend or the stop signal has something, or when the next clock runs out. While a step runs in the engine's own thread, messages are
+handled.
 """
 
 from __future__ import annotations
@@ -133,7 +135,8 @@ class NodeLoop:
         os.eventfd_write(self._stop_fd, 1)
 
     def run(self) -> None:
-        """Serve until `stop`, then until running work is done or the drain deadline passed. Raises what the engine raises: the node is broken then."""
+        """Serve until `stop`, then until running work is done or the drain deadline passed. Raises what the engine raises: the node is broken
+        then."""
         try:
             while not self._is_over():
                 self._wait()

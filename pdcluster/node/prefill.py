@@ -1,7 +1,7 @@
 """The prefill side of a node: prompts computed for a remote decode node, their KV pushed under that node's ticket, kept parked until it is taken.
 
-A leg's life: Prefill → the scheduler computes chunks → token 1 goes to the router → parked. Deliver may come at any time in between; from then on every
-computed page is pushed. The leg ends with Acked (Delivered to the router), Cancel, Release, or its parking deadline.
+A leg's life: Prefill → the scheduler computes chunks → token 1 goes to the router → parked. Deliver may come at any time in between; from then
+on every computed page is pushed. The leg ends with Acked (Delivered to the router), Cancel, Release, or its parking deadline.
 
 Pages under a write are pinned here (one reference each per ticket) until the writer says Drained, whatever becomes of the leg: a source page that a
 write may still read is never reused. Owned by the node loop's thread; no sockets here.

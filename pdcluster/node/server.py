@@ -75,10 +75,9 @@ def check(config: NodeConfig) -> None:
         raise ConfigError(f"node.role is {config.role} on {config.device}, but KV in device memory cannot be moved yet; use role mixed")
     if config.deterministic:
         raise ConfigError("node.deterministic is set, but the batch-invariant mode is not built yet; leave it out")
-    if config.kv.page_tokens % config.kv.hash_block_tokens:
-        raise ConfigError(
-            f"node.kv.page_tokens {config.kv.page_tokens} must be a multiple of node.kv.hash_block_tokens {config.kv.hash_block_tokens}; use equal values"
-        )
+    page_tokens, block_tokens = config.kv.page_tokens, config.kv.hash_block_tokens
+    if page_tokens % block_tokens:
+        raise ConfigError(f"node.kv.page_tokens {page_tokens} must be a multiple of node.kv.hash_block_tokens {block_tokens}; use equal values")
 
 
 def open_backends(config: NodeConfig, me: Peer) -> dict[str, Backend]:

@@ -122,8 +122,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class StageDeadlines:
-    """Seconds a stage may take. handshake: Reserve → answer; transfer: first token → the decode node's first frame; hold: between two tries to reserve
-    when no decode node says when to come back."""
+    """Seconds a stage may take. handshake: Reserve → answer; transfer: first token → the decode node's first frame; hold: between two tries to
+    reserve when no decode node says when to come back."""
 
     handshake_s: float = 5.0
     transfer_s: float = 30.0
@@ -432,7 +432,8 @@ class Attempt:
 
 
 def has_slack(node: NodeView) -> bool:
-    """Whether a reservation may sit on the node while the prompt is still computed: fewer running rows than slots, and a quarter of the pages left."""
+    """Whether a reservation may sit on the node while the prompt is still computed: fewer running rows than slots, and a quarter of the pages
+    left."""
     load = node.load
     return load is not None and load.running < load.slots and 4 * (load.pages_free + load.pages_cached) >= load.pages_total
 

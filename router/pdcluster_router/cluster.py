@@ -87,8 +87,8 @@ class Cluster:
             await asyncio.gather(redial, return_exceptions=True)
 
     def apply(self, snapshot: ClusterSnapshot) -> None:
-        """Open links to new boots and drop those that left. A boot that only lost its bootstrap lease but still answers is kept until its link breaks:
-        absence from a list is no proof."""
+        """Open links to new boots and drop those that left. A boot that only lost its bootstrap lease but still answers is kept until its link
+        breaks: absence from a list is no proof."""
         listed = {card.incarnation: card for card in snapshot.nodes}
         replaced = {card.node: card.incarnation for card in snapshot.nodes}
         for incarnation, card in listed.items():

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
-    """force: take every request through this mode; retries: new attempts after the first that failed (refusals for want of room do not count, they wait); hold_s: how long a request may wait for room;
+    """force: take every request through this mode; retries: new attempts after the first that failed (refusals for want of room do not count,
+    they wait); hold_s: how long a request may wait for room;
     late_report_s: how long a finished request waits for the prefill node's report, which only the timeline needs."""
 
     force: Force = "auto"

@@ -1,7 +1,8 @@
 """Which node prefills and which decodes: a pure function of the request and the ClusterView.
 
-This is the cold cost (uncached tokens + 1) × (requests in flight + 1), the product score of LMetric (arXiv 2026): it needs no calibration, follows the
-prefix cache while nodes are idle and the load when they are not. Ties go to the node with fewer requests, then by name, so that replicas agree.
+This is the cold cost (uncached tokens + 1) × (requests in flight + 1), the product score of LMetric (arXiv 2026): it needs no calibration,
+follows the prefix cache while nodes are idle and the load when they are not. Ties go to the node with fewer requests, then by name, so that
+replicas agree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Node loops, links, router and dispatch together, with oracle engines and a scripted medium: every token depends on every byte of KV that was moved."""
+"""Node loops, links, router and dispatch together, with oracle engines and a scripted medium: every token depends on every byte of KV that was
+moved."""
 
 from __future__ import annotations
 
@@ -182,7 +183,7 @@ async def test_a_router_that_dies_frees_its_requests_within_the_lease() -> None:
 
 async def test_a_request_that_can_never_fit_is_refused_with_the_reason() -> None:
     async with LocalCluster({"m0": "mixed"}, num_pages=8) as cluster:
-        with pytest.raises(errors.BadRequest, match="page|fit|tokens"):
+        with pytest.raises(errors.BadRequest, match=r"page|fit|tokens"):
             await cluster.run(prompt_of(100), 4)
         with pytest.raises(errors.BadRequest, match=f"token id {VOCAB} is out of range"):
             await cluster.run([VOCAB], 4)

@@ -1,7 +1,7 @@
 """An engine without a model, whose tokens depend on every byte of KV it is given: a page oracle.
 
-The KV of position i is a hash of the KV of position i-1 and the token; the next token is a hash of the KV of the whole context, read from the pages. So one
-wrong, stale or misplaced byte anywhere changes all tokens after it. `reference` computes the same without pages.
+The KV of position i is a hash of the KV of position i-1 and the token; the next token is a hash of the KV of the whole context, read from the
+pages. So one wrong, stale or misplaced byte anywhere changes all tokens after it. `reference` computes the same without pages.
 """
 
 from __future__ import annotations
