@@ -6,6 +6,7 @@ Every class here may be used from any thread. No sockets, no policy.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import os
 import threading
 from collections import Counter, deque
@@ -124,6 +125,10 @@ class Permits:
         with self._lock:
             return self._permits.pop(nonce, None)
 
+    def revoke_writer(self, writer: Peer) -> None:
+        with self._lock:
+            self._permits = {nonce: permit for nonce, permit in self._permits.items() if permit.writer != writer}
+
     def is_current(self, permit: Permit) -> bool:
         return self._permits.get(permit.nonce) is permit
 
@@ -152,3 +157,8 @@ def covers(ranges: tuple[tuple[int, int], ...], offset: int, nbytes: int) -> boo
 
 def is_inside(region: Region, offset: int, nbytes: int) -> bool:
     return offset >= 0 and nbytes > 0 and offset + nbytes <= region.nbytes
+
+
+def memory_of(region: Region) -> memoryview:
+    """The region's bytes, writable. The caller keeps the region mapped as long as the view lives."""
+    return memoryview((ctypes.c_ubyte * region.nbytes).from_address(region.address)).cast("B")

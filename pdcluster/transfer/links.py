@@ -1,0 +1,262 @@
+"""Authenticated TCP connections between two boots, for backends that need them: listening, the hello, sends and receives with progress deadlines.
+
+A hello names the writer's boot and carries the token of the reader's advert, so that only who was given a ticket gets in. All sockets are
+non-blocking; a connection is ended from another thread by shutting its socket down. Payload formats belong to the backends.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from pdcluster.errors import PeerUnreachable, ProtocolError
+from pdcluster.transfer.base import Peer
+from pdcluster.transfer.ledger import Counts
+
+LOG = logging.getLogger(__name__)
+
+HELLO = struct.Struct("<8s16sBB")
+MAGIC = b"pdclKV1\n"
+WELCOME = b"\x01"
+TOKEN_BYTES = 16
+MAX_LINKS = 1024
+BURST_BYTES = 1 << 20
+"""Most bytes moved by one system call, so that whoever waits for a thread to pass its check waits microseconds."""
+MAX_VECTOR = 64
+
+
+class Advert(msgspec.Struct, frozen=True, array_like=True):
+    host: str
+    port: int
+    token: bytes
+
+
+def decode_advert(data: bytes) -> Advert:
+    try:
+        advert = msgspec.msgpack.decode(data, type=Advert)
+    except msgspec.DecodeError as error:
+        raise PeerUnreachable(f"the peer's advert is not readable: {error}") from error
+    if not 0 < advert.port < 65536 or len(advert.token) != TOKEN_BYTES:
+        raise PeerUnreachable(f"the peer's advert names port {advert.port} and a token of {len(advert.token)} bytes")
+    return advert
+
+
+class Cursor:
+    """A position in a list of memory views that are sent or filled piece by piece."""
+
+    def __init__(self, views: Iterable[memoryview]) -> None:
+        self._views = [view for view in views if len(view)]
+        self._index = 0
+        self._offset = 0
+        self.started = False
+
+    @property
+    def is_done(self) -> bool:
+        return self._index >= len(self._views)
+
+    def head(self) -> list[memoryview]:
+        """The next bytes, at most BURST_BYTES in at most MAX_VECTOR pieces."""
+        pieces, left, offset = [], BURST_BYTES, self._offset
+        for view in self._views[self._index : self._index + MAX_VECTOR]:
+            piece = view[offset : offset + left]
+            pieces.append(piece)
+            left -= len(piece)
+            offset = 0
+            if not left:
+                break
+        return pieces
+
+    def advance(self, nbytes: int) -> None:
+        self.started = self.started or nbytes > 0
+        while nbytes:
+            rest = len(self._views[self._index]) - self._offset
+            if nbytes < rest:
+                self._offset += nbytes
+                return
+            nbytes -= rest
+            self._index += 1
+            self._offset = 0
+
+
+class Link:
+    """One connection. Used by one thread; `end` may be called from any."""
+
+    def __init__(self, sock: socket.socket, peer: Peer, progress_s: float) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.sock = sock
+        self.peer = peer
+        self.lock = threading.Lock()
+        """Held while bytes go into memory; see `barrier`."""
+        self._progress_s = progress_s
+
+    def end(self) -> None:
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it ended by itself
+
+    def barrier(self) -> None:
+        """Return when the thread that receives has passed its current check: what was revoked before the call is not written after it."""
+        with self.lock:
+            return
+
+    def wait(self, events: int, timeout_s: float | None) -> None:
+        """Until the socket is ready; TimeoutError when it makes no progress for so long (None: for ever)."""
+        poller = select.poll()
+        poller.register(self.sock, events)
+        if not poller.poll(None if timeout_s is None else timeout_s * 1000):
+            raise TimeoutError(f"no progress with {self.peer.node} for {timeout_s} s")
+
+    def receive_into(self, view: memoryview, *, idle: bool = False) -> None:
+        """Fill `view`. idle: waiting for its first byte has no deadline."""
+        position = 0
+        while position < len(view):
+            try:
+                count = self.sock.recv_into(view[position:])
+            except BlockingIOError:
+                self.wait(select.POLLIN, None if idle and not position else self._progress_s)
+                continue
+            if not count:
+                raise ConnectionResetError(f"{self.peer.node} closed the connection")
+            position += count
+
+    def receive(self, nbytes: int, *, idle: bool = False) -> bytearray:
+        data = bytearray(nbytes)
+        self.receive_into(memoryview(data), idle=idle)
+        return data
+
+    def send(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self.sock.send(view) :]
+            except BlockingIOError:
+                self.wait(select.POLLOUT, self._progress_s)
+
+
+class Listener:
+    """Accepts links and runs `serve(link)` for each in a thread of its own; `serve` returns or raises when the link is over."""
+
+    def __init__(self, host: str, serve: Callable[[Link], None], counts: Counts, *, progress_s: float) -> None:
+        self._serve = serve
+        self._counts = counts
+        self._progress_s = progress_s
+        self._lock = threading.Lock()
+        self._links: dict[Link, threading.Thread] = {}
+        self._closed = False
+        self._token = os.urandom(TOKEN_BYTES)
+        self._sock = socket.create_server((host, 0), backlog=128)
+        self.host = host
+        self.port: int = self._sock.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name=f"kv-accept-{self.port}", daemon=True)
+        self._thread.start()
+
+    def advert(self) -> bytes:
+        return msgspec.msgpack.encode(Advert(self.host, self.port, self._token))
+
+    def barrier(self) -> None:
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            link.barrier()
+
+    def end_peer(self, peer: Peer, timeout_s: float = 2.0) -> bool:
+        """End the peer's links and wait for their threads; False when one did not stop in time."""
+        with self._lock:
+            links = {link: thread for link, thread in self._links.items() if link.peer == peer}
+        for link in links:
+            link.end()
+        for thread in links.values():
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in links.values())
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            links = dict(self._links)
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes accept
+        finally:
+            for link in links:
+                link.end()
+            for thread in (self._thread, *links.values()):
+                thread.join(2.0)
+            self._sock.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                if self._closed:
+                    return
+                self._counts.add("accept_failed")  # out of descriptors: the backlog waits
+                time.sleep(0.05)
+                continue
+            link = Link(sock, Peer("", ""), self._progress_s)
+            thread = threading.Thread(target=self._run, args=(link,), name=f"kv-receive-{self.port}", daemon=True)
+            with self._lock:
+                refused = self._closed or len(self._links) >= MAX_LINKS
+                if not refused:
+                    self._links[link] = thread
+            if refused:
+                self._counts.add("too_many_links")
+                sock.close()
+            else:
+                thread.start()
+
+    def _run(self, link: Link) -> None:
+        try:
+            link.peer = self._hello(link)
+            self._serve(link)
+        except ProtocolError as error:
+            self._counts.add("bad_frame")
+            LOG.warning("dropped a transfer connection of %s: %s", link.peer.node or "an unknown peer", error)
+        except OSError as error:
+            self._counts.add("link_ended")
+            LOG.debug("transfer connection of %s ended: %s", link.peer.node, error)
+        finally:
+            with self._lock:
+                self._links.pop(link, None)
+            link.sock.close()
+
+    def _hello(self, link: Link) -> Peer:
+        magic, token, node_bytes, incarnation_bytes = HELLO.unpack(link.receive(HELLO.size))
+        if magic != MAGIC or not hmac.compare_digest(token, self._token):
+            raise ProtocolError("its hello does not carry this boot's token")
+        try:
+            peer = Peer(link.receive(node_bytes).decode(), link.receive(incarnation_bytes).decode())
+        except UnicodeDecodeError as error:
+            raise ProtocolError("its hello is not UTF-8") from error
+        link.send(WELCOME)
+        return peer
+
+
+def connect(me: Peer, peer: Peer, advert: Advert, *, connect_s: float, progress_s: float) -> Link:
+    """A link to the listener behind `advert`; OSError when it fails."""
+    node, incarnation = me.node.encode(), me.incarnation.encode()
+    if max(len(node), len(incarnation)) > 255:
+        raise ProtocolError(f"node name {me.node!r} is longer than 255 bytes")
+    sock = socket.create_connection((advert.host, advert.port), timeout=connect_s)
+    link = Link(sock, peer, progress_s)
+    try:
+        link.send(HELLO.pack(MAGIC, advert.token, len(node), len(incarnation)) + node + incarnation)
+        if bytes(link.receive(1)) != WELCOME:
+            raise ConnectionRefusedError(f"{peer.node} did not accept the hello")
+    except BaseException:
+        sock.close()
+        raise
+    return link

@@ -1,0 +1,339 @@
+"""Backend `tcp`: scatter/gather sockets straight from the writer's pages into the reader's, over a few lanes per peer. Also the reference.
+
+Frame of a write, little endian: FRAME header, num_runs × RUN, payload in run order. It is answered by ACK when its payload is in memory
+(landed) or was discarded (no permit). The reader checks a frame against its permits before a byte of payload goes into memory, and again
+before every burst, so a revoke takes effect in the middle of a frame. A write is LOST when its connection ends before its answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import struct
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
+from pdcluster.transfer.base import Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
+from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside, memory_of
+from pdcluster.transfer.links import BURST_BYTES, Advert, Cursor, Link, Listener, connect, decode_advert
+
+LOG = logging.getLogger(__name__)
+
+FRAME = struct.Struct("<4sIQIIIQ")
+RUN = struct.Struct("<QQ")
+ACK = struct.Struct("<4sQIIB")
+WRITE_MAGIC, ACK_MAGIC = b"KVw1", b"KVa1"
+MAX_RUNS = 65536
+MAX_WRITE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class TcpSettings:
+    """progress_s: a connection on which nothing moves for so long while something should is ended. retry_s: pause after a failed connect."""
+
+    host: str = "127.0.0.1"
+    lanes: int = 2
+    connect_s: float = 2.0
+    progress_s: float = 5.0
+    retry_s: float = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    handle: Handle
+    stamp: Stamp
+    cursor: Cursor
+
+
+class _Lane:
+    """One outgoing connection and its thread: sends queued writes, takes their answers in order."""
+
+    def __init__(self, me: Peer, peer: Peer, advert: Advert, settings: TcpSettings, writes: Writes) -> None:
+        self._me, self._peer, self._advert, self._settings, self._writes = me, peer, advert, settings, writes
+        self._lock = threading.Lock()
+        self._waiting: deque[_Write] = deque()
+        self._doorbell = Doorbell()
+        self._ending = False
+        self.failed_at: float | None = None
+        self.queued_bytes = 0
+        self._unanswered: deque[_Write] = deque()
+        self._sending: _Write | None = None
+        self._partial = b""
+        self._progress = 0.0
+        self.thread = threading.Thread(target=self._run, name=f"kv-send-{peer.node}", daemon=True)
+        self.thread.start()
+
+    def add(self, write: _Write) -> bool:
+        """Queue a write; False when the lane is over."""
+        with self._lock:
+            if self._ending or self.failed_at is not None:
+                return False
+            self._waiting.append(write)
+            self.queued_bytes += write.stamp.nbytes
+        self._doorbell.ring()
+        return True
+
+    def end(self) -> None:
+        self._ending = True
+        self._doorbell.ring()
+
+    def _run(self) -> None:
+        link: Link | None = None
+        try:
+            link = connect(self._me, self._peer, self._advert, connect_s=self._settings.connect_s, progress_s=self._settings.progress_s)
+            self._serve(link)
+        except (OSError, ProtocolError) as error:
+            LOG.warning("transfer connection to %s by tcp is over: %s", self._peer.node, error)
+        except Exception:
+            LOG.exception("the transfer thread to %s by tcp failed", self._peer.node)
+        finally:
+            if link is not None:
+                link.sock.close()
+            self._settle_all()
+
+    def _settle_all(self) -> None:
+        with self._lock:
+            self.failed_at = time.monotonic()
+            waiting, self._waiting = list(self._waiting), deque()
+        sending = [] if self._sending is None else [self._sending]
+        for write in [*self._unanswered, *sending, *waiting]:
+            self._writes.settle(write.handle, WriteStatus.LOST if write.cursor.started else WriteStatus.FAILED)
+        self._doorbell.close()
+
+    def _serve(self, link: Link) -> None:
+        poller = select.poll()
+        poller.register(self._doorbell.fd, select.POLLIN)
+        self._progress = time.monotonic()
+        while not self._ending:
+            self._next_write()
+            poller.register(link.sock, select.POLLIN | (select.POLLOUT if self._sending else 0))
+            busy = self._sending is not None or bool(self._unanswered)
+            ready = dict(poller.poll(self._settings.progress_s * 250 if busy else None))
+            self._doorbell.clear()
+            events = ready.get(link.sock.fileno(), 0)
+            if events & ~select.POLLOUT:
+                self._take_answers(link)
+            if events & select.POLLOUT:
+                self._send(link)
+            if busy and time.monotonic() - self._progress > self._settings.progress_s:
+                raise TimeoutError(f"nothing moved for {self._settings.progress_s} s")
+
+    def _next_write(self) -> None:
+        if self._sending is None and self._waiting:
+            with self._lock:
+                self._sending = self._waiting.popleft()
+            if not self._unanswered:
+                self._progress = time.monotonic()
+
+    def _send(self, link: Link) -> None:
+        write = self._sending
+        assert write is not None
+        try:
+            while not write.cursor.is_done:
+                write.cursor.advance(link.sock.sendmsg(write.cursor.head()))
+                self._progress = time.monotonic()
+        except BlockingIOError:
+            return
+        self._unanswered.append(write)
+        self._sending = None
+
+    def _take_answers(self, link: Link) -> None:
+        try:
+            data = link.sock.recv(64 * ACK.size)
+        except BlockingIOError:
+            return
+        if not data:
+            raise ConnectionResetError("the reader closed it")
+        self._progress = time.monotonic()
+        data = self._partial + data
+        whole = len(data) - len(data) % ACK.size
+        self._partial = data[whole:]
+        for magic, nonce, chunk, trial, landed in ACK.iter_unpack(data[:whole]):
+            self._answered(magic, (nonce, chunk, trial), bool(landed))
+
+    def _answered(self, magic: bytes, key: tuple[int, int, int], landed: bool) -> None:
+        write = self._unanswered[0] if self._unanswered else None
+        if magic != ACK_MAGIC or write is None or (write.stamp.nonce, write.stamp.chunk, write.stamp.trial) != key:
+            raise ProtocolError(f"an answer to chunk {key[1]} came that was not asked for")
+        self._unanswered.popleft()
+        with self._lock:
+            self.queued_bytes -= write.stamp.nbytes
+        self._writes.settle(write.handle, WriteStatus.DONE if landed else WriteStatus.FAILED)
+
+
+@dataclass(slots=True)
+class _Remote:
+    advert: Advert
+    lanes: list[_Lane]
+
+
+class TcpBackend:
+    """See module. Public methods belong to one thread; lanes, listener and receivers have threads of their own."""
+
+    def __init__(self, me: Peer, settings: TcpSettings | None = None, *, name: str = "tcp") -> None:
+        self.name = name
+        self._me = me
+        self._settings = settings if settings is not None else TcpSettings()
+        self._doorbell = Doorbell()
+        self.wakeup_fd = self._doorbell.fd
+        self._counts = Counts()
+        self.counters = self._counts.by_reason
+        self._writes = Writes(self._doorbell)
+        self._arrivals = Arrivals(self._doorbell)
+        self._permits = Permits(self._counts)
+        self._regions: dict[int, Region] = {}
+        self._memory: dict[int, memoryview] = {}
+        self._remotes: dict[Peer, _Remote] = {}
+        self._ended: list[_Lane] = []
+        self._listener = Listener(self._settings.host, self._serve, self._counts, progress_s=self._settings.progress_s)
+
+    def register(self, region: Region) -> None:
+        self._memory[region.id] = memory_of(region)
+        self._regions[region.id] = region
+
+    def advert(self) -> bytes:
+        return self._listener.advert()
+
+    def permit(self, permit: Permit) -> None:
+        self._permits.grant(permit)
+
+    def revoke(self, nonce: int) -> Fence:
+        self._permits.revoke(nonce)
+        self._listener.barrier()
+        return Fence.FENCED
+
+    def arrivals(self) -> list[Stamp]:
+        return self._arrivals.take()
+
+    def poll(self, handle: Handle) -> WriteStatus:
+        return self._writes.poll(handle)
+
+    # ------------------------------------------------------------ writing
+
+    def connect(self, peer: Peer, advert: bytes) -> None:
+        remote = self._remotes.get(peer)
+        decoded = decode_advert(advert)
+        if remote is None or remote.advert != decoded:
+            remote = self._remotes[peer] = _Remote(decoded, [])
+        self._lane(peer, remote)
+
+    def _lane(self, peer: Peer, remote: _Remote) -> _Lane:
+        """The lane with the least queued, a new one when all are busy and more are allowed."""
+        failures = [lane.failed_at for lane in remote.lanes if lane.failed_at is not None]
+        living = [lane for lane in remote.lanes if lane.failed_at is None]
+        if not living and failures and time.monotonic() - max(failures) < self._settings.retry_s:
+            raise PeerUnreachable(f"{peer.node} could not be reached at {remote.advert.host}:{remote.advert.port} a moment ago")
+        remote.lanes = living
+        best = min(living, key=lambda lane: lane.queued_bytes, default=None)
+        if best is None or (best.queued_bytes and len(living) < self._settings.lanes):
+            best = _Lane(self._me, peer, remote.advert, self._settings, self._writes)
+            remote.lanes.append(best)
+        return best
+
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...]) -> Handle:
+        remote = self._remotes.get(peer)
+        if remote is None:
+            raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
+        if len(runs) > MAX_RUNS or not 0 < stamp.nbytes <= MAX_WRITE_BYTES or sum(run.nbytes for run in runs) != stamp.nbytes:
+            raise IntegrityError(f"a write has {len(runs)} runs and {stamp.nbytes} bytes; at most {MAX_RUNS} and {MAX_WRITE_BYTES}, adding up")
+        region, memory = self._regions[source_region], self._memory[source_region]
+        if not all(is_inside(region, run.source, run.nbytes) for run in runs):
+            raise IntegrityError(f"a write reads outside of region {source_region} ({region.nbytes} bytes)")
+        header = FRAME.pack(WRITE_MAGIC, len(runs), stamp.nonce, stamp.chunk, stamp.trial, target_region, stamp.nbytes)
+        table = b"".join(RUN.pack(run.target, run.nbytes) for run in runs)
+        cursor = Cursor([memoryview(header + table), *(memory[run.source : run.source + run.nbytes] for run in runs)])
+        lane = self._lane(peer, remote)
+        handle = self._writes.new()
+        if not lane.add(_Write(handle, stamp, cursor)):
+            self._writes.settle(handle, WriteStatus.FAILED)
+        return handle
+
+    # ------------------------------------------------------------ receiving, on the listener's threads
+
+    def _serve(self, link: Link) -> None:
+        while True:
+            magic, num_runs, nonce, chunk, trial, region, nbytes = FRAME.unpack(link.receive(FRAME.size, idle=True))
+            if magic != WRITE_MAGIC or not 0 < num_runs <= MAX_RUNS or not 0 < nbytes <= MAX_WRITE_BYTES:
+                raise ProtocolError(f"a frame with {num_runs} runs and {nbytes} bytes")
+            spans = list(RUN.iter_unpack(link.receive(num_runs * RUN.size)))
+            if sum(length for _, length in spans) != nbytes or not all(length for _, length in spans):
+                raise ProtocolError(f"the runs of a frame do not add up to {nbytes} bytes")
+            landed = self._receive(link, Stamp(nonce, chunk, trial, nbytes), region, spans)
+            link.send(ACK.pack(ACK_MAGIC, nonce, chunk, trial, landed))
+
+    def _receive(self, link: Link, stamp: Stamp, region_id: int, spans: list[tuple[int, int]]) -> bool:
+        """Payload of a frame: into memory under its permit, or away. Was it all written?"""
+        region = self._regions.get(region_id)
+        permit: Permit | None = None
+        if region is None or not all(is_inside(region, *span) for span in spans):
+            self._counts.add("outside_region")
+        else:
+            permit = self._permits.find(link.peer, stamp.nonce, region_id, spans)
+        if permit is None:
+            _discard(link, stamp.nbytes)
+            return False
+        memory = self._memory[region_id]
+        cursor = Cursor(memory[offset : offset + length] for offset, length in spans)
+        left = self._fill(link, permit, cursor, stamp.nbytes)
+        _discard(link, left)
+        with link.lock:
+            if left or not self._permits.is_current(permit):
+                self._counts.add("revoked_while_landing")
+                return False
+            self._arrivals.add(stamp)
+            return True
+
+    def _fill(self, link: Link, permit: Permit, cursor: Cursor, left: int) -> int:
+        """Receive into memory while the permit stands; returns how many bytes are still to come when it was revoked."""
+        while left:
+            count = 0
+            with link.lock:
+                if not self._permits.is_current(permit):
+                    return left
+                try:
+                    count = link.sock.recvmsg_into(cursor.head())[0]
+                except BlockingIOError:
+                    count = -1
+            if not count:
+                raise ConnectionResetError("the writer closed it in the middle of a frame")
+            if count < 0:
+                link.wait(select.POLLIN, self._settings.progress_s)
+                continue
+            cursor.advance(count)
+            left -= count
+        return 0
+
+    # ------------------------------------------------------------ ending
+
+    def close(self, peer: Peer) -> Fence:
+        remote = self._remotes.pop(peer, None)
+        if remote is not None:
+            for lane in remote.lanes:
+                lane.end()
+            self._ended = [lane for lane in (*self._ended, *remote.lanes) if lane.thread.is_alive()]
+        self._permits.revoke_writer(peer)
+        stopped = self._listener.end_peer(peer)
+        self._listener.barrier()
+        return Fence.FENCED if stopped else Fence.CANNOT_FENCE
+
+    def shutdown(self) -> None:
+        lanes = [lane for remote in self._remotes.values() for lane in remote.lanes] + self._ended
+        for lane in lanes:
+            lane.end()
+        self._listener.close()
+        for lane in lanes:
+            lane.thread.join(self._settings.connect_s + 1.0)
+        self._remotes.clear()
+        self._ended.clear()
+        self._doorbell.close()
+
+
+def _discard(link: Link, nbytes: int) -> None:
+    scratch = memoryview(bytearray(min(nbytes, BURST_BYTES)))
+    while nbytes:
+        take = min(nbytes, len(scratch))
+        link.receive_into(scratch[:take])
+        nbytes -= take
