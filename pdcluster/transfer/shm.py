@@ -1,0 +1,456 @@
+"""Backend `shm`: both processes on one host. The reader's pool is shared memory (a memfd); the writer maps it and copies straight into the pages.
+
+The memfd travels by SCM_RIGHTS over an abstract unix socket, so nothing is left behind when a process is killed; on the same socket a notice
+follows each finished copy. The reader can not check a copy, so there is no fence but the writer process's end, which its pidfd proves. Only
+processes of the same user on the same host get in; those could read each other's memory anyway.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hmac
+import logging
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+
+from pdcluster.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
+from pdcluster.transfer.base import Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
+from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside
+
+LOG = logging.getLogger(__name__)
+
+NOTICE = struct.Struct("<4sQIIIQ")
+MAGIC = b"KVs1"
+TOKEN_BYTES = 16
+MAX_HELLO = 1024
+MAX_REGIONS = 64
+MAX_LINKS = 1024
+UCRED = struct.Struct("3i")
+SO_PEERPIDFD = 77
+"""From Linux 6.5 on; the socket module has no name for it."""
+F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
+BURST_BYTES = 4 << 20
+
+
+class _Advert(msgspec.Struct, frozen=True, array_like=True):
+    socket: bytes
+    token: bytes
+
+
+class _Hello(msgspec.Struct, frozen=True, array_like=True):
+    token: bytes
+    node: str
+    incarnation: str
+
+
+class _Shared(msgspec.Struct, frozen=True, array_like=True):
+    """The reader's regions, (id, nbytes), in the order of the descriptors that travel with it."""
+
+    regions: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShmSettings:
+    """connect_s: the hello's answer; progress_s: a full socket of notices; retry_s: pause after a failed connect."""
+
+    connect_s: float = 2.0
+    progress_s: float = 5.0
+    retry_s: float = 1.0
+
+
+def _wait(sock: socket.socket, events: int, timeout_s: float) -> None:
+    poller = select.poll()
+    poller.register(sock, events)
+    if not poller.poll(timeout_s * 1000):
+        raise TimeoutError(f"the other side did not answer within {timeout_s} s")
+
+
+# ---------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    handle: Handle
+    source: Region
+    region: int
+    stamp: Stamp
+    runs: tuple[Run, ...]
+
+
+class _Mover:
+    """The thread that copies to one peer; `sock` is connected and its own."""
+
+    def __init__(self, sock: socket.socket, me: Peer, peer: Peer, advert: _Advert, settings: ShmSettings, writes: Writes) -> None:
+        self._sock, self._me, self._peer, self.advert, self._settings, self._writes = sock, me, peer, advert, settings, writes
+        self._lock = threading.Lock()
+        self._queue: deque[_Write] = deque()
+        self._doorbell = Doorbell()
+        self._ending = False
+        self.failed_at: float | None = None
+        self._maps: dict[int, tuple[int, int, mmap.mmap]] = {}
+        """Region id → address, nbytes, mapping."""
+        self.thread = threading.Thread(target=self._run, name=f"kv-copy-{peer.node}", daemon=True)
+        self.thread.start()
+
+    def add(self, write: _Write) -> bool:
+        with self._lock:
+            if self._ending or self.failed_at is not None:
+                return False
+            self._queue.append(write)
+        self._doorbell.ring()
+        return True
+
+    def end(self) -> None:
+        self._ending = True
+        self._doorbell.ring()
+
+    def _run(self) -> None:
+        try:
+            self._greet(self._sock)
+            self._serve(self._sock)
+        except (OSError, ProtocolError) as error:
+            LOG.warning("the transfer to %s by shm is over: %s", self._peer.node, error)
+        except Exception:
+            LOG.exception("the transfer thread to %s by shm failed", self._peer.node)
+        finally:
+            self._sock.close()
+            self._settle_all()
+
+    def _settle_all(self) -> None:
+        """Copies run in this thread, so none is under way here: what is left is definitely not written."""
+        with self._lock:
+            self.failed_at = time.monotonic()
+            left, self._queue = list(self._queue), deque()
+        for write in left:
+            self._writes.settle(write.handle, WriteStatus.FAILED)
+        for _, _, mapping in self._maps.values():
+            mapping.close()
+        self._doorbell.close()
+
+    def _greet(self, sock: socket.socket) -> None:
+        sock.send(msgspec.msgpack.encode(_Hello(self.advert.token, self._me.node, self._me.incarnation)))
+        _wait(sock, select.POLLIN, self._settings.connect_s)
+        data, fds, _, _ = socket.recv_fds(sock, 65536, MAX_REGIONS)
+        try:
+            self._map(data, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _map(self, data: bytes, fds: list[int]) -> None:
+        try:
+            shared = msgspec.msgpack.decode(data, type=_Shared)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"the answer to the hello is not readable: {error}") from error
+        if len(shared.regions) != len(fds):
+            raise ProtocolError(f"{len(shared.regions)} regions came with {len(fds)} descriptors")
+        for (region, nbytes), fd in zip(shared.regions, fds, strict=True):
+            if not 0 < nbytes <= os.fstat(fd).st_size:
+                raise ProtocolError(f"region {region} is said to have {nbytes} bytes, its memory has {os.fstat(fd).st_size}")
+            mapping = mmap.mmap(fd, nbytes)
+            mapping.madvise(mmap.MADV_DONTFORK)  # a forked child must not outlive the fence
+            anchor = ctypes.c_char.from_buffer(mapping)
+            self._maps[region] = (ctypes.addressof(anchor), nbytes, mapping)
+            del anchor
+
+    def _serve(self, sock: socket.socket) -> None:
+        poller = select.poll()
+        poller.register(self._doorbell.fd, select.POLLIN)
+        poller.register(sock, select.POLLIN)
+        while not self._ending:
+            while self._queue and not self._ending:
+                self._copy(sock, self._queue[0])
+                with self._lock:
+                    self._queue.popleft()
+            ready = poller.poll()
+            self._doorbell.clear()
+            if any(fd == sock.fileno() for fd, _ in ready):
+                raise ConnectionResetError("the reader closed it")  # it never sends after the hello
+
+    def _copy(self, sock: socket.socket, write: _Write) -> None:
+        address, nbytes, _ = self._maps.get(write.region, (0, 0, None))
+        if not all(run.target >= 0 and run.nbytes > 0 and run.target + run.nbytes <= nbytes for run in write.runs):
+            self._writes.settle(write.handle, WriteStatus.FAILED)
+            return
+        for run in write.runs:
+            for start in range(0, run.nbytes, BURST_BYTES):  # bounded, so that `end` is seen soon
+                if self._ending:
+                    raise ConnectionAbortedError("closed by this node")
+                count = min(BURST_BYTES, run.nbytes - start)
+                ctypes.memmove(address + run.target + start, write.source.address + run.source + start, count)  # holds no GIL
+        stamp = write.stamp
+        self._notify(sock, NOTICE.pack(MAGIC, stamp.nonce, stamp.chunk, stamp.trial, write.region, stamp.nbytes))
+        self._writes.settle(write.handle, WriteStatus.DONE)
+
+    def _notify(self, sock: socket.socket, notice: bytes) -> None:
+        deadline = time.monotonic() + self._settings.progress_s
+        while True:
+            try:
+                sock.send(notice)
+                return
+            except BlockingIOError:
+                if self._ending or time.monotonic() > deadline:
+                    raise TimeoutError("the reader takes no notices") from None
+                select.select([], [sock], [], 0.1)
+
+
+# ---------------------------------------------------------------- the backend
+
+
+@dataclass(slots=True, eq=False)
+class _Inlet:
+    """A writer's connection, at the reader."""
+
+    sock: socket.socket
+    peer: Peer | None = None
+    thread: threading.Thread | None = None
+
+
+class ShmBackend:
+    """See module. Public methods belong to one thread; movers, acceptor and inlets have threads of their own."""
+
+    def __init__(self, me: Peer, settings: ShmSettings | None = None, *, name: str = "shm") -> None:
+        self.name = name
+        self._me = me
+        self._settings = settings if settings is not None else ShmSettings()
+        self._doorbell = Doorbell()
+        self.wakeup_fd = self._doorbell.fd
+        self._counts = Counts()
+        self.counters = self._counts.by_reason
+        self._writes = Writes(self._doorbell)
+        self._arrivals = Arrivals(self._doorbell)
+        self._permits = Permits(self._counts)
+        self._regions: dict[int, Region] = {}
+        self._movers: dict[Peer, _Mover] = {}
+        self._ended: list[_Mover] = []
+        self._lock = threading.Lock()
+        self._links: set[_Inlet] = set()
+        self._met: dict[Peer, dict[int, int]] = {}
+        """Writers that have our memory: pid → pidfd, open until it has exited: it is the fence."""
+        self._banned: set[Peer] = set()
+        self._closed = False
+        self._token = os.urandom(TOKEN_BYTES)
+        self._socket_name = b"pdcluster-kv-" + os.urandom(8).hex().encode()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(b"\0" + self._socket_name)
+        self._listener.listen(128)
+        self._thread = threading.Thread(target=self._accept, name="kv-accept-shm", daemon=True)
+        self._thread.start()
+
+    def register(self, region: Region) -> None:
+        if region.fd is None:
+            raise ConfigError(f"transfer backend shm needs region {region.id} in shared memory (a memfd); use --transfer tcp instead")
+        if os.fstat(region.fd).st_size < region.nbytes:
+            raise IntegrityError(f"region {region.id} has {region.nbytes} bytes, its memfd only {os.fstat(region.fd).st_size}")
+        try:
+            fcntl.fcntl(region.fd, F_ADD_SEALS, F_SEAL_SHRINK)
+        except PermissionError:
+            LOG.debug("region %d is not sealed against shrinking: its memfd was made without MFD_ALLOW_SEALING", region.id)
+        self._regions[region.id] = region
+
+    def advert(self) -> bytes:
+        return msgspec.msgpack.encode(_Advert(self._socket_name, self._token))
+
+    def permit(self, permit: Permit) -> None:
+        self._permits.grant(permit)
+
+    def revoke(self, nonce: int) -> Fence:
+        """Later notices are dropped, but a copy can not be kept out."""
+        self._permits.revoke(nonce)
+        return Fence.CANNOT_FENCE
+
+    def arrivals(self) -> list[Stamp]:
+        return self._arrivals.take()
+
+    def poll(self, handle: Handle) -> WriteStatus:
+        return self._writes.poll(handle)
+
+    def connect(self, peer: Peer, advert: bytes) -> None:
+        try:
+            decoded = msgspec.msgpack.decode(advert, type=_Advert)
+        except msgspec.DecodeError as error:
+            raise PeerUnreachable(f"the advert of {peer.node} for shm is not readable: {error}") from error
+        mover = self._movers.get(peer)
+        if mover is not None and mover.advert == decoded and mover.failed_at is None:
+            return
+        if mover is not None and mover.failed_at is not None and time.monotonic() - mover.failed_at < self._settings.retry_s:
+            raise PeerUnreachable(f"{peer.node} could not be reached by shared memory a moment ago")
+        self._movers[peer] = self._start(peer, decoded)
+
+    def _start(self, peer: Peer, advert: _Advert) -> _Mover:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        try:
+            sock.connect(b"\0" + advert.socket)  # at once, there is no network in between
+        except OSError as error:
+            sock.close()
+            raise PeerUnreachable(f"{peer.node} does not accept connections on this host: {error}") from error
+        return _Mover(sock, self._me, peer, advert, self._settings, self._writes)
+
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...]) -> Handle:
+        mover, region = self._movers.get(peer), self._regions[source_region]
+        if mover is None:
+            raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
+        if sum(run.nbytes for run in runs) != stamp.nbytes or not all(is_inside(region, run.source, run.nbytes) for run in runs):
+            raise IntegrityError(f"a write of {stamp.nbytes} bytes does not add up or reads outside of region {source_region}")
+        if mover.failed_at is not None and time.monotonic() - mover.failed_at >= self._settings.retry_s:
+            mover = self._movers[peer] = self._start(peer, mover.advert)
+        handle = self._writes.new()
+        if not mover.add(_Write(handle, region, target_region, stamp, runs)):
+            self._writes.settle(handle, WriteStatus.FAILED)
+        return handle
+
+    # ------------------------------------------------------------ ending
+
+    def close(self, peer: Peer) -> Fence:
+        mover = self._movers.pop(peer, None)
+        if mover is not None:
+            mover.end()
+            self._ended = [each for each in (*self._ended, mover) if each.thread.is_alive()]
+        self._permits.revoke_writer(peer)
+        with self._lock:
+            for inlet in self._links:
+                if inlet.peer == peer:
+                    _shut(inlet.sock)
+            if not all(_has_exited(pidfd) for pidfd in self._met.get(peer, {}).values()):
+                return Fence.CANNOT_FENCE
+            for pidfd in self._met.pop(peer, {}).values():
+                os.close(pidfd)
+            self._banned.add(peer)  # a boot that connects later would break the proof given here
+        return Fence.FENCED
+
+    def shutdown(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            links = list(self._links)
+        movers = [*self._movers.values(), *self._ended]
+        for mover in movers:
+            mover.end()
+        for inlet in links:
+            _shut(inlet.sock)
+        _shut(self._listener)
+        for thread in (self._thread, *(mover.thread for mover in movers), *(inlet.thread for inlet in links)):
+            if thread is not None:
+                thread.join(self._settings.connect_s + 1.0)
+        self._listener.close()
+        for pidfd in (pidfd for pidfds in self._met.values() for pidfd in pidfds.values()):
+            os.close(pidfd)
+        self._met.clear()
+        self._movers.clear()
+        self._doorbell.close()
+
+    # ------------------------------------------------------------ receiving, on threads of its own
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                self._counts.add("accept_failed")
+                time.sleep(0.05)
+                continue
+            inlet = _Inlet(sock)
+            inlet.thread = threading.Thread(target=self._run, args=(inlet,), name="kv-notices-shm", daemon=True)
+            with self._lock:
+                refused = self._closed or len(self._links) >= MAX_LINKS
+                if not refused:
+                    self._links.add(inlet)
+            if refused:
+                self._counts.add("too_many_links")
+                sock.close()
+            else:
+                inlet.thread.start()
+
+    def _run(self, inlet: _Inlet) -> None:
+        try:
+            peer = self._welcome(inlet)
+            while data := inlet.sock.recv(NOTICE.size + 1):
+                self._landed(peer, data)
+        except ProtocolError as error:
+            self._counts.add("bad_frame")
+            LOG.warning("dropped a transfer connection by shm: %s", error)
+        except OSError as error:
+            self._counts.add("link_ended")
+            LOG.debug("a transfer connection by shm ended: %s", error)
+        finally:
+            with self._lock:
+                self._links.discard(inlet)
+            inlet.sock.close()
+
+    def _welcome(self, inlet: _Inlet) -> Peer:
+        """Check who it is, then share the regions."""
+        sock = inlet.sock
+        pid, uid, _ = UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
+        if uid != os.getuid():
+            raise ProtocolError(f"process {pid} belongs to user {uid}, this node to {os.getuid()}")
+        _wait(sock, select.POLLIN, self._settings.connect_s)
+        data = sock.recv(MAX_HELLO)
+        if not data:
+            raise ConnectionResetError("closed before its hello")
+        try:
+            hello = msgspec.msgpack.decode(data, type=_Hello)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"its hello is not readable: {error}") from error
+        if not hmac.compare_digest(hello.token, self._token):
+            raise ProtocolError("its hello does not carry this boot's token")
+        peer = Peer(hello.node, hello.incarnation)
+        with self._lock:
+            if peer in self._banned or self._closed:
+                raise ProtocolError(f"boot {peer.incarnation} of {peer.node} was closed before")
+            inlet.peer = peer
+            self._meet(peer, pid, sock)
+        regions = list(self._regions.values())
+        shared = _Shared(tuple((region.id, region.nbytes) for region in regions))
+        socket.send_fds(sock, [msgspec.msgpack.encode(shared)], [region.fd for region in regions if region.fd is not None])
+        return peer
+
+    def _meet(self, peer: Peer, pid: int, sock: socket.socket) -> None:
+        """Keep one pidfd per process; one that has exited is of an earlier process with this pid."""
+        pidfds = self._met.setdefault(peer, {})
+        if pid in pidfds and not _has_exited(pidfds[pid]):
+            return
+        if pid in pidfds:
+            os.close(pidfds[pid])
+        pidfds[pid] = _pidfd(sock, pid)
+
+    def _landed(self, peer: Peer, data: bytes) -> None:
+        if len(data) != NOTICE.size or not data.startswith(MAGIC):
+            raise ProtocolError(f"a notice of {len(data)} bytes")
+        _, nonce, chunk, trial, region, nbytes = NOTICE.unpack(data)
+        if self._permits.find(peer, nonce, region, ()) is not None:
+            self._arrivals.add(Stamp(nonce, chunk, trial, nbytes))
+
+
+def _shut(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it ended by itself
+
+
+def _pidfd(sock: socket.socket, pid: int) -> int:
+    """A descriptor of the very process that connected (its pid alone could have been given to another one by now)."""
+    try:
+        return struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4))[0]  # type: ignore[no-any-return]
+    except OSError:
+        return os.pidfd_open(pid)
+
+
+def _has_exited(pidfd: int) -> bool:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))
