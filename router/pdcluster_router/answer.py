@@ -6,25 +6,21 @@ The response starts when the first token, or an error, is there: an error before
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from pdcluster.api import sse
 from pdcluster.api.choice import Piece
-from pdcluster.api.replies import PromptTokensDetails, RouteReport, TimelineReport, Usage, error_body
-from pdcluster.errors import Cancelled, PdclusterError
+from pdcluster.api.replies import PromptTokensDetails, RouteReport, TimelineReport, Usage
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.asgi import JSON, NO_BUFFERING, Exchange, Header
 from pdcluster_router.choices import Choice, merge, pieces_of
 from pdcluster_router.generation import Dispatcher, Route
 from pdcluster_router.prepare import Prepared
 
-log = logging.getLogger(__name__)
-
 
 async def answer(exchange: Exchange, prepared: Prepared, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
-    """Raises errors.Cancelled when the client left, and any other error of ours while nothing was sent yet."""
+    """Raises errors.Cancelled when the client left, and whatever a choice raised, maybe after the first byte; generations are closed by then."""
     pieces = merge([pieces_of(choice, dispatcher) for choice in prepared.choices])
     try:
         async with exchange.watching(), aclosing(pieces):
@@ -60,18 +56,6 @@ def _append(whole: Piece, piece: Piece) -> None:
 
 
 async def _stream(exchange: Exchange, prepared: Prepared, pieces: AsyncGenerator[tuple[int, Piece], None]) -> None:
-    try:
-        await _events(exchange, prepared, pieces)
-    except Cancelled:
-        raise
-    except PdclusterError as error:
-        if not exchange.started:
-            raise
-        log.warning("request %s failed after its first byte: %s", exchange.id, error)
-        await exchange.write(sse.error_event(error_body(error)), last=True)
-
-
-async def _events(exchange: Exchange, prepared: Prepared, pieces: AsyncGenerator[tuple[int, Piece], None]) -> None:
     opened: set[int] = set()
     async for index, piece in pieces:
         if not exchange.started:

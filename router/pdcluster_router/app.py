@@ -96,6 +96,8 @@ class App:
 
     async def _fail(self, exchange: Exchange, error: PdclusterError) -> None:
         self._metrics.errors.labels(error.code).inc()
+        if exchange.started:
+            log.warning("request %s failed after its first byte: %s", exchange.id, error)
         try:
             await exchange.fail(error)
         except Cancelled as gone:

@@ -10,6 +10,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Any
 
+from pdcluster.api import sse
 from pdcluster.api.replies import error_body
 from pdcluster.errors import BadRequest, Cancelled, Overloaded, PdclusterError, RequestTooLarge
 
@@ -179,7 +180,12 @@ class Exchange:
             raise Cancelled(f"the client read nothing for {self._stall_s:g} s") from None
 
     async def fail(self, error: PdclusterError) -> None:
-        """The answer before the first byte; afterwards it is for the stream to say."""
+        """An error as the answer: a status before the first byte, the last event of the stream after it."""
+        if self.finished:
+            return
+        if self.started:
+            await self.write(sse.error_event(error_body(error)), last=True)
+            return
         headers = [JSON]
         if error.http_status in (429, 503):
             wait_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0

@@ -77,9 +77,11 @@ async def pieces_of(choice: Choice, dispatcher: Dispatcher) -> AsyncGenerator[Pi
     """Ends with the piece whose `finish` is set; closing it early, or a stop string, closes the generation."""
     async with aclosing(dispatcher.generate(choice.generation)) as events:
         async for event in events:
+            if choice.finish is not None:
+                raise IntegrityError(f"the generation of {choice.generation.request} went on after its end")
             if isinstance(event, Done):
                 yield _finished(choice, event)
-                return
+                continue  # to the generator's own end: closing it now would look like a cancel
             piece = _advance(choice, event)
             choice.clock.tick(choice.text.num_tokens)
             if choice.text.stopped:
@@ -88,7 +90,8 @@ async def pieces_of(choice: Choice, dispatcher: Dispatcher) -> AsyncGenerator[Pi
                 yield piece
                 return
             yield piece
-    raise IntegrityError(f"the generation of {choice.generation.request} ended without saying how")
+    if choice.finish is None:
+        raise IntegrityError(f"the generation of {choice.generation.request} ended without saying how")
 
 
 def _advance(choice: Choice, chunk: Chunk) -> Piece:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +34,7 @@ def first_match(stops: list[str], text: str) -> tuple[str, str | None]:
 @settings(max_examples=500, deadline=None)
 def test_the_match_does_not_depend_on_how_the_text_is_cut(stops: list[str], text: str, cuts: list[int]) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    parts = [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    parts = [text[start:end] for start, end in pairwise(edges)]
     assert run(stops, parts) == first_match(stops, text)
 
 

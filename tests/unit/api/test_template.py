@@ -99,7 +99,7 @@ def test_what_the_template_raises_is_the_caller_s_to_fix() -> None:
 
 
 def test_a_template_that_trips_over_the_messages_is_a_bad_request_too() -> None:
-    with pytest.raises(BadRequest, match="cannot render these messages .TypeError"):
+    with pytest.raises(BadRequest, match=r"cannot render these messages .TypeError"):
         ChatTemplate("{{ messages[0].content + 1 }}", SPECIAL).render(CHATS["one"])
 
 

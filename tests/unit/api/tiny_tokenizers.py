@@ -40,7 +40,12 @@ def byte_level_files() -> dict[str, bytes]:
     tokenizer.add_tokens([AddedToken("<tool>"), AddedToken("né e")])
     tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.token_to_id("<|bos|>"))])
     tokenizer.enable_truncation(4)  # as some files carry it; must not cut prompts
-    config = {"bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>"}, "chat_template": CHAT_TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    config = {
+        "bos_token": "<|bos|>",
+        "eos_token": {"content": "<|eos|>"},
+        "chat_template": CHAT_TEMPLATE,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -54,10 +54,11 @@ def logprobs_of(token_id: int, wanted: int) -> TokenLogprobs:
 
 @dataclass
 class ScriptedDispatcher:
-    script: Callable[[Generation], Sequence[Step]] = lambda _: says("hello world")
+    script: Callable[[Generation], Iterable[Step]] = lambda _: says("hello world")
     route: Route = ROUTE
     cached_tokens: int = 3
     is_up: bool = True
+    max_len: int = MAX_LEN
     started: list[Generation] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -99,7 +100,7 @@ class ScriptedDispatcher:
         return Chunk(position, ids, logprobs, prompt_logprobs, self.route)
 
     def models(self) -> Sequence[ModelInfo]:
-        return [ModelInfo(MODEL, 1_700_000_000, MAX_LEN, VOCAB, (EOS,))] if self.is_up else []
+        return [ModelInfo(MODEL, 1_700_000_000, self.max_len, VOCAB, (EOS,))] if self.is_up else []
 
     def text(self, model: str) -> TextModel:
         if model != MODEL:

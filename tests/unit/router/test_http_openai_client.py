@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import pairwise
 
 import openai
 import pytest
 from openai import AsyncOpenAI
+from scripted_dispatcher import EOS, MAX_LEN, MODEL, TEXT, ScriptedDispatcher, Step, Tokens, Wait, says, served
 
 from pdcluster.errors import Overloaded, Unavailable
 from pdcluster_router.generation import Generation, Route
-from scripted_dispatcher import EOS, MAX_LEN, MODEL, TEXT, ScriptedDispatcher, Step, Tokens, Wait, says, served
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ async def test_choices_of_one_stream_interleave(client: AsyncOpenAI, dispatcher:
         order.append(chunk.choices[0].index)
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == ["1 2 3 4 5 6 7 8", "a b c d e f g h"]
-    assert sum(before != after for before, after in zip(order, order[1:], strict=False)) > 4
+    assert sum(before != after for before, after in pairwise(order)) > 4
 
 
 async def test_when_one_choice_fails_all_are_cancelled_and_one_error_answers(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
@@ -247,7 +248,8 @@ async def test_return_token_ids_gives_the_prompt_s_and_the_output_s(client: Asyn
     reply = await client.chat.completions.create(model=MODEL, messages=USER, stream=stream, extra_body={"return_token_ids": True})
     choices = [chunk.choices[0] async for chunk in reply] if stream else [reply.choices[0]]
     extras = [choice.model_extra or {} for choice in choices]
-    assert [token for extra in extras for token in extra.get("token_ids", [])] == [step.ids[0] for step in says("hello world") if isinstance(step, Tokens)]
+    sent = [step.ids[0] for step in says("hello world") if isinstance(step, Tokens)]
+    assert [token for extra in extras for token in extra.get("token_ids", [])] == sent
     prompts = [extra["prompt_token_ids"] for extra in extras if "prompt_token_ids" in extra]
     assert prompts == [list(dispatcher.started[0].token_ids)]
 
