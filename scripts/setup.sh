@@ -59,7 +59,7 @@ pip_install() { $VENV/bin/python -m pip install --disable-pip-version-check --no
 
 must_install() {
     pip_install "$@" && return
-    tail -n 15 $LOG >&2
+    grep -v '^WARNING' $LOG | tail -n 8 >&2
     die "pip could not install $* (all of its output: $LOG); check the network or the configured package index, then run make again"
 }
 
@@ -68,7 +68,7 @@ has_torch() { [ "$($VENV/bin/python -c 'from importlib.metadata import version; 
 install_torch() {
     if has_torch; then return; fi
     say "installing torch $TORCH, CPU build (about 200 MB)"
-    if pip_install --no-deps "torch==$TORCH+cpu"; then return; fi
+    if pip_install --no-deps --retries 1 "torch==$TORCH+cpu"; then return; fi
     if pip_install --no-deps --timeout 10 --retries 1 --index-url $TORCH_CPU_INDEX "torch==$TORCH"; then return; fi
     say "no CPU build at the configured index or at $TORCH_CPU_INDEX; taking the default build, which may bring gigabytes of GPU libraries"
     must_install "torch==$TORCH"
