@@ -403,3 +403,9 @@ def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
     environ = os.environ if environ is None else environ
     base = environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pdcluster"
+
+
+def set_library_environment(values: Mapping[str, str]) -> None:
+    """Tell a library what it only reads from the environment; a value that the user has set stays. Before the library is imported."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
