@@ -203,12 +203,13 @@ def _check_ticket(ticket: m.Ticket) -> None:
 
 
 def _check_logprobs(entry: m.TokenLogprobs) -> None:
-    # Minus infinity is the true logprob of a token that the model rules out.
-    if math.isnan(entry.logprob) or entry.logprob == math.inf or any(math.isnan(x) or x == math.inf for x in entry.top_logprobs):
-        raise ProtocolError("a logprob is not a number")
-    if len(entry.top_ids) != len(entry.top_logprobs):
-        raise ProtocolError(f"{len(entry.top_ids)} top ids with {len(entry.top_logprobs)} top logprobs")
-    _integers("top_ids", entry.top_ids)
+    # Minus infinity is the true logprob of a token that the model rules out; NaN fails the comparison.
+    if not entry.logprob < math.inf:
+        raise ProtocolError(f"a logprob is {entry.logprob}")
+    if entry.top_ids or entry.top_logprobs:
+        if len(entry.top_ids) != len(entry.top_logprobs) or not all(logprob < math.inf for logprob in entry.top_logprobs):
+            raise ProtocolError(f"top ids {entry.top_ids} do not go with top logprobs {entry.top_logprobs}")
+        _integers("top_ids", entry.top_ids)
 
 
 def _check_row(row: m.TokenRow) -> None:

@@ -5,13 +5,14 @@ import os
 import select
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
+import uvloop
 from bootstrap_cards import FINGERPRINT, make_card
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -40,7 +41,7 @@ async def address() -> AsyncIterator[str]:
 
 
 @pytest.fixture
-def make_agent() -> Iterator[MakeAgent]:
+async def make_agent() -> AsyncIterator[MakeAgent]:
     agents: list[NodeAgent] = []
 
     def make(*addresses: str) -> NodeAgent:
@@ -50,7 +51,7 @@ def make_agent() -> Iterator[MakeAgent]:
 
     yield make
     for agent in agents:
-        agent.stop()
+        await stopped(agent)
 
 
 class View:
@@ -209,6 +210,17 @@ async def test_a_node_registers_with_every_bootstrap_and_a_watcher_goes_to_the_n
         await view.until(lambda: view.last is not None and view.last.boot != first_boot)
         assert view.names() == ["prefill-0"]
         await watched.__aexit__(None, None, None)
+
+
+def test_a_router_on_uvloop_sees_the_cluster_too() -> None:
+    async def scenario() -> None:
+        async with serving("127.0.0.1:0", SETTINGS) as address, watching(address) as view, grpc.aio.insecure_channel(address) as channel:
+            await stubs.BootstrapStub(channel).Register(pb.RegisterRequest(card=_proto("prefill-0")))
+            await view.until(lambda: view.names() == ["prefill-0"])
+            await view.until(lambda: view.names() == [])
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())
 
 
 async def test_bad_cards_and_unknown_nodes_get_codes_that_say_so(address: str) -> None:

@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
-from wire_nodes import SETTINGS, Node, pump
+from wire_nodes import SETTINGS, Node, pump, start_again
 
 from pdcluster import messages as m
 from pdcluster.errors import ConfigError
@@ -248,7 +248,7 @@ def test_a_node_that_restarts_on_the_same_address_is_lost_and_never_gets_what_th
     a.hub.send(old.endpoint, m.Release("r"))
     pump(lambda: old.messages(m.Release), a, old)
     old.hub.close()
-    new = make_node("decode-0", "boot-2", listen=old.hub.address)
+    new = start_again(make_node, old, "boot-2")
     a.hub.send(old.endpoint, m.Release("for the old boot"))
     pump(lambda: a.events, a, new)
     assert [event.peer for event in a.events] == [old.me]

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 import uvloop
 import zmq
-from wire_nodes import SETTINGS, Node
+from wire_nodes import SETTINGS, Node, start_again
 
 from pdcluster import messages as m
 from pdcluster.errors import NodeLost
@@ -160,7 +160,7 @@ async def test_another_boot_at_the_address_ends_as_lost(context: Context, node: 
 async def test_a_restart_on_the_same_address_ends_as_lost_and_a_new_link_works(context: Context, make_node: Make, node: Node, router: Router) -> None:
     await until(lambda: router.states, node)
     node.hub.close()
-    new = make_node("decode-0", "boot-2", listen=node.hub.address)
+    new = start_again(make_node, node, "boot-2")
     await until(lambda: router.states[-1] is LinkState.LOST, new)
     again = Router(context, new.endpoint)
     again.link.send(m.Release("r"))

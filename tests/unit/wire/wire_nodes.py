@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from pdcluster.errors import ConfigError
 from pdcluster.messages import AnyMessage, Endpoint
 from pdcluster.transfer.base import Peer
 from pdcluster.wire.hub import Event, Hub, Received
@@ -32,6 +33,17 @@ class Node:
 
     def messages(self, kind: type[Any]) -> list[AnyMessage]:
         return [item.message for item in self.received if isinstance(item.message, kind)]
+
+
+def start_again(make_node: Callable[..., Node], old: Node, incarnation: str) -> Node:
+    """A new boot of a closed node at its address. ZMQ gives a closed socket's port back a moment later, from a thread of its own."""
+    deadline = time.monotonic() + 20.0
+    while True:
+        try:
+            return make_node(old.me.node, incarnation, listen=old.hub.address)
+        except ConfigError:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
 
 
 def pump(until: Callable[[], object], *nodes: Node, limit_s: float = 20.0) -> None:
