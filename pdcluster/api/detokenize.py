@@ -36,9 +36,13 @@ def _byte_alphabet() -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What each token id stands for. `special` ids vanish from text unless asked for; `strips_lead`: one leading space is not part of the text."""
+    """What each token id stands for. `special` ids vanish from text unless asked for; `strips_lead`: one leading space is not part of the text.
+
+    texts: the same as text, where a token's bytes are whole characters; most are, and need no decoder.
+    """
 
     table: Sequence[bytes]
+    texts: Sequence[str | None]
     special: frozenset[int]
     strips_lead: bool
 
@@ -52,14 +56,25 @@ def build_pieces(vocabulary: Mapping[str, int], special: Iterable[int], decoder:
     steps = _decoder_steps(decoder)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return Pieces(_byte_level_table(vocabulary), frozenset(special), strips_lead=False)
+        return _pieces(_byte_level_table(vocabulary), special, strips_lead=False)
     if kinds in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
         _check_sentencepiece(steps)
-        return Pieces(_sentencepiece_table(vocabulary), frozenset(special), strips_lead=kinds[-1] == "Strip")
+        return _pieces(_sentencepiece_table(vocabulary), special, strips_lead=kinds[-1] == "Strip")
     raise ModelError(
         f"tokenizer.json has the decoder {'+'.join(kinds) or 'none'}, which is not supported; "
         "supported are ByteLevel and Replace+ByteFallback+Fuse(+Strip)"
     )
+
+
+def _pieces(table: Sequence[bytes], special: Iterable[int], *, strips_lead: bool) -> Pieces:
+    return Pieces(table, [_whole_text(piece) for piece in table], frozenset(special), strips_lead)
+
+
+def _whole_text(piece: bytes) -> str | None:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _decoder_steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
@@ -100,23 +115,32 @@ def _sentencepiece_table(vocabulary: Mapping[str, int]) -> list[bytes]:
 class Detokenizer:
     """One stream of tokens. at_start: the text starts here, so a leading space that only marks a word is dropped; a continuation keeps it."""
 
-    __slots__ = ("_decoder", "_pieces", "_skip", "_strip")
+    __slots__ = ("_decoder", "_is_whole", "_pieces", "_skip", "_strip", "_texts")
 
     def __init__(self, pieces: Pieces, *, skip_special_tokens: bool, at_start: bool) -> None:
         self._pieces = pieces
+        self._texts = pieces.texts
         self._skip = pieces.special if skip_special_tokens else frozenset[int]()
         self._strip = at_start and pieces.strips_lead
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_whole = not self._strip
+        """No incomplete character is pending, and no leading space to look for."""
 
     def feed(self, token_id: int) -> str:
         """The text that became certain with this token; "" while a character is incomplete."""
         if token_id in self._skip:
             return ""
-        piece = self._pieces.of(token_id)
+        if self._is_whole and 0 <= token_id < len(self._texts) and (text := self._texts[token_id]) is not None:
+            return text
+        return self._feed_bytes(self._pieces.of(token_id))
+
+    def _feed_bytes(self, piece: bytes) -> str:
         if self._strip and piece:
             self._strip = False
             piece = piece.removeprefix(b" ")
-        return self._decoder.decode(piece)
+        text = self._decoder.decode(piece)
+        self._is_whole = not self._strip and not self._decoder.getstate()[0]
+        return text
 
     def flush(self) -> str:
         """What is left at the end: an incomplete character becomes U+FFFD."""

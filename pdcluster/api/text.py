@@ -17,21 +17,11 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from pdcluster.api.detokenize import Detokenizer, build_pieces, detokenize
+from pdcluster.api.files import read_text_files
 from pdcluster.api.template import ChatTemplate, Message
 from pdcluster.errors import BadRequest, ModelError
 
 log = logging.getLogger(__name__)
-
-TEXT_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "config.json",
-)
-"""The files of a model that a TextModel reads; only the first must exist."""
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -53,7 +43,9 @@ class TextModel:
     """Immutable after construction, so it may be used from several threads."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        """files: contents by name, of those in TEXT_FILES that the model has. Raises ModelError naming the file that is missing or wrong."""
+        """files: contents by name, of those in files.TEXT_FILES that the model has; only tokenizer.json must be there.
+
+        Raises ModelError naming the file that is missing or wrong."""
         config = {**_json_file(files, "special_tokens_map.json"), **_json_file(files, "tokenizer_config.json")}
         generation = _json_file(files, "generation_config.json")
         special = _special_tokens(config)
@@ -70,7 +62,7 @@ class TextModel:
 
     @classmethod
     def from_dir(cls, directory: Path) -> TextModel:
-        return cls({name: (directory / name).read_bytes() for name in TEXT_FILES if (directory / name).is_file()})
+        return cls(read_text_files(directory))
 
     @property
     def vocab_size(self) -> int:

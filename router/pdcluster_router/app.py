@@ -190,9 +190,10 @@ class App:
         await exchange.reply(200, b'{"status":"ok"}')
 
     async def _ready(self, exchange: Exchange) -> None:
-        if not self._dispatcher.is_ready():
-            raise Unavailable("not ready: no route exists yet; it needs a prefill and a decode node, or a mixed one")
-        await exchange.reply(200, b'{"status":"ready"}')
+        if self._dispatcher.is_ready():
+            await exchange.reply(200, b'{"status":"ready"}')
+        else:  # answered here: a probe that waits is no failed request
+            await exchange.fail(Unavailable("not ready: no route exists yet; it needs a prefill and a decode node, or a mixed one"))
 
     async def _exposition(self, exchange: Exchange) -> None:
         body = generate_latest(self._metrics.registry)

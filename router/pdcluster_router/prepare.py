@@ -139,6 +139,7 @@ async def _encode_prompt(prompt: str | list[int], request: openai.CompletionRequ
             raise BadRequest(f"{param} is empty; send at least one character", param)
         token_ids = await encode(model.text, prompt, add_special_tokens=request.add_special_tokens is not False)
         return Prompt(token_ids, prompt if request.echo else None)
+    limits.check_prompt(len(prompt), model.limits, param)  # before looking at what may be millions of ids
     token_ids = limits.check_token_ids(prompt, model.info.vocab_size, param)
     echo = model.text.decode(token_ids, skip_special_tokens=request.skip_special_tokens is not False) if request.echo else None
     return Prompt(token_ids, echo)

@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 from pdcluster.config import RouterConfig
 from pdcluster.errors import ConfigError
 from pdcluster.metrics import RouterMetrics
-from pdcluster_router.app import App, HttpSettings, create_app
-from pdcluster_router.generation import Dispatcher
+from pdcluster_router.app import App, HttpSettings
 
 BACKLOG = 2048
 
@@ -76,13 +75,6 @@ async def listening(app: App, address: str, *, drain_s: float) -> AsyncIterator[
         server.should_exit = True
         await task
         bound.close()
-
-
-async def serve(dispatcher: Dispatcher, config: RouterConfig, metrics: RouterMetrics, stop: asyncio.Event) -> None:
-    """Serves HTTP until `stop` is set, then drains."""
-    app = create_app(dispatcher, http_settings(config), metrics)
-    async with listening(app, config.http, drain_s=config.drain_s):
-        await stop.wait()
 
 
 def _bind(address: str) -> socket.socket:

@@ -192,8 +192,10 @@ async def test_without_nodes_the_router_lives_but_is_not_ready(client: httpx.Asy
     assert (ready.status_code, ready.headers["retry-after"]) == (503, "1")
     assert (await client.get("/v1/models")).json() == {"data": [], "object": "list"}
     assert (await client.post(PLAIN, json=body())).status_code == 503
+    assert 'pdcluster_errors_total{code="unavailable"} 1.0' in (await client.get("/metrics")).text
     dispatcher.is_up = True
     assert (await client.get("/ready")).status_code == 200
+    assert (await client.head("/ready")).status_code == 200
 
 
 async def test_a_plain_request_id_of_the_client_is_echoed(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher) -> None:

@@ -1,0 +1,82 @@
+"""Any JSON in any field, any bytes as a body: an answer or a 4xx in OpenAI's shape, never a 500. Straight through the ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_dispatcher import MODEL, ScriptedDispatcher
+
+from pdcluster.api.openai import ChatRequest, CompletionRequest
+from pdcluster_router.app import HttpSettings, create_app
+from pdcluster_router.server import router_metrics
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(alphabet=st.characters(exclude_categories=()), max_size=12)
+    | st.sampled_from([0, 1, -1, "text", "auto", "none", 2**31, 2**63, 2**64, -(2**63), 1e308])
+)  # fmt: skip
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3), max_leaves=8)
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+PLAIN: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 4}
+
+
+async def call(path: str, body: bytes) -> tuple[int, bytes]:
+    app = create_app(ScriptedDispatcher(), HttpSettings(), router_metrics())
+    sent: list[dict[str, Any]] = []
+    asked = False
+
+    async def receive() -> dict[str, Any]:
+        nonlocal asked
+        if asked:
+            await asyncio.Event().wait()
+        asked = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(event: Any) -> None:
+        sent.append(event)
+
+    await app({"type": "http", "method": "POST", "path": path, "headers": [(b"content-type", b"application/json")]}, receive, send)
+    return sent[0]["status"], b"".join([event.get("body", b"") for event in sent])
+
+
+def check(path: str, body: bytes) -> None:
+    status, reply = asyncio.run(call(path, body))
+    assert status == 200 or 400 <= status < 500, reply
+    if status != 200:
+        error = json.loads(reply)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert len(error["message"]) > 10
+
+
+@given(st.sampled_from(ChatRequest.__struct_fields__), VALUES)
+@settings(max_examples=250, deadline=None)
+def test_any_value_in_any_chat_field_is_answered_or_refused(name: str, value: object) -> None:
+    check("/v1/chat/completions", json.dumps(CHAT | {name: value}).encode())
+
+
+@given(st.sampled_from(CompletionRequest.__struct_fields__), VALUES)
+@settings(max_examples=250, deadline=None)
+def test_any_value_in_any_completion_field_is_answered_or_refused(name: str, value: object) -> None:
+    check("/v1/completions", json.dumps(PLAIN | {name: value}).encode())
+
+
+@given(st.sampled_from(["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal", "audio"]), VALUES)
+@settings(max_examples=150, deadline=None)
+def test_any_value_in_any_message_field_is_answered_or_refused(name: str, value: object) -> None:
+    check("/v1/chat/completions", json.dumps(CHAT | {"messages": [{"role": "user", "content": "hi", name: value}]}).encode())
+
+
+@given(st.sampled_from(["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]), st.binary(max_size=40))
+@settings(max_examples=150, deadline=None)
+def test_any_bytes_are_refused(path: str, body: bytes) -> None:
+    check(path, body)
+
+
+@given(st.sampled_from(["/v1/chat/completions", "/v1/completions"]), st.integers(0, 90), st.binary(min_size=1, max_size=3))
+@settings(max_examples=150, deadline=None)
+def test_a_right_body_with_a_few_wrong_bytes_is_answered_or_refused(path: str, at: int, noise: bytes) -> None:
+    body = json.dumps(CHAT if "chat" in path else PLAIN).encode()
+    check(path, body[:at] + noise + body[at + len(noise) :])
