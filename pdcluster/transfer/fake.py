@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pdcluster.errors import PeerUnreachable
@@ -110,7 +110,7 @@ class FakeBackend:
         self._doorbell = Doorbell()
         self.wakeup_fd = self._doorbell.fd
         self._counts = Counts()
-        self.counters = self._counts.by_reason
+        self.counters: Mapping[str, int] = self._counts.by_reason
         self._regions: dict[int, Region] = {}
         self._permits = Permits(self._counts)
         self._writes = Writes(self._doorbell)

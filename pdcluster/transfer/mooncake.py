@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -366,7 +366,7 @@ class MooncakeBackend:
         self._doorbell = Doorbell()
         self.wakeup_fd = self._doorbell.fd
         self._counts = Counts()
-        self.counters = self._counts.by_reason
+        self.counters: Mapping[str, int] = self._counts.by_reason
         self._writes = Writes(self._doorbell)
         self._arrivals = Arrivals(self._doorbell)
         self._permits = Permits(self._counts)

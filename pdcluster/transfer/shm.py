@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -226,7 +227,7 @@ class ShmBackend:
         self._doorbell = Doorbell()
         self.wakeup_fd = self._doorbell.fd
         self._counts = Counts()
-        self.counters = self._counts.by_reason
+        self.counters: Mapping[str, int] = self._counts.by_reason
         self._writes = Writes(self._doorbell)
         self._arrivals = Arrivals(self._doorbell)
         self._permits = Permits(self._counts)

@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
@@ -180,7 +181,7 @@ class TcpBackend:
         self._doorbell = Doorbell()
         self.wakeup_fd = self._doorbell.fd
         self._counts = Counts()
-        self.counters = self._counts.by_reason
+        self.counters: Mapping[str, int] = self._counts.by_reason
         self._writes = Writes(self._doorbell)
         self._arrivals = Arrivals(self._doorbell)
         self._permits = Permits(self._counts)
