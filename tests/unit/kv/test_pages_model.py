@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -246,5 +247,11 @@ class PagePoolMachine(RuleBasedStateMachine):
         return [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
 
 
-TestPagePoolMachine = PagePoolMachine.TestCase
-TestPagePoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+class TestPagePoolMachine(PagePoolMachine.TestCase):
+    settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+class TestPagePoolMachineAtLength(PagePoolMachine.TestCase):
+    settings = settings(max_examples=3000, stateful_step_count=80, deadline=None)

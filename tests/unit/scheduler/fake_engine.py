@@ -72,6 +72,7 @@ class FakeEngine:
     def run(self, plan: StepPlan) -> StepResult:
         """All writes first, then all reads, so that two rows that share a page they should not are found out."""
         for row in plan.rows:
+            assert len(row.tokens) >= 1
             pages = row.pages.tolist()
             last = 17 if row.start == 0 else self.read(pages, row.start)[-1]
             entries = []

@@ -1,0 +1,338 @@
+"""The scheduler under random histories: tiny pools, cancels, preemptions, slots, replays, late writes.
+
+The engine's tokens depend on every KV entry a row attends to, so any page that is shared wrongly, reused too early or published too soon changes
+somebody's output. Whatever happens, every request gets exactly one end, and if it ends well, the tokens of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine, draw, kv_of, make_work, prompt_logprob, reference
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pdcluster.errors import Overloaded, RequestTooLarge
+from pdcluster.kv.pages import PagePool
+from pdcluster.lifecycle import Residence
+from pdcluster.messages import HASH_BYTES, Sampling
+from pdcluster.scheduler.scheduler import Limits, Scheduler, Update
+from pdcluster.scheduler.sequence import Sequence
+from pdcluster.step import StepPlan
+
+EOS = frozenset({0})
+MAX_LEN = 30
+BLOCK = 2
+BASES = ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [1, 2, 3, 4, 1, 2, 3, 4, 9, 9, 9, 9], [5] * 12)
+PROMPTS = st.builds(
+    lambda base, cut, tail: base[:cut] + tail, st.sampled_from(BASES), st.integers(0, 12), st.lists(st.integers(0, 12), min_size=1, max_size=6)
+)
+SAMPLINGS = st.fixed_dictionaries(
+    {
+        "max_tokens": st.integers(1, 14),
+        "min_tokens": st.integers(0, 3),
+        "ignore_eos": st.booleans(),
+        "stop_token_ids": st.sampled_from([(), (1,), (2, 3)]),
+    },
+    optional={"prompt_logprobs": st.just(0)},
+)
+
+
+@dataclass
+class Request:
+    """What the router would know."""
+
+    prompt: list[int]
+    sampling: Sampling
+    tokens: list[int] = field(default_factory=list)
+    attempt: int = 0
+    slot: bool = False
+    """Came as a slot: its prompt logprobs are the prefill node's business."""
+    ends: list[str] = field(default_factory=list)
+    prompt_logprobs: list[tuple[object, ...]] = field(default_factory=list)
+
+
+@dataclass
+class Slot:
+    sequence: Sequence
+    pages: list[int]
+    nonce: int
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: dict[str, Request] = {}
+        self.parked: list[str] = []
+        self.slots: list[Slot] = []
+        self.stale: list[Slot] = []
+        """Slots that were dropped while their writer may still write."""
+        self.readers: list[tuple[list[int], list[list[int]]]] = []
+        self.plan: StepPlan | None = None
+        self.index: set[bytes] = set()
+        self.build(6, 1, 5, 3)
+
+    @initialize(num_pages=st.integers(5, 14), blocks=st.integers(1, 2), reserve_tokens=st.integers(0, 8), max_rows=st.integers(1, 4))
+    def build(self, num_pages: int, blocks: int, reserve_tokens: int, max_rows: int) -> None:
+        page_tokens = BLOCK * blocks
+        self.pool = PagePool(num_pages, page_tokens, BLOCK)
+        limits = Limits(
+            token_budget=max_rows + 5,
+            max_rows=max_rows,
+            max_waiting=6,
+            max_len=MAX_LEN,
+            reserve_tokens=reserve_tokens,
+            eos_token_ids=EOS,
+            max_overtakes=2,
+        )
+        self.scheduler = Scheduler(self.pool, limits, clock=lambda: 0.0)
+        self.engine = FakeEngine(num_pages, page_tokens)
+
+    # ------------------------------------------------------------ what a router asks
+
+    @rule(prompt=PROMPTS, sampling=SAMPLINGS, remote=st.booleans())
+    def add(self, prompt: list[int], sampling: dict[str, object], remote: bool) -> None:
+        self.submit(self.new_request(prompt, sampling), remote=remote)
+
+    @rule(prompt=PROMPTS, sampling=SAMPLINGS)
+    def reserve(self, prompt: list[int], sampling: dict[str, object]) -> None:
+        key = self.new_request(prompt, sampling)
+        self.requests[key].slot = True
+        sequence = self.sequence_of(key)
+        try:
+            pages = self.scheduler.reserve(sequence)
+        except (Overloaded, RequestTooLarge) as error:
+            self.requests[key].ends.append(error.code)
+            return
+        assert len(pages) == self.pool.pages_for(sequence.num_tokens)
+        assert self.engine.read(pages, sequence.num_cached) == kv_of(prompt)[: sequence.num_cached]
+        slot = Slot(sequence, pages, nonce=len(self.requests))
+        self.pool.attach_writer(pages[sequence.num_cached // self.pool.page_tokens :], slot.nonce)
+        self.slots.append(slot)
+
+    @precondition(lambda self: any(not request.ends for request in self.requests.values()))
+    @rule(data=st.data(), replay=st.booleans())
+    def cancel(self, data: st.DataObject, replay: bool) -> None:
+        """The client left, or the router moves the request: then the new attempt starts from the tokens that were sent."""
+        key = data.draw(st.sampled_from([key for key, request in self.requests.items() if not request.ends]))
+        request = self.requests[key]
+        ended = self.scheduler.cancel(f"{key}#{request.attempt}")
+        assert ended is not None and ended.state is Residence.FINISHED
+        for slot in [slot for slot in self.slots if slot.sequence is ended]:
+            self.slots.remove(slot)
+            self.stale.append(slot)
+        if key in self.parked:
+            self.parked.remove(key)
+        if replay:
+            request.attempt += 1
+            self.submit(key, remote=False)
+        else:
+            request.ends.append("cancelled")
+
+    @precondition(lambda self: self.parked)
+    @rule(data=st.data(), local=st.booleans())
+    def deliver(self, data: st.DataObject, local: bool) -> None:
+        """A parked prompt's KV is right; it is taken, or its decode comes back to this node."""
+        key = self.parked.pop(data.draw(st.integers(0, len(self.parked) - 1)))
+        request = self.requests[key]
+        sequence = self.scheduler.find(f"{key}#{request.attempt}")
+        assert sequence is not None and sequence.state is Residence.PARKED
+        context = (request.prompt + request.tokens)[:-1]
+        assert self.engine.read(sequence.pages.tolist(), len(context)) == kv_of(context)
+        assert self.scheduler.release(sequence.key) is sequence
+        if local:
+            request.attempt += 1
+            self.submit(key, remote=False)
+        else:
+            request.ends.append("delivered")
+
+    # ------------------------------------------------------------ what the transfer does
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        slot = self.slots.pop(data.draw(st.integers(0, len(self.slots) - 1)))
+        entries = kv_of(slot.sequence.tokens.tolist())
+        self.engine.write(slot.pages, slot.sequence.num_cached, entries[slot.sequence.num_cached :])
+        self.pool.detach_writer(slot.nonce)
+        self.take(self.scheduler.commit(slot.sequence.key, draw(entries)))
+
+    @precondition(lambda self: self.stale)
+    @rule(data=st.data(), proof=st.booleans())
+    def write_late(self, data: st.DataObject, proof: bool) -> None:
+        """A writer whose slot is gone writes garbage, until there is proof that it cannot."""
+        slot = data.draw(st.sampled_from(self.stale))
+        count = slot.sequence.num_prompt - slot.sequence.num_cached
+        self.engine.write(slot.pages, slot.sequence.num_cached, [999] * count)
+        if proof:
+            self.stale.remove(slot)
+            self.pool.detach_writer(slot.nonce)
+
+    @precondition(lambda self: self.live_with_pages())
+    @rule(data=st.data())
+    def start_reading(self, data: st.DataObject) -> None:
+        """A transfer starts to read computed pages; what they hold must not change under it."""
+        sequence = data.draw(st.sampled_from(self.live_with_pages()))
+        pages = sequence.pages[: sequence.num_computed // self.pool.page_tokens].tolist()
+        if pages:
+            self.pool.acquire(pages)
+            self.readers.append((pages, self.engine.memory[pages].tolist()))
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def end_reading(self, data: st.DataObject) -> None:
+        pages, contents = self.readers.pop(data.draw(st.integers(0, len(self.readers) - 1)))
+        assert self.engine.memory[pages].tolist() == contents
+        self.pool.release(pages)
+
+    # ------------------------------------------------------------ the node's loop
+
+    @precondition(lambda self: self.plan is None)
+    @rule(budget=st.integers(1, 9))
+    def launch(self, budget: int) -> None:
+        self.plan = self.scheduler.schedule(budget)
+        if self.plan is not None:
+            assert len({row.request for row in self.plan.rows}) == len(self.plan.rows)
+            lengths = [len(row.tokens) for row in self.plan.rows]
+            assert lengths.count(1) == sum(length == 1 for length in lengths[: lengths.count(1)]), "rows of one token come first"
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def collect(self) -> None:
+        assert self.plan is not None
+        plan, self.plan = self.plan, None
+        for update in self.scheduler.update(plan, self.engine.run(plan)):
+            self.take(update)
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def fail_step(self) -> None:
+        self.plan = None
+        self.scheduler.drop_step()
+
+    @rule()
+    def report(self) -> None:
+        added, removed = (set(self.split(part)) for part in self.pool.drain_changes())
+        assert not added & self.index and removed <= self.index
+        self.index = (self.index - removed) | added
+        assert self.index == set(self.split(self.pool.snapshot()))
+
+    # ------------------------------------------------------------ what must always hold
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        """Let everything come to its end: nothing may be left, and nobody may be without an answer."""
+        for _ in range(2000):
+            if self.plan is not None:
+                self.collect()
+            self.settle_others()
+            self.plan = self.scheduler.schedule()
+            self.scheduler.check_integrity()
+            if self.plan is None and not self.parked:
+                break
+        assert self.scheduler.is_idle(), f"stuck: {self.scheduler.load()}"
+        assert self.pool.num_used == self.pool.num_quarantined == self.pool.num_writers == 0
+        for request in self.requests.values():
+            assert len(request.ends) == 1, request
+            self.check_output(request)
+
+    def settle_others(self) -> None:
+        for key in self.parked:
+            self.scheduler.release(f"{key}#{self.requests[key].attempt}")
+            self.requests[key].ends.append("delivered")
+        for slot in self.slots:
+            self.scheduler.cancel(slot.sequence.key)
+            self.requests[slot.sequence.request].ends.append("cancelled")
+        for slot in [*self.slots, *self.stale]:
+            self.pool.detach_writer(slot.nonce)
+        for pages, contents in self.readers:
+            assert self.engine.memory[pages].tolist() == contents
+            self.pool.release(pages)
+        self.parked, self.slots, self.stale, self.readers = [], [], [], []
+
+    def check_output(self, request: Request) -> None:
+        tokens, reason = reference(request.prompt, request.sampling, eos=EOS, max_len=MAX_LEN)
+        if request.ends[0] in ("eos", "stop", "length"):
+            assert (request.tokens, request.ends[0]) == (tokens, reason)
+        else:
+            assert request.tokens == tokens[: len(request.tokens)]
+        entries = kv_of(request.prompt)
+        right = tuple(prompt_logprob(entries[: i + 1], token) for i, token in enumerate(request.prompt[1:]))
+        assert len(request.prompt_logprobs) <= 1 and all(found == right for found in request.prompt_logprobs)
+        if request.tokens and request.sampling.prompt_logprobs is not None and len(right) and not request.slot:
+            assert len(request.prompt_logprobs) == 1
+
+    # ------------------------------------------------------------ helpers
+
+    def new_request(self, prompt: list[int], sampling: dict[str, object]) -> str:
+        key = f"r{len(self.requests)}"
+        self.requests[key] = Request(prompt, make_work(prompt, **sampling).sampling)
+        return key
+
+    def sequence_of(self, key: str, *, remote: bool = False) -> Sequence:
+        request = self.requests[key]
+        fields = {name: getattr(request.sampling, name) for name in request.sampling.__struct_fields__}
+        work = make_work(request.prompt, request=key, attempt=request.attempt, emitted=tuple(request.tokens), block_tokens=BLOCK, **fields)
+        return Sequence(work, key=f"{key}#{request.attempt}", remote=remote, block_tokens=BLOCK)
+
+    def submit(self, key: str, *, remote: bool) -> None:
+        try:
+            self.scheduler.add(self.sequence_of(key, remote=remote))
+        except (Overloaded, RequestTooLarge) as error:
+            self.requests[key].ends.append(error.code)
+
+    def take(self, update: Update) -> None:
+        """As the router does: by position, no token twice, none missing."""
+        request = self.requests[update.request]
+        assert not request.ends and update.attempt == request.attempt
+        if update.prompt_logprobs:
+            request.prompt_logprobs.append(update.prompt_logprobs)
+        if update.token is None:
+            return
+        assert update.position == len(request.tokens)
+        request.tokens.append(update.token)
+        if update.finished is not None:
+            request.ends.append(update.finished)
+        elif update.parked:
+            self.parked.append(update.request)
+
+    def live_with_pages(self) -> list[Sequence]:
+        found = (self.scheduler.find(f"{key}#{request.attempt}") for key, request in self.requests.items() if not request.ends)
+        return [sequence for sequence in found if sequence is not None and sequence.num_computed]
+
+    @staticmethod
+    def split(hashes: bytes) -> list[bytes]:
+        return [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
+
+
+class TestSchedulerMachine(SchedulerMachine.TestCase):
+    settings = settings(max_examples=200, stateful_step_count=50, deadline=None, derandomize=True)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+class TestSchedulerMachineAtLength(SchedulerMachine.TestCase):
+    settings = settings(max_examples=3000, stateful_step_count=80, deadline=None)
+
+
+def test_a_busy_node_gives_every_request_the_tokens_of_an_undisturbed_run():
+    """One long seeded history in which preemption, overtaking and cache hits all happen for certain."""
+    random = np.random.default_rng(5)
+    machine = SchedulerMachine()
+    machine.build(num_pages=12, blocks=1, reserve_tokens=0, max_rows=4)
+    for _ in range(1500):
+        base = BASES[random.integers(3)][: random.integers(1, 12)]
+        machine.add([*base, int(random.integers(13))], {"max_tokens": int(random.integers(1, 12))}, remote=False)
+        machine.launch(9)
+        if machine.plan is not None:
+            machine.collect()
+        machine.books_agree()
+    machine.teardown()
+    assert machine.scheduler.num_preemptions > 20
+    assert sum(request.ends[0] in ("eos", "length") for request in machine.requests.values()) > 300
