@@ -250,6 +250,7 @@ class Attempt:
             self.prefill_timings = body.timings
             self._is_delivered = True
             self._commit_by = None
+            self._cluster.ledger.leave(leg)  # the node is done with it: what decodes elsewhere is not its load
         elif isinstance(body, Refused):
             self._on_refused(leg, body)
         elif isinstance(body, Failed):

@@ -7,7 +7,7 @@ from array import array
 from contextlib import aclosing
 
 import pytest
-from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_node
+from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_node, settle
 
 from pdcluster import errors
 from pdcluster import messages as m
@@ -68,6 +68,19 @@ async def test_a_request_goes_through_prefill_and_decode_and_ends_once() -> None
     assert cluster.ledger.num_requests() == 0
     assert cluster.ledger.in_flight("p0-boot") == cluster.ledger.in_flight("d0-boot") == 0
     assert not cluster.sent_to("p0", m.Cancel) and not cluster.sent_to("d0", m.Cancel), "nothing is cancelled after a good end"
+
+
+async def test_a_prefill_node_is_not_busy_with_what_decodes_elsewhere() -> None:
+    cluster, pair, dispatch = make_pair()
+    pair.run = lambda *_, **__: None
+    events = dispatch.generate(make_generation())
+    await anext(events)
+    waiting = asyncio.ensure_future(anext(events))
+    await settle()
+    assert cluster.ledger.in_flight("p0-boot") == 0 and cluster.ledger.in_flight("d0-boot") == 1
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await events.aclose()
 
 
 async def test_the_first_token_waits_for_the_reservation() -> None:
