@@ -8,22 +8,34 @@ from itertools import pairwise
 
 import openai
 import pytest
+import pytest_asyncio
 from openai import AsyncOpenAI
 from scripted_dispatcher import EOS, MAX_LEN, MODEL, TEXT, ScriptedDispatcher, Step, Tokens, Wait, says, served
 
 from pdcluster.errors import Overloaded, Unavailable
 from pdcluster_router.generation import Generation, Route
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+_DISPATCHER = ScriptedDispatcher()
+
 
 @pytest.fixture
 def dispatcher() -> ScriptedDispatcher:
-    return ScriptedDispatcher()
+    """One server for all tests, as starting one takes longer than most of them; its dispatcher forgets everything in between."""
+    vars(_DISPATCHER).update(vars(ScriptedDispatcher()))
+    return _DISPATCHER
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def server() -> AsyncIterator[AsyncOpenAI]:
+    async with served(_DISPATCHER) as url, AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture
-async def client(dispatcher: ScriptedDispatcher) -> AsyncIterator[AsyncOpenAI]:
-    async with served(dispatcher) as url, AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
+def client(server: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> AsyncOpenAI:
+    return server
 
 
 USER = [{"role": "user", "content": "hi there"}]
