@@ -38,6 +38,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_SNAPSHOT_BYTES),
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.max_pings_without_data", 0),  # a watch may be quiet for hours, and must still notice a dead server
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_http_proxy", 0),
 )

@@ -15,6 +15,7 @@ from pdcluster.wire.address import format_address, is_wildcard, parse_address
 from pdcluster.wire.codec import MAX_FRAME_BYTES
 
 CLUSTER_KEY_BYTES = 32
+CURVE_OVERHEAD_BYTES = 64
 ZAP_DOMAIN = b"pdcluster"
 _DOWN = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _REFUSED = zmq.EVENT_CONNECT_RETRIED
@@ -113,7 +114,8 @@ def _set_options(socket: zmq.Socket[bytes], settings: WireSettings) -> None:
         (zmq.HANDSHAKE_IVL, max(1, int(settings.lease_s * 1000))),
     ):
         socket.setsockopt(option, value)
-    socket.setsockopt(zmq.MAXMSGSIZE, settings.max_frame_bytes)
+    # libzmq counts the encrypted message; `codec` checks the exact limit.
+    socket.setsockopt(zmq.MAXMSGSIZE, settings.max_frame_bytes + CURVE_OVERHEAD_BYTES)
 
 
 def _set_server_keys(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
