@@ -6,7 +6,7 @@ The contract of `Dispatcher.generate`:
   1. The first event is a Chunk and carries the route that was known when the first token came; the last event is a Done.
   2. Chunks come strictly by position, each output token once, whatever attempts ran behind them.
   3. Failure is an exception of `errors`, before or after the first Chunk; nothing comes after it.
-  4. `aclose()` cancels the request on both legs.
+  4. `aclose()` before the end, or cancelling the task that waits in it, cancels the request on both legs.
 """
 
 from __future__ import annotations
