@@ -166,6 +166,14 @@ class LocalCluster:
         self.versions = itertools.count(1)
 
     async def __aenter__(self) -> LocalCluster:
+        try:
+            await self._start_all()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def _start_all(self) -> None:
         self.router = Cluster(Peer("router", "router-1"), context=self.context, settings=WIRE)
         stages = StageDeadlines(handshake_s=2.0, transfer_s=2.0, hold_s=0.01)
         for name, role in self.roles.items():
@@ -173,7 +181,6 @@ class LocalCluster:
         block_tokens = next(iter(self.nodes.values())).kit.shape.block_tokens
         self.dispatch = Dispatch(self.router, OneModel(block_tokens), DispatchSettings(stages=stages, hold_s=5.0))
         await self.until(lambda: len(self.router.view().nodes) == len(self.roles))
-        return self
 
     async def __aexit__(self, *exc) -> None:
         self.router.close()

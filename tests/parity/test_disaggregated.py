@@ -15,6 +15,7 @@ from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.kv.layout import Fingerprint
 from pdcluster.messages import Sampling
 from pdcluster.transfer.base import Region
+from pdcluster.transfer.choose import create_backends
 
 MODEL = Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=32)
 PAGE = 16
@@ -83,8 +84,10 @@ def test_one_node_is_transformers(model, prompts, expected) -> None:
 
 
 @pytest.mark.parametrize("name", ["greedy", "seeded"])
-async def test_disaggregated_equals_local(directory, prompts, expected, name: str) -> None:
-    async with LocalCluster(PAIR, make_kit=make_kit(directory)) as cluster:
+@pytest.mark.parametrize("backend", ["fake", "shm", "tcp", "mooncake"])
+async def test_disaggregated_equals_local(directory, prompts, expected, name: str, backend: str) -> None:
+    make_backend = None if backend == "fake" else lambda me: create_backends(backend, me, host="127.0.0.1", staging_bytes=1 << 22)[backend]
+    async with LocalCluster(PAIR, make_kit=make_kit(directory), make_backend=make_backend) as cluster:
         assert await answers(cluster, prompts, samplings()[name]) == expected[name]
         assert await answers(cluster, prompts, samplings()[name]) == expected[name], "and again with every prefix cached"
         await cluster.until_idle()

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import checkpoints
 import numpy as np
 import pytest
 import torch
+from checkpoints import KERNEL_CACHE, LINEAR, LLAMA3, YARN, Expected, Shape
+from driver import Driver, greedy
 from transformers import PreTrainedModel
 
 from pdcluster.engine.engine import Engine, EngineConfig
-from tests.parity import checkpoints
-from tests.parity.checkpoints import KERNEL_CACHE, LINEAR, LLAMA3, YARN, Expected, Shape
-from tests.parity.driver import Driver, greedy
 
 PAGE = 16
 CHUNK = 32
