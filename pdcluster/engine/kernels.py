@@ -80,7 +80,7 @@ def power_of_two(typing_context, exponent):
     return types.float32(types.float32), build
 
 
-@numba.njit(fastmath=True, nogil=True, cache=True, inline="always")
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")
 def exponential(value):
     """exp in float32, off by at most a few units in the last place, and clamped to finite numbers. Unlike math.exp it vectorises."""
     scaled = min(max(value * LOG2_E, np.float32(-126.0)), np.float32(126.0))
@@ -97,21 +97,23 @@ def exponential(value):
     return series * power_of_two(whole)
 
 
-@numba.njit(fastmath=True, nogil=True, cache=True)
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
 def matvec(x, weight, bias, out, lo, hi):
-    """out[n] = weight[n] · x + bias[n] for blocks of eight outputs [lo, hi). x and weight hold bfloat16 pairs as uint32, out bfloat16 as uint16.
+    """out = weight · x + bias. x and weight hold bfloat16 pairs as uint32, out bfloat16 as uint16.
 
-    Eight rows of the weight are read side by side: one stream of loads does not fill the memory bus, eight do.
+    One stream of loads does not fill the memory bus, so the rows are cut in eight runs that are read side by side, each from its begin to its
+    end (what the prefetcher likes best): task i computes the i-th row of every run.
     """
     num_pairs = weight.shape[1]
     even, odd = np.empty(num_pairs, np.float32), np.empty(num_pairs, np.float32)
     for k in range(num_pairs):
         even[k], odd[k] = low_half(x[k]), high_half(x[k])
     last = weight.shape[0] - 1
-    for block in range(lo, hi):
-        n = block * 8
-        w0, w1, w2, w3 = weight[n], weight[min(n + 1, last)], weight[min(n + 2, last)], weight[min(n + 3, last)]
-        w4, w5, w6, w7 = weight[min(n + 4, last)], weight[min(n + 5, last)], weight[min(n + 6, last)], weight[min(n + 7, last)]
+    run = last // 8 + 1
+    for n in range(lo, hi):
+        w0, w1, w2, w3 = weight[n], weight[min(n + run, last)], weight[min(n + 2 * run, last)], weight[min(n + 3 * run, last)]
+        w4, w5 = weight[min(n + 4 * run, last)], weight[min(n + 5 * run, last)]
+        w6, w7 = weight[min(n + 6 * run, last)], weight[min(n + 7 * run, last)]
         a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = np.float32(0)
         for k in range(num_pairs):
             e, o = even[k], odd[k]
@@ -124,11 +126,13 @@ def matvec(x, weight, bias, out, lo, hi):
             a6 += low_half(w6[k]) * e + high_half(w6[k]) * o
             a7 += low_half(w7[k]) * e + high_half(w7[k]) * o
         sums = (a0, a1, a2, a3, a4, a5, a6, a7)
-        for r in range(min(8, last + 1 - n)):
-            out[n + r] = narrow(sums[r] + bias[n + r], out[n + r])
+        for r in range(8):
+            row = n + r * run
+            if row <= last:
+                out[row] = narrow(sums[r] + bias[row], out[row])
 
 
-@numba.njit(fastmath=True, nogil=True, cache=True)
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
 def rms_norm(x, weight, eps, out, lo, hi):
     """Rows [lo, hi) of x divided by their root mean square, times weight."""
     width = x.shape[1]
@@ -142,7 +146,7 @@ def rms_norm(x, weight, eps, out, lo, hi):
             target[i] = narrow(widen(row[i]) * scale * widen(weight[i]), target[i])
 
 
-@numba.njit(fastmath=True, nogil=True, cache=True)
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
 def silu_mul(gate_up, out, lo, hi):
     """silu(gate) * up, with gate and up side by side in each row."""
     width = out.shape[1]
@@ -153,7 +157,7 @@ def silu_mul(gate_up, out, lo, hi):
             target[i] = narrow(g / (np.float32(1.0) + exponential(-g)) * widen(up[i]), target[i])
 
 
-@numba.njit(fastmath=True, nogil=True, cache=True)
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
 def rotate(source, norm, normed, eps, cos, sin, scratch, target):
     """One head of one token: normalised over its dimensions if `normed`, rotated by halves, stored in `target`. scratch: float32 of its size."""
     size = source.shape[0]
@@ -173,7 +177,7 @@ def rotate(source, norm, normed, eps, cos, sin, scratch, target):
         target[half + i] = narrow(b * cos[i] + a * sin[i], target[half + i])
 
 
-@numba.njit(fastmath=True, nogil=True, cache=True)
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
 def store_kv(qkv, q_norm, k_norm, normed, eps, cos, sin, pages, offsets, pool, layer, q_out, lo, hi):
     """Tokens [lo, hi): queries are normalised and rotated into q_out, keys likewise into their page slot, values copied there."""
     num_heads, head_dim = q_out.shape[1], q_out.shape[2]
@@ -190,7 +194,7 @@ def store_kv(qkv, q_norm, k_norm, normed, eps, cos, sin, pages, offsets, pool, l
             pool[page, layer, 1, h, offset, :] = qkv[n, begin : begin + head_dim]
 
 
-@numba.njit(fastmath=True, nogil=True, cache=True)
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
 def attend_decode(q, pool, layer, pages, first_page, lengths, scale, out, lo, hi):
     """Attention of one query token per row over its pages, in place. Task = row * kv heads + kv head.
 
@@ -240,7 +244,7 @@ def attend_decode(q, pool, layer, pages, first_page, lengths, scale, out, lo, hi
                 out[row, head * group + g, d] = narrow(sums[g, d] * inverse, out[row, head * group + g, d])
 
 
-@numba.njit(fastmath=True, nogil=True, cache=True)
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
 def fold_page(scores, count, top, total, g, sums):
     """Turn one page's scores into weights under the new maximum, and correct what was summed under the old one."""
     best = top[g]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from checkpoints import KERNEL_CACHE
 
 from pdcluster.engine.attention.base import Angles, Attention, AttentionShape, HeadNorms
 from pdcluster.engine.attention.cpu import QUERY_BLOCK, CpuAttention
@@ -16,7 +17,6 @@ from pdcluster.engine.native import Kernels, Parallel, load_kernels
 from pdcluster.kv.layout import DType
 from pdcluster.kv.pool import TORCH_DTYPE
 from pdcluster.step import Row, StepPlan
-from tests.parity.checkpoints import KERNEL_CACHE
 
 PAGE = 8
 TOLERANCE: dict[DType, float] = {"float32": 2e-5, "bfloat16": 3e-2}

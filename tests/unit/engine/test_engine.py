@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import checkpoints
 import numpy as np
 import pytest
+from checkpoints import KERNEL_CACHE, Shape
+from driver import Driver, greedy
 
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.engine.models.base import Progress
@@ -21,9 +24,6 @@ from pdcluster.engine.worker import Worker
 from pdcluster.errors import ConfigError, DeadlineExceeded, IntegrityError, ModelError
 from pdcluster.messages import Sampling
 from pdcluster.step import Row, StepPlan, StepResult
-from tests.parity import checkpoints
-from tests.parity.checkpoints import KERNEL_CACHE, Shape
-from tests.parity.driver import Driver, greedy
 
 PAGE = 8
 SHAPE = Shape("qwen3", hidden_size=32, intermediate_size=48, head_dim=16, vocab_size=97, num_layers=3)

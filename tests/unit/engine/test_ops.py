@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from checkpoints import KERNEL_CACHE
 
 from pdcluster.engine.linear import PackedLinear, PlainLinear, as_pairs, can_pack
 from pdcluster.engine.native import Parallel, load_kernels
 from pdcluster.engine.ops import CpuOps, Ops, TorchOps, select_ops
 from pdcluster.kv.layout import DType
 from pdcluster.kv.pool import TORCH_DTYPE
-from tests.parity.checkpoints import KERNEL_CACHE
 
 TOLERANCE: dict[DType, float] = {"float32": 1e-5, "bfloat16": 2e-2}
 
