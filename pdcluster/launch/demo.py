@@ -22,6 +22,7 @@ from pdcluster.launch.up import Cluster, Output, Serving, make_output, on_signal
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 LONG_PROMPT_CHARS = 1800
+SHOWN_PROMPT_LINES = 3
 REQUEST_TIMEOUT_S = 60.0
 DEFAULTS: dict[str, object] = {"up.http": "127.0.0.1:0", "up.log.level": "warning", "router.mode": "remote"}
 """What the demo wants unless the user says otherwise: any free port, quiet logs, and every request through both nodes."""
@@ -35,22 +36,31 @@ class DemoFailed(PdclusterError):
 
 @dataclass(frozen=True, slots=True)
 class Example:
+    """prompt: its last lines are shown before the answer."""
+
     title: str
     path: str
+    prompt: str
     body: Mapping[str, object]
 
 
 def examples() -> list[Example]:
     """The long prompt is a piece of the standard library, since that is what the bundled model has read."""
-    short: dict[str, object] = {"prompt": 'def read_lines(path):\n    """Return the lines of', "max_tokens": 64, "temperature": 0}
-    long: dict[str, object] = {"prompt": inspect.getsource(textwrap)[:LONG_PROMPT_CHARS], "max_tokens": 48, "temperature": 0}
-    chat = {"messages": [{"role": "user", "content": "def parse_args(argv):"}], "max_tokens": 64, "temperature": 0.7, "seed": 7}
+    short = 'def read_lines(path):\n    """Return the lines of'
+    ask = "def parse_args(argv):"
+    source = inspect.getsource(textwrap)
+    long = source[: source.index("\n    def ", LONG_PROMPT_CHARS)] + "\n    def "
+    chat = {"messages": [{"role": "user", "content": ask}], "max_tokens": 64, "temperature": 0.7, "seed": 7}
     return [
-        Example("a completion, greedy", COMPLETIONS, short),
-        Example("a chat, sampled with a seed", CHAT, chat),
-        Example("a long prompt, so that KV moves while prefill still runs", COMPLETIONS, long),
-        Example("the same long prompt again: its KV is cached", COMPLETIONS, long),
+        Example("a completion, greedy", COMPLETIONS, short, _completion(short)),
+        Example("a chat, sampled with a seed", CHAT, ask, chat),
+        Example("a long prompt, so that KV moves while prefill still runs", COMPLETIONS, long, _completion(long)),
+        Example("the same long prompt again: its KV is cached", COMPLETIONS, long, _completion(long)),
     ]
+
+
+def _completion(prompt: str) -> dict[str, object]:
+    return {"prompt": prompt, "max_tokens": 64, "temperature": 0}
 
 
 def run(loaded: Loaded[UpConfig]) -> int:
@@ -85,6 +95,8 @@ async def _converse(serving: Serving, output: Output) -> bool:
     """Send the examples one after the other; True when all were answered."""
     for number, example in enumerate(examples(), start=1):
         output.say(f"\n{number}. {example.title} (POST {example.path})\n")
+        for line in example.prompt.splitlines()[-SHOWN_PROMPT_LINES:]:
+            output.say(f"  > {line}")
         usage = await asyncio.to_thread(_show, serving, example, output)
         output.say("\n")
         for line in timeline.render(usage):

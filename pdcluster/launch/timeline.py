@@ -56,7 +56,8 @@ def _spans(seconds: Mapping[str, float], transfer: str) -> list[Span]:
     if second is not None:
         spans.append(Span("second token", second, second, ""))
     if decode > 0.0:
-        start = second if second is not None else sampled
+        step = decode / max(1.0, seconds.get("decode_tokens", 0.0))
+        start = max(sampled, second - step) if second is not None else sampled  # it includes the step of the second token
         spans.append(Span("decode", start, start + decode, f"{seconds.get('decode_tokens', 0.0) / decode:.0f} tokens/s"))
     return spans
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -31,6 +32,8 @@ NODE_STOP_S = 5.0
 BOOTSTRAP_STOP_S = 3.0
 KILL_GRACE_S = 2.0
 """A process gets this much longer than its own drain deadline before it is killed."""
+BUNDLED_KV_BYTES = 2**28
+"""KV pool of a node with the bundled model unless told otherwise: 100 thousand tokens, and memory that a laptop can spare."""
 READY_POLL_S = 0.03
 T = TypeVar("T")
 ROUTER = "router"
@@ -118,13 +121,17 @@ class Cluster:
 
     def _check(self) -> None:
         """Refuse what cannot work before anything starts."""
-        for section in (BootstrapConfig, NodeConfig, RouterConfig):
+        for section in (BootstrapConfig, RouterConfig):
             load(section, self._loaded.flags, self._loaded.file)
         if self._config.model is not None:
             model_directory(self._config.model)
-        elif load(NodeConfig, self._loaded.flags, self._loaded.file).config.model is None:
+        elif self._node_settings.config.model is None:
             bundled_model.path()
         check_free(self._config.http)
+
+    @cached_property
+    def _node_settings(self) -> Loaded[NodeConfig]:
+        return load(NodeConfig, self._loaded.flags, self._loaded.file)
 
     async def _answers(self, host: str, port: int) -> str:
         """Wait until the router says that it can serve; returns the model's name."""
@@ -157,6 +164,8 @@ class Cluster:
             own["node.transfer.backend"] = self._config.transfer
         if self._config.model is not None:
             own["node.model"] = model_directory(self._config.model)
+        elif self._node_settings.origins["node.model"] == self._node_settings.origins["node.kv.memory_bytes"] == "default":
+            own["node.kv.memory_bytes"] = BUNDLED_KV_BYTES
         argv = self._argv(NodeConfig, ("pdcluster.cli", "node"), own)
         return Spec(plan.name, argv, NODE_STOP_S + KILL_GRACE_S)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdcluster.config import Loaded, UpConfig, load
 from pdcluster.errors import ConfigError
-from pdcluster.launch.up import Cluster, Output, Serving, check_free, model_directory, plan_nodes
+from pdcluster.launch.up import BUNDLED_KV_BYTES, Cluster, Output, Serving, check_free, model_directory, plan_nodes
 
 
 def loaded(values: dict[str, object] | None = None, file: Path | None = None) -> Loaded[UpConfig]:
@@ -94,6 +94,15 @@ async def test_bootstrap_and_router_keep_their_addresses_over_restarts() -> None
     found = cluster()
     assert found._bootstrap_spec().address_flag == "--listen"
     assert found._router_spec("a:1").address_flag == "--http"
+
+
+async def test_the_bundled_model_gets_a_small_pool_unless_a_size_or_a_model_is_given(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    plain = cluster()
+    assert option(plain._node_spec(plain._nodes[0], "a:1").argv, "--kv-memory-bytes") == str(BUNDLED_KV_BYTES)
+    for values in ({"node.kv.memory_bytes": "2MiB"}, {"up.model": str(tmp_path)}, {"node.model": str(tmp_path)}):
+        found = cluster(values)
+        assert "--kv-memory-bytes" not in found._node_spec(found._nodes[0], "a:1").argv
 
 
 # ---------------------------------------------------------------- refusals
