@@ -4,10 +4,10 @@ import re
 import shlex
 from pathlib import Path
 
-import click
 import pytest
 import typer
 from tree import ROOT
+from typer.core import TyperCommand, TyperGroup
 
 from pdcluster import cli
 from pdcluster_router import cli as router_cli
@@ -40,9 +40,9 @@ def test_commands_and_flags_in_documents_exist(document: Path) -> None:
             check(COMMANDS[name], shlex.split(line)[1:])
 
 
-def check(command: click.Command, words: list[str]) -> None:
+def check(command: TyperCommand | TyperGroup, words: list[str]) -> None:
     """Every subcommand and flag among `words` exists."""
-    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+    while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
         assert words[0] in command.commands, f"there is no command {words[0]}"
         command = command.commands[words.pop(0)]
     flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
