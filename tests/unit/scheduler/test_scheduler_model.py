@@ -318,7 +318,7 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
 @pytest.mark.full
 @pytest.mark.timeout(900)
 class TestSchedulerMachineAtLength(SchedulerMachine.TestCase):
-    settings = settings(max_examples=3000, stateful_step_count=80, deadline=None)
+    settings = settings(max_examples=1000, stateful_step_count=80, deadline=None)
 
 
 def test_a_busy_node_gives_every_request_the_tokens_of_an_undisturbed_run():
