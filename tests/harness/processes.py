@@ -75,7 +75,15 @@ class Up:
 
     def complete(self, prompt: str | list[int], max_tokens: int, **fields: object) -> dict[str, object]:
         """A greedy completion with token ids; raises on any status but 200."""
-        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **fields,
+        }
         reply = self.client.post("/v1/completions", json=body)
         assert reply.status_code == 200, reply.text
         return {**reply.json(), "headers": dict(reply.headers)}

@@ -1,0 +1,220 @@
+"""The whole thing as a user starts it: real processes, weights, sockets and media, through the OpenAI API."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import psutil
+import pytest
+from driver import Driver, greedy
+from processes import Up, listening_ports, running, shared_memory
+
+from pdcluster import bundled_model
+from pdcluster.config import cache_directory
+from pdcluster.engine.engine import Engine, EngineConfig
+
+pytestmark = pytest.mark.timeout(300)
+
+EXACT = ("--set", "node.dtype=float32", "--set", "node.kv.memory_bytes=64MiB")
+BACKENDS = ("shm", "tcp", "mooncake")
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return bundled_model.path()
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    """Greedy tokens of one engine in this process, by prompt."""
+    engine = Engine(EngineConfig(model, cache_directory(), dtype="float32", num_pages=4096, threads=1))
+
+    def continue_(prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+        jobs = Driver(engine).run([np.array(p, np.int32) for p in prompts], [greedy(count, ignore_eos=True) for count in counts])
+        return [job.tokens for job in jobs]
+
+    yield continue_
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def two_pairs() -> Iterator[Up]:
+    with running("--prefill", "2", "--decode", "2", *EXACT) as up:
+        yield up
+
+
+def make_prompts(count: int, seed: int, vocab: int = 500) -> list[list[int]]:
+    """Mixed lengths; some share a prefix of several pages with others."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(10, vocab) for _ in range(200)]
+    prompts = []
+    for _ in range(count):
+        own = [rng.randrange(10, vocab) for _ in range(rng.choice([1, 5, 31, 32, 33, 90, 250, 400]))]
+        prompts.append((shared[: rng.choice([0, 0, 40, 128, 200])]) + own)
+    return prompts
+
+
+def ask(up: Up, prompt: list[int], count: int, **fields: object) -> tuple[list[int], dict]:
+    reply = up.complete(prompt, count, **fields)
+    return reply["choices"][0]["token_ids"], reply
+
+
+def test_two_hundred_requests_sixteen_at_a_time_equal_the_reference_and_leave_nothing(two_pairs: Up, reference) -> None:
+    prompts = make_prompts(200, seed=1)
+    counts = [1 + index * 5 % 24 for index in range(200)]
+    expected = reference(prompts, counts)
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda pair: ask(two_pairs, *pair), zip(prompts, counts, strict=True)))
+    assert [tokens for tokens, _ in answers] == expected
+    modes = {reply["headers"]["x-pdcluster-mode"] for _, reply in answers}
+    assert modes == {"remote"}, "every request went through prefill, push and decode"
+    assert {reply["headers"]["x-pdcluster-prefill"] for _, reply in answers} == {"prefill-0", "prefill-1"}
+    assert {reply["headers"]["x-pdcluster-decode"] for _, reply in answers} == {"decode-0", "decode-1"}
+    two_pairs.wait_idle()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_medium_gives_the_same_tokens_and_is_named(backend: str, reference) -> None:
+    prompts, counts = make_prompts(12, seed=2), [12] * 12
+    expected = reference(prompts, counts)
+    with running("--transfer", backend, *EXACT) as up, ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda pair: ask(up, *pair), zip(prompts, counts, strict=True)))
+        assert [tokens for tokens, _ in answers] == expected
+        assert {reply["headers"]["x-pdcluster-transfer"] for _, reply in answers} == {backend}
+        assert {reply["usage"]["pdcluster"]["transfer"] for _, reply in answers} == {backend}
+        assert all(reply["usage"]["pdcluster"]["timeline"]["transfer_bytes"] > 0 for _, reply in answers)
+        up.wait_idle()
+
+
+def test_the_official_client_works_unchanged(two_pairs: Up) -> None:
+    client = openai.OpenAI(base_url=f"{two_pairs.url}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == [two_pairs.model]
+    chat = client.chat.completions.create(
+        model=two_pairs.model, messages=[{"role": "user", "content": "def add(a, b):"}], max_tokens=16, n=2, seed=3, logprobs=True, top_logprobs=3
+    )
+    assert len(chat.choices) == 2
+    for choice in chat.choices:
+        assert choice.logprobs is not None and choice.logprobs.content
+        assert all(len(entry.top_logprobs) == 3 for entry in choice.logprobs.content)
+    assert chat.usage is not None and chat.usage.completion_tokens <= 32
+    completion = client.completions.create(model=two_pairs.model, prompt="import os\nimport ", max_tokens=24, temperature=0, stop=["\n"])
+    assert "\n" not in completion.choices[0].text
+    asked = {"model": two_pairs.model, "prompt": "import os\nimport ", "max_tokens": 24, "temperature": 0, "stop": ["\n"]}
+    pieces = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == completion.choices[0].text
+    assert pieces[-1].usage is not None and pieces[-1].usage.completion_tokens == completion.usage.completion_tokens
+    client.close()
+
+
+async def test_two_streams_interleave(two_pairs: Up) -> None:
+    order: list[int] = []
+    async with openai.AsyncOpenAI(base_url=f"{two_pairs.url}/v1", api_key="none", max_retries=0) as client:
+
+        async def follow(index: int) -> None:
+            stream = await client.completions.create(
+                model=two_pairs.model, prompt=f"class A{index}:", max_tokens=300, temperature=0, stream=True, extra_body={"ignore_eos": True}
+            )
+            async for _ in stream:
+                order.append(index)
+
+        await asyncio.gather(follow(0), follow(1))
+    assert sum(before != after for before, after in itertools.pairwise(order)) >= 6
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/v1/completions", b'{"model": "MODEL", "prompt": ""}', 400, "empty"),
+        ("/v1/completions", b'{"model": "MODEL", "prompt": [99999999]}', 400, "99999999"),
+        ("/v1/completions", b'{"model": "other", "prompt": "x"}', 404, "other"),
+        ("/v1/completions", b'{"model": "MODEL", "prompt": "x", "max_tokens": -1}', 400, "max_tokens"),
+        ("/v1/completions", b'{"model": "MODEL", "prompt": "x", "max_token": 1}', 400, "max_tokens"),
+        ("/v1/completions", b'{"model": "MODEL", "prompt": 5}', 400, "prompt"),
+        ("/v1/completions", b'{"model": "MODEL", ', 400, "JSON"),
+        ("/v1/completions", b'{"model": "\xff"}', 400, "UTF-8"),
+        ("/v1/completions", b'{"model": "MODEL", "prompt": "' + b"x" * 10_000_000 + b'"}', 413, "bytes"),
+        ("/v1/chat/completions", b'{"model": "MODEL", "messages": []}', 400, "messages"),
+        ("/v1/completions", b'{"model": "MODEL", "prompt": "LONG"}', 400, "token"),
+    ],
+    ids=["empty", "id-range", "model", "negative", "name", "type", "json", "utf8", "10MB", "no-messages", "too-long"],
+)
+def test_bad_input_gets_a_4xx_that_says_what_to_change(two_pairs: Up, path: str, body: bytes, status: int, says: str) -> None:
+    body = body.replace(b"MODEL", two_pairs.model.encode()).replace(b"LONG", b"word " * 200_000)
+    reply = two_pairs.client.post(path, content=body, headers={"content-type": "application/json"})
+    assert reply.status_code == status, reply.text[:300]
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and says in error["message"]
+    assert ask(two_pairs, [50, 51, 52], 3)[1]["choices"], "the cluster is unharmed"
+
+
+def test_a_prefill_node_killed_under_load_costs_no_request_and_comes_back(reference) -> None:
+    prompts, counts = make_prompts(48, seed=3), [16] * 48
+    expected = reference(prompts, counts)
+    with running("--prefill", "2", "--decode", "1", *EXACT) as up:
+        with ThreadPoolExecutor(12) as pool:
+            running_requests = [pool.submit(ask, up, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+            while sum(request.done() for request in running_requests) < 6:
+                time.sleep(0.005)
+            killed = up.kill("prefill-0")
+            answers = [request.result(timeout=60) for request in running_requests]
+        assert [tokens for tokens, _ in answers] == expected
+        up.wait_nodes(3)
+        assert up.pid_of("prefill-0") != killed
+        used = {ask(up, prompt, 2)[1]["headers"]["x-pdcluster-prefill"] for prompt in make_prompts(12, seed=4)}
+        assert "prefill-0" in used, "the restarted node serves again"
+        up.wait_idle()
+
+
+def test_a_decode_node_killed_mid_stream_is_replaced_without_a_token_lost(reference) -> None:
+    prompts, counts = make_prompts(12, seed=5), [120] * 12
+    expected = reference(prompts, counts)
+    with running("--prefill", "1", "--decode", "2", *EXACT) as up:
+        with ThreadPoolExecutor(12) as pool:
+            running_requests = [pool.submit(ask, up, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+            while up.metrics().get('pdcluster_node_running{node="decode-0",role="decode"}', 0) == 0:
+                time.sleep(0.005)
+            up.kill("decode-0")
+            answers = [request.result(timeout=60) for request in running_requests]
+        assert [tokens for tokens, _ in answers] == expected
+        assert max(reply["usage"]["pdcluster"]["attempts"] for _, reply in answers) > 1
+        up.wait_nodes(3)
+        up.wait_idle()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopping_leaves_no_process_no_shared_memory_and_no_socket(number: int) -> None:
+    memory = shared_memory()
+    up = Up(*EXACT)
+    ask(up, [50, 51, 52], 4)
+    pids = {child.pid for child in up.children()} | {up.process.pid}
+    ports = listening_ports(pids)
+    assert len(pids) >= 5 and ports
+    up.client.close()
+    assert up.stop(number) == 0, up.output()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert shared_memory() <= memory
+    assert not ports & {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+def test_a_stopped_cluster_finishes_what_it_streams() -> None:
+    with running(*EXACT) as up:
+        body = {"model": up.model, "prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        with up.client.stream("POST", "/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            up.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert up.process.wait(30) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(up.url + "/health", trust_env=False)
