@@ -21,10 +21,10 @@ from pdcluster.launch.up import Cluster, Output, Serving, make_output, on_signal
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-LONG_PROMPT_CHARS = 1800
+LONG_PROMPT_CHARS = 2800
 SHOWN_PROMPT_LINES = 3
 REQUEST_TIMEOUT_S = 60.0
-DEFAULTS: dict[str, object] = {"up.http": "127.0.0.1:0", "up.log.level": "warning", "router.mode": "remote"}
+DEFAULTS: dict[str, object] = {"up.http": "127.0.0.1:0", "up.log.level": "error", "router.mode": "remote"}
 """What the demo wants unless the user says otherwise: any free port, quiet logs, and every request through both nodes."""
 
 
@@ -47,20 +47,20 @@ class Example:
 def examples() -> list[Example]:
     """The long prompt is a piece of the standard library, since that is what the bundled model has read."""
     short = 'def read_lines(path):\n    """Return the lines of'
-    ask = "def parse_args(argv):"
+    question = "What is pdcluster?"
     source = inspect.getsource(textwrap)
-    long = source[: source.index("\n    def ", LONG_PROMPT_CHARS)] + "\n    def "
-    chat = {"messages": [{"role": "user", "content": ask}], "max_tokens": 64, "temperature": 0.7, "seed": 7}
+    long = source[: source.index("\n\n", LONG_PROMPT_CHARS) + 1]
+    chat = {"messages": [{"role": "user", "content": question}], "max_tokens": 64, "temperature": 0}
     return [
-        Example("a completion, greedy", COMPLETIONS, short, _completion(short)),
-        Example("a chat, sampled with a seed", CHAT, ask, chat),
-        Example("a long prompt, so that KV moves while prefill still runs", COMPLETIONS, long, _completion(long)),
-        Example("the same long prompt again: its KV is cached", COMPLETIONS, long, _completion(long)),
+        Example("a completion", COMPLETIONS, short, _completion(short)),
+        Example("a chat", CHAT, question, chat),
+        Example("a long prompt: its KV moves while prefill still runs", COMPLETIONS, long, _completion(long)),
+        Example("the same long prompt again: its KV is cached on both nodes", COMPLETIONS, long, _completion(long)),
     ]
 
 
 def _completion(prompt: str) -> dict[str, object]:
-    return {"prompt": prompt, "max_tokens": 64, "temperature": 0}
+    return {"prompt": prompt, "max_tokens": 64, "temperature": 0.5, "seed": 11}
 
 
 def run(loaded: Loaded[UpConfig]) -> int:

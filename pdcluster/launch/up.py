@@ -217,7 +217,8 @@ async def _serve(loaded: Loaded[UpConfig]) -> int:
     hurry = asyncio.create_task(_hurry(stop, cluster))
     clean = await cluster.stop()
     hurry.cancel()
-    output.say("stopped")
+    if not isinstance(failure, ConfigError):  # nothing was started then
+        output.say("stopped")
     return (2 if isinstance(failure, ConfigError) else 1) if failure is not None or not clean else 0
 
 
