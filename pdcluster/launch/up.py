@@ -121,8 +121,10 @@ class Cluster:
 
     def _check(self) -> None:
         """Refuse what cannot work before anything starts."""
-        for section in (BootstrapConfig, RouterConfig):
-            load(section, self._loaded.flags, self._loaded.file)
+        load(BootstrapConfig, self._loaded.flags, self._loaded.file)
+        router = load(RouterConfig, self._loaded.flags, self._loaded.file).config
+        if router.security.key_bytes() != self._node_settings.config.security.key_bytes():
+            raise ConfigError("node.security and router.security hold different cluster keys, so they could not talk; set both to the same")
         if self._config.model is not None:
             model_directory(self._config.model)
         elif self._node_settings.config.model is None:
@@ -136,9 +138,11 @@ class Cluster:
     async def _answers(self, host: str, port: int) -> str:
         """Wait until the router says that it can serve; returns the model's name."""
         deadline = time.monotonic() + self._config.ready_s
-        while (status := (await asyncio.to_thread(_get, host, port, "/ready"))[0]) != 200:
+        while (answer := await asyncio.to_thread(_get, host, port, "/ready"))[0] != 200:
             if time.monotonic() > deadline:
-                raise Unavailable(f"all processes started, but the router answers /ready with {status} for {self._config.ready_s:g} s (up.ready_s)")
+                status, body = answer
+                what = f"{status} {body.decode(errors='replace')[:300]}"
+                raise Unavailable(f"all processes started, but after {self._config.ready_s:g} s (up.ready_s) the router answers /ready with {what}")
             await asyncio.sleep(READY_POLL_S)
         _, body = await asyncio.to_thread(_get, host, port, "/v1/models")
         return str(json.loads(body)["data"][0]["id"])

@@ -137,6 +137,13 @@ async def test_bad_settings_of_a_child_are_told_before_anything_starts() -> None
     assert await found.stop()
 
 
+async def test_a_router_that_could_not_talk_to_its_nodes_is_refused() -> None:
+    found = cluster({"node.security.cluster_key": "a long enough secret", "up.http": "127.0.0.1:0"})
+    with pytest.raises(ConfigError, match="different cluster keys"):
+        await found.start()
+    assert await found.stop()
+
+
 # ---------------------------------------------------------------- what it prints
 
 
