@@ -97,6 +97,13 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class UpLogConfig(LogConfig):
+    """Quieter, so that the line which says that a cluster is ready stands out."""
+
+    level: LogLevel = key("warning", choice("debug", "info", "warning", "error"), "least severe level that up and its processes log")
+
+
+@dataclass(frozen=True, slots=True)
 class SecurityConfig:
     """The shared secret from which the links' keys are made; None: the links are not encrypted."""
 
@@ -259,7 +266,7 @@ class UpConfig(Section):
     ready_s: float = key(120.0, duration(0.1), "longest time for a process to become ready")
     drain_s: float = key(10.0, duration(), "on Ctrl-C or SIGTERM: longest time for open requests to finish")
     restarts: int = key(5, integer(0, 1000), "times one process may crash within a minute before up gives up")
-    log: LogConfig = field(default_factory=LogConfig)
+    log: UpLogConfig = field(default_factory=UpLogConfig)
 
     def __post_init__(self) -> None:
         if self.tp > 1:

@@ -17,7 +17,7 @@ from typing import Any
 from pdcluster.config import Loaded, RouterConfig, UpConfig, load
 from pdcluster.errors import PdclusterError
 from pdcluster.launch import timeline
-from pdcluster.launch.up import Cluster, Output, Serving, make_output, on_signals, unless
+from pdcluster.launch.up import Cluster, Output, Serving, make_output, on_signals, stop_all, unless
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -77,18 +77,18 @@ async def _demo(loaded: Loaded[UpConfig]) -> int:
     output, log_format = make_output(loaded)
     stop = on_signals()
     cluster = Cluster(loaded, output, log_format=log_format)
-    code = 1
+    done = None
     try:
         serving = await unless(stop.first, cluster.start())
         if serving is not None:
             output.say(serving.line())
             done = await unless(stop.first, _converse(serving, output))
-            code = 0 if done else 1
     except PdclusterError as error:
         output.say(f"error: {error}")
-    clean = await cluster.stop()
-    output.say("stopped; `make up` keeps a cluster running" if code == 0 else "stopped")
-    return code if clean else 1
+    finally:
+        clean = await stop_all(cluster, stop)
+    output.say("stopped; `make up` keeps a cluster running" if done else "stopped")
+    return 0 if done and clean else 1
 
 
 async def _converse(serving: Serving, output: Output) -> bool:

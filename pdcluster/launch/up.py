@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from pdcluster import bundled_model
-from pdcluster.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, Section, UpConfig, keys, load, section_of
+from pdcluster.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, Section, UpConfig, cache_directory, keys, load, section_of
 from pdcluster.errors import ConfigError, PdclusterError, Unavailable
 from pdcluster.kinds import split_address
 from pdcluster.launch.supervisor import Facts, Spec, Supervisor
@@ -35,6 +36,7 @@ KILL_GRACE_S = 2.0
 BUNDLED_KV_BYTES = 2**28
 """KV pool of a node with the bundled model unless told otherwise: 100 thousand tokens, and memory that a laptop can spare."""
 READY_POLL_S = 0.03
+NODE_UP = re.compile(rb"^pdcluster_node_up\{", re.MULTILINE)
 T = TypeVar("T")
 ROUTER = "router"
 BOOTSTRAP = "bootstrap"
@@ -106,6 +108,8 @@ class Cluster:
     async def start(self) -> Serving:
         began = time.monotonic()
         self._check()
+        first = "" if cache_directory().exists() else "; the first start on a machine compiles kernels, which takes half a minute"
+        self._say(f"starting {' '.join(plan.name for plan in self._nodes)} router bootstrap{first}")
         bootstrap = await self.supervisor.start(self._bootstrap_spec())
         address = str(bootstrap["address"])
         specs = [self._node_spec(plan, address) for plan in self._nodes] + [self._router_spec(address)]
@@ -136,16 +140,18 @@ class Cluster:
         return load(NodeConfig, self._loaded.flags, self._loaded.file)
 
     async def _answers(self, host: str, port: int) -> str:
-        """Wait until the router says that it can serve; returns the model's name."""
+        """Wait until the router is ready and sees every node; returns the model's name."""
         deadline = time.monotonic() + self._config.ready_s
-        while (answer := await asyncio.to_thread(_get, host, port, "/ready"))[0] != 200:
+        while True:
+            status, body = await asyncio.to_thread(_get, host, port, "/ready")
+            seen = len(NODE_UP.findall((await asyncio.to_thread(_get, host, port, "/metrics"))[1]))
+            if status == 200 and seen >= len(self._nodes):
+                models = json.loads((await asyncio.to_thread(_get, host, port, "/v1/models"))[1])["data"]
+                return str(models[0]["id"])
             if time.monotonic() > deadline:
-                status, body = answer
-                what = f"{status} {body.decode(errors='replace')[:300]}"
-                raise Unavailable(f"all processes started, but after {self._config.ready_s:g} s (up.ready_s) the router answers /ready with {what}")
+                what = f"sees {seen} of {len(self._nodes)} nodes and answers /ready with {status} {body.decode(errors='replace')[:300]}"
+                raise Unavailable(f"all processes started, but after {self._config.ready_s:g} s (up.ready_s) the router {what}")
             await asyncio.sleep(READY_POLL_S)
-        _, body = await asyncio.to_thread(_get, host, port, "/v1/models")
-        return str(json.loads(body)["data"][0]["id"])
 
     def _bootstrap_spec(self) -> Spec:
         own: dict[str, object] = {"bootstrap.listen": "127.0.0.1:0"}
@@ -182,7 +188,7 @@ class Cluster:
         """The child's command line. `own` wins over what the user set for the section."""
         section = section_of(cls)
         own[f"{section}.log.format"] = self._log_format
-        if self._is_set("up.log.level"):
+        if self._is_set("up.log.level") or load(cls, self._loaded.flags, self._loaded.file).origins[f"{section}.log.level"] == "default":
             own[f"{section}.log.level"] = self._config.log.level
         given = {path: value for path, value in self._loaded.flags.items() if path.startswith(f"{section}.")} | own
         flags = {key.path: key.flag for key in keys(cls)}
@@ -206,24 +212,32 @@ async def _serve(loaded: Loaded[UpConfig]) -> int:
     output, log_format = make_output(loaded)
     stop = on_signals()
     cluster = Cluster(loaded, output, log_format=log_format)
-    failure: PdclusterError | None = None
+    code = 0
     try:
         serving = await unless(stop.first, cluster.start())
         if serving is not None:
             output.say(serving.line())
             failure = await unless(stop.first, cluster.supervisor.failed())
-    except PdclusterError as error:
-        failure = error
-    if failure is not None:
-        output.say(f"error: {failure}")
-    else:
+            if failure is not None:
+                raise failure
         output.say("stopping; once more to stop without waiting")
-    hurry = asyncio.create_task(_hurry(stop, cluster))
-    clean = await cluster.stop()
-    hurry.cancel()
-    if not isinstance(failure, ConfigError):  # nothing was started then
+    except PdclusterError as error:
+        output.say(f"error: {error}")
+        code = 2 if isinstance(error, ConfigError) else 1
+    finally:
+        clean = await stop_all(cluster, stop)
+    if code != 2:  # otherwise nothing was started
         output.say("stopped")
-    return (2 if isinstance(failure, ConfigError) else 1) if failure is not None or not clean else 0
+    return code or int(not clean)
+
+
+async def stop_all(cluster: Cluster, stop: Signals) -> bool:
+    """Stop the cluster, at once when a second signal comes; True when nothing had to be killed."""
+    hurry = asyncio.create_task(_hurry(stop, cluster))
+    try:
+        return await cluster.stop()
+    finally:
+        hurry.cancel()
 
 
 @dataclass(frozen=True, slots=True)

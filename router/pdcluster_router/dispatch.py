@@ -67,7 +67,7 @@ class Dispatch:
         return self._models.text(model)
 
     def is_ready(self) -> bool:
-        return any(node.accepts_work for node in self._cluster.view().nodes)
+        return bool(self._models.models()) and any(node.accepts_work for node in self._cluster.view().nodes)
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
         """Run one request to its one answer; see the contract in `generation`."""

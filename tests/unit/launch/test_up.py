@@ -74,6 +74,11 @@ async def test_what_up_is_told_wins_over_the_sections_of_its_children() -> None:
     assert "node.transfer.backend=shm" not in argv
 
 
+async def test_processes_log_as_quietly_as_up_unless_their_section_says_otherwise() -> None:
+    assert option(cluster()._router_spec("a:1").argv, "--log-level") == "warning"
+    assert "--log-level" not in cluster({"router.log.level": "debug"})._router_spec("a:1").argv
+
+
 async def test_settings_of_a_section_reach_its_process_and_no_other() -> None:
     found = cluster({"node.kv.memory_bytes": "2MiB", "router.max_requests": "9"})
     node = found._node_spec(found._nodes[0], "127.0.0.1:99").argv
