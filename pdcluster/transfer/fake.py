@@ -173,6 +173,7 @@ class FakeBackend:
         for write in [each for each in network.writes if each.writer is self and each.target == peer]:
             network.cut(write)
         if network.checks_permits:
+            self._permits.revoke_writer(peer)
             for write in [each for each in network.writes if each.writer.me == peer and each.target == self.me]:
                 network.cut(write)
             return Fence.FENCED

@@ -181,6 +181,11 @@ class Listener:
             thread.join(timeout_s)
         return not any(thread.is_alive() for thread in links.values())
 
+    def is_serving(self) -> bool:
+        """Is a link's thread still running?"""
+        with self._lock:
+            return bool(self._links)
+
     def close(self) -> None:
         with self._lock:
             if self._closed:

@@ -84,8 +84,8 @@ class _Grant(msgspec.Struct, frozen=True, array_like=True):
     blocks: int
 
 
-class _Engine:
-    """The library, one per backend: register and submit from any thread."""
+class Engine:
+    """The library; register and submit from any thread. Starting and closing take it a second or two each, so backends may share one."""
 
     def __init__(self, settings: MooncakeSettings) -> None:
         try:
@@ -100,6 +100,10 @@ class _Engine:
         if code:
             raise ConfigError(f"Mooncake's transfer engine does not start on {settings.host} (code {code}); is the address one of this host?")
         self.session = f"{settings.host}:{self._engine.get_rpc_port()}"
+
+    def close(self) -> None:
+        """End its threads and sockets. Nobody may use it any more; it blocks for a second or two."""
+        self._engine = None
 
     def register(self, address: int, nbytes: int) -> None:
         if self._engine.register_memory(address, nbytes):
@@ -123,7 +127,7 @@ class _Blocks:
 
     _retired: list[mmap.mmap] = []  # noqa: RUF012  mapped for the life of the process, see module
 
-    def __init__(self, engine: _Engine, blocks: int, block_bytes: int) -> None:
+    def __init__(self, engine: Engine, blocks: int, block_bytes: int) -> None:
         self._engine = engine
         self.block_bytes = block_bytes
         self._memory = mmap.mmap(-1, blocks * block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -187,7 +191,7 @@ class _Piece:
 class _Pump:
     """The thread that writes to one peer, over one link and one pair of rings."""
 
-    def __init__(self, me: Peer, peer: Peer, advert: Advert, settings: MooncakeSettings, engine: _Engine, writes: Writes) -> None:
+    def __init__(self, me: Peer, peer: Peer, advert: Advert, settings: MooncakeSettings, engine: Engine, writes: Writes) -> None:
         self._me, self._peer, self.advert = me, peer, advert
         self._settings, self._engine, self._writes = settings, engine, writes
         self._lock = threading.Lock()
@@ -358,11 +362,13 @@ def _read_grant(link: Link) -> _Grant:
 class MooncakeBackend:
     """See module. Public methods belong to one thread; pumps, listener and receivers have threads of their own."""
 
-    def __init__(self, me: Peer, settings: MooncakeSettings | None = None, *, name: str = "mooncake") -> None:
+    def __init__(self, me: Peer, settings: MooncakeSettings | None = None, *, name: str = "mooncake", engine: Engine | None = None) -> None:
+        """engine: one that the caller shares and closes; by default the backend has its own."""
         self.name = name
         self._me = me
         self._settings = settings if settings is not None else MooncakeSettings()
-        self._engine = _Engine(self._settings)
+        self._engine = Engine(self._settings) if engine is None else engine
+        self._owns_engine = engine is None
         self._doorbell = Doorbell()
         self.wakeup_fd = self._doorbell.fd
         self._counts = Counts()
@@ -505,3 +511,6 @@ class MooncakeBackend:
         self._pumps.clear()
         self._ended.clear()
         self._doorbell.close()
+        if self._owns_engine and not any(pump.thread.is_alive() for pump in pumps) and not self._listener.is_serving():
+            self._owns_engine = False
+            self._engine.close()
