@@ -316,11 +316,23 @@ class FileChunk(Message, frozen=True, array_like=True):
 # ---------------------------------------------------------------- prefill node ↔ decode node
 
 
+class ChunkEntry(Value, frozen=True, array_like=True):
+    """One chunk as its writer describes it: which tokens of which layers, how many payload bytes, their digest (0 with digests off)."""
+
+    index: int
+    first_token: int
+    num_tokens: int
+    first_layer: int
+    num_layers: int
+    nbytes: int
+    digest: int
+
+
 class Leg(Value, frozen=True, array_like=True):
-    """What one writer rank says it wrote: per chunk its index, first token, number of tokens, payload bytes and digest (0 with digests off)."""
+    """What one writer rank says it wrote."""
 
     rank: int
-    chunks: tuple[tuple[int, int, int, int, int], ...]
+    chunks: tuple[ChunkEntry, ...]
 
 
 class Commit(Message, frozen=True, array_like=True):

@@ -9,15 +9,12 @@ from dataclasses import dataclass, field
 
 from pdcluster.errors import IntegrityError
 from pdcluster.lifecycle import READING, Reading, advance
-from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, Ticket, pack_tokens
+from pdcluster.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Endpoint, Ticket, pack_tokens
 from pdcluster.transfer.base import Backend, Fence, Peer, Permit, Stamp
-from pdcluster.transfer.chunks import digest, join, page_slice
+from pdcluster.transfer.chunks import PageShape, Span, digest, join, page_slice
 from pdcluster.transfer.session import Clock, Failed, Landed, ReaderEvent, Reclaimed, Send, Settings, TransferStats, earliest, peer_of, reply_to
 
 __all__ = ["Failed", "Landed", "Reader", "ReaderEvent", "Reclaimed", "Send", "TransferStats"]
-
-ChunkEntry = tuple[int, int, int, int, int]
-"""As in messages.Leg: index, first token, number of tokens, payload bytes, digest."""
 
 
 @dataclass(slots=True)
@@ -68,6 +65,7 @@ class Reader:
         memory: memoryview,
         clock: Clock,
         settings: Settings,
+        num_layers: int = 1,
         rng: random.Random | None = None,
     ) -> None:
         """me: this boot's endpoint (its adverts are ignored); region: id of the local region; memory: its bytes; order: best first."""
@@ -77,6 +75,7 @@ class Reader:
         self._region = region
         self._page_tokens = page_tokens
         self._page_bytes = page_bytes
+        self._shape = PageShape(page_tokens, page_bytes, num_layers)
         self._memory = memory.cast("B")
         self._clock = clock
         self._settings = settings
@@ -122,7 +121,7 @@ class Reader:
         self._gone.discard(incoming.writer)  # declared dead too early: it is spoken to again
         self._tickets[nonce] = incoming
         self._owner.update(dict.fromkeys(writable, nonce))
-        self._permit(incoming, writable)
+        self._permit(incoming, join(sorted(writable), self._page_bytes))
         return ticket
 
     def abort(self, nonce: int, reason: str) -> None:
@@ -216,9 +215,8 @@ class Reader:
     def _adverts(self) -> tuple[tuple[str, bytes], ...]:
         return tuple((name, self._backends[name].advert()) for name in self._order)
 
-    def _permit(self, incoming: _Incoming, pages: Sequence[int]) -> None:
-        ranges = tuple(join(sorted(pages), self._page_bytes))
-        permit = Permit(incoming.ticket.nonce, incoming.writer, self._region, ranges)
+    def _permit(self, incoming: _Incoming, ranges: Sequence[Span]) -> None:
+        permit = Permit(incoming.ticket.nonce, incoming.writer, self._region, tuple(ranges))
         for name in self._order:
             self._backends[name].permit(permit)
 
@@ -362,9 +360,9 @@ class Reader:
                     self._end_check(incoming)
                     break
                 entry = incoming.unchecked.popleft()
-                budget -= entry[3]
+                budget -= entry.nbytes
                 if not self._is_intact(incoming, entry):
-                    incoming.bad.append(entry[0])
+                    incoming.bad.append(entry.index)
 
     def _begin_check(self, incoming: _Incoming, commit: Commit) -> None:
         entries = [entry for leg in commit.legs for entry in leg.chunks]
@@ -372,36 +370,55 @@ class Reader:
             self.counters["bad_commit"] += 1
             self._refuse(incoming, commit, "the Commit's chunks do not cover the ticket's tokens")
             return
-        missing = [entry[0] for entry in entries if not self._has_arrived(incoming, entry)]
+        missing = [entry.index for entry in entries if not self._has_arrived(incoming, entry)]
         if missing and self._clock() < incoming.commit_time + self._settings.arrival_s:
             return
         for name in self._order:
             self._backends[name].revoke(commit.nonce)  # R2; the Commit promised that no write is under way
         incoming.bad = missing
-        incoming.unchecked = deque(entry for entry in entries if entry[0] not in missing)
+        incoming.unchecked = deque(entry for entry in entries if entry.index not in missing)
 
     def _covers_all(self, incoming: _Incoming, entries: Sequence[ChunkEntry]) -> bool:
-        """R2: each token once, in whole pages, and the byte counts fit."""
-        ticket, tokens = incoming.ticket, self._page_tokens
-        position = ticket.cached_tokens
-        for _, first, count, nbytes, _ in sorted(entries, key=lambda entry: entry[1]):
-            pages = -(-count // tokens)
-            if first != position or count < 1 or nbytes != pages * self._page_bytes or (count % tokens and first + count != ticket.num_tokens):
+        """R2: each layer of each page once, and the byte counts fit."""
+        num_layers = self._shape.num_layers
+        seen = bytearray(len(incoming.writable) * num_layers)
+        for entry in entries:
+            pages = self._pages_of(incoming.ticket, entry)
+            end_layer = entry.first_layer + entry.num_layers
+            if not pages or not 0 <= entry.first_layer < end_layer <= num_layers:
                 return False
-            position += count
-        return position == ticket.num_tokens and len({entry[0] for entry in entries}) == len(entries)
+            if entry.nbytes != len(pages) * self._shape.part(entry.first_layer, entry.num_layers)[1]:
+                return False
+            for page in pages:
+                cells = slice(page * num_layers + entry.first_layer, page * num_layers + end_layer)
+                if any(seen[cells]):
+                    return False
+                seen[cells] = b"\1" * entry.num_layers
+        return all(seen) and len({entry.index for entry in entries}) == len(entries)
+
+    def _pages_of(self, ticket: Ticket, entry: ChunkEntry) -> range:
+        """Indexes among the writable pages; empty when the tokens are not whole pages of the ticket."""
+        tokens, end = self._page_tokens, entry.first_token + entry.num_tokens
+        starts_page = entry.first_token % tokens == 0 and entry.first_token >= ticket.cached_tokens
+        ends_page = end == ticket.num_tokens or (end % tokens == 0 and end < ticket.num_tokens)
+        if not starts_page or not ends_page or entry.num_tokens < 1:
+            return range(0)
+        first = (entry.first_token - ticket.cached_tokens) // tokens
+        return range(first, first - (-entry.num_tokens // tokens))
 
     def _has_arrived(self, incoming: _Incoming, entry: ChunkEntry) -> bool:
-        stamp = incoming.arrived.get(entry[0])
-        return stamp is not None and stamp.nbytes == entry[3]
+        stamp = incoming.arrived.get(entry.index)
+        return stamp is not None and stamp.nbytes == entry.nbytes
+
+    def _spans(self, incoming: _Incoming, entry: ChunkEntry) -> list[Span]:
+        """Where the chunk's bytes are, in wire order."""
+        pages = incoming.writable[page_slice(entry.first_token - incoming.ticket.cached_tokens, entry.num_tokens, self._page_tokens)]
+        return join(pages, self._page_bytes, self._shape.part(entry.first_layer, entry.num_layers))
 
     def _is_intact(self, incoming: _Incoming, entry: ChunkEntry) -> bool:
         if not self._settings.digests:
             return True
-        _, first, count, _, expected = entry
-        start = first - incoming.ticket.cached_tokens
-        spans = join(incoming.writable[page_slice(start, count, self._page_tokens)], self._page_bytes)
-        if digest(self._memory, spans) == expected:
+        if digest(self._memory, self._spans(incoming, entry)) == entry.digest:
             return True
         self.counters["digest_mismatch"] += 1
         return False
@@ -424,12 +441,12 @@ class Reader:
         incoming.commit = None
         incoming.resent += len(bad)
         self.counters["chunks_asked_again"] += len(bad)
-        pages: list[int] = []
-        for index, first, count, _, _ in (entry for leg in commit.legs for entry in leg.chunks):
-            if index in bad:
-                incoming.arrived.pop(index, None)
-                pages += incoming.writable[page_slice(first - incoming.ticket.cached_tokens, count, self._page_tokens)]
-        self._permit(incoming, pages)
+        ranges: list[Span] = []
+        for entry in (entry for leg in commit.legs for entry in leg.chunks):
+            if entry.index in bad:
+                incoming.arrived.pop(entry.index, None)
+                ranges += self._spans(incoming, entry)
+        self._permit(incoming, sorted(ranges))
         self._send(incoming, ack)
 
     def _refuse(self, incoming: _Incoming, commit: Commit, reason: str) -> None:

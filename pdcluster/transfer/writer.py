@@ -4,70 +4,19 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from pdcluster.errors import IntegrityError, PeerUnreachable, TransferError
 from pdcluster.lifecycle import WRITING, Writing, advance
-from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Leg, Ticket, TokenLogprobs, unpack_tokens
-from pdcluster.transfer.base import Backend, Handle, Peer, Run, Stamp, WriteStatus
-from pdcluster.transfer.chunks import coalesce, digest, page_slice
+from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Leg, Ticket, TokenLogprobs
+from pdcluster.transfer.base import Backend, Handle, Peer, Stamp, WriteStatus
+from pdcluster.transfer.chunks import PageShape, coalesce, digest, page_slice
+from pdcluster.transfer.outgoing import Chunk, Flight, Outgoing, checked_pages
 from pdcluster.transfer.session import Acked, Clock, Drained, GaveUp, Send, Settings, TransferStats, WriterEvent, earliest, peer_of, reply_to
 
 __all__ = ["Acked", "Drained", "GaveUp", "Send", "TransferStats", "Writer", "WriterEvent"]
 
 NO_WAKEUP_S = 0.05
 """Writes in flight are looked at this often even when no doorbell rang."""
-
-
-@dataclass(slots=True)
-class _Chunk:
-    index: int
-    first_token: int
-    num_tokens: int
-    runs: tuple[Run, ...]
-    nbytes: int
-    trial: int = 0
-    tries_here: int = 0
-    """Tries on the ticket's present backend."""
-    digest: int = 0
-    done: bool = False
-
-
-@dataclass(slots=True)
-class _Flight:
-    nonce: int
-    chunk: int
-    backend: str
-    nbytes: int
-    runs: int
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    """One ticket. `backends`: what both ends have, best first; the first is in use."""
-
-    ticket: Ticket
-    peer: Peer
-    pages: list[int]
-    backends: list[str]
-    deadline: float
-    next_token: int
-    state: Writing = Writing.OPEN
-    chunks: list[_Chunk] = field(default_factory=list)
-    waiting: deque[int] = field(default_factory=deque)
-    in_flight: int = 0
-    lost: bool = False
-    unknown: bool = False
-    reason: str = ""
-    finished: tuple[int, TokenLogprobs | None] | None = None
-    round: int = 0
-    resent: int = 0
-    commit_at: float | None = None
-    """When Commit is sent (again)."""
-    give_up_at: float | None = None
-    first_write: float | None = None
-    last_write: float = 0.0
-    finish_time: float = 0.0
 
 
 class Writer:
@@ -85,19 +34,22 @@ class Writer:
         memory: memoryview,
         clock: Clock,
         settings: Settings,
+        num_layers: int = 1,
     ) -> None:
-        """region: id of the local region; memory: its bytes (for digests); order: backend names, best first."""
+        """region: id of the local region; memory: its bytes (for digests); order: backend names, best first; num_layers: equal parts of a page that
+        may be pushed one after the other."""
         self._me = me
         self._backends = backends
         self._order = tuple(order)
         self._region = region
         self._page_tokens = page_tokens
         self._page_bytes = page_bytes
+        self._shape = PageShape(page_tokens, page_bytes, num_layers)
         self._memory = memory.cast("B")
         self._clock = clock
         self._settings = settings
-        self._open: dict[int, _Outgoing] = {}
-        self._flights: dict[tuple[str, Handle], _Flight] = {}
+        self._open: dict[int, Outgoing] = {}
+        self._flights: dict[tuple[str, Handle], Flight] = {}
         self._tombstones: dict[int, float] = {}
         self._answers: dict[int, tuple[Peer, bool, float]] = {}
         """Tickets that ended: reader, whether R5 lets us acknowledge an Abort, until when we remember."""
@@ -113,17 +65,23 @@ class Writer:
     def open(self, ticket: Ticket) -> str:
         """Accept a ticket and choose its backend, whose name is returned; raises TransferError, and then nothing is held."""
         self._forget_old()
-        pages = self._check(ticket)
+        if self._tombstones.get(ticket.nonce, 0.0) > self._clock():
+            raise TransferError(f"ticket {ticket.nonce:x} was aborted by its reader before it came; a new attempt needs a new ticket")
+        if ticket.nonce in self._open or ticket.nonce in self._answers:
+            raise TransferError(f"ticket {ticket.nonce:x} was opened before; a ticket is used once")
+        pages = checked_pages(ticket, self._me, self._shape)
         peer = peer_of(ticket.reader)
         backends = self._connect(peer, ticket)
         deadline = self._clock() + ticket.deadline_s
-        self._open[ticket.nonce] = _Outgoing(ticket, peer, pages, backends, deadline, ticket.cached_tokens)
+        self._open[ticket.nonce] = Outgoing(ticket, peer, pages, backends, deadline, ticket.cached_tokens)
         self._turns.setdefault(peer, deque()).append(ticket.nonce)
         return backends[0]
 
-    def push(self, nonce: int, source_pages: Sequence[int], first_token: int, num_tokens: int) -> None:
+    def push(self, nonce: int, source_pages: Sequence[int], first_token: int, num_tokens: int, layers: tuple[int, int] | None = None) -> None:
         """The KV of tokens [first_token, first_token + num_tokens) is ready in these local pages. In token order, whole pages (only the prompt's
-        last page may be partial); what the reader has cached is skipped. Nothing happens for a ticket that was given up."""
+        last page may be partial); what the reader has cached is skipped. Nothing happens for a ticket that was given up.
+
+        layers: (first, end) when only these are ready; the same tokens are then pushed again with the next ones until all were."""
         outgoing = self._open.get(nonce)
         if outgoing is None or outgoing.state is not Writing.OPEN:
             return
@@ -132,9 +90,12 @@ class Writer:
         start = max(first_token, outgoing.next_token)
         if end <= start:
             return
+        first_layer, end_layer = self._check_layers(outgoing, end, layers)
         sources = source_pages[(start - first_token) // self._page_tokens :]
-        self._cut(outgoing, sources, start, end)
-        outgoing.next_token = end
+        self._cut(outgoing, sources, (start, end), (first_layer, end_layer))
+        outgoing.layered_end, outgoing.next_layer = end, end_layer
+        if end_layer == self._shape.num_layers:
+            outgoing.next_token, outgoing.next_layer = end, 0
         self._poll_now = True
 
     def finish(self, nonce: int, first_token: int, first_logprobs: TokenLogprobs | None) -> None:
@@ -211,32 +172,6 @@ class Writer:
 
     # ------------------------------------------------------------ opening
 
-    def _check(self, ticket: Ticket) -> list[int]:
-        """The ticket's page ids, or TransferError when anything about it is wrong."""
-        nonce, tokens = ticket.nonce, self._page_tokens
-        if self._tombstones.get(nonce, 0.0) > self._clock():
-            raise TransferError(f"ticket {nonce:x} was aborted by its reader before it came; a new attempt needs a new ticket")
-        if nonce in self._open or nonce in self._answers:
-            raise TransferError(f"ticket {nonce:x} was opened before; a ticket is used once")
-        if peer_of(ticket.writer) != self._me:
-            raise TransferError(f"ticket {nonce:x} is for boot {ticket.writer.incarnation} of {ticket.writer.node}, this is {self._me.incarnation}")
-        if (ticket.page_tokens, ticket.page_bytes) != (tokens, self._page_bytes):
-            raise TransferError(
-                f"ticket {nonce:x} has pages of {ticket.page_tokens} tokens and {ticket.page_bytes} bytes, here they have {tokens} and "
-                f"{self._page_bytes}; both nodes need the same page size and dtype"
-            )
-        if not (ticket.num_tokens > 0 and 0 <= ticket.cached_tokens <= ticket.num_tokens and ticket.cached_tokens % tokens == 0):
-            raise TransferError(f"ticket {nonce:x} asks for tokens {ticket.cached_tokens}…{ticket.num_tokens}; the first must start a page")
-        if not 0 < ticket.deadline_s < float("inf"):
-            raise TransferError(f"ticket {nonce:x} has {ticket.deadline_s} s left")
-        if len(ticket.pages) % 4 or len(ticket.pages) // 4 < -(-ticket.num_tokens // tokens):
-            raise TransferError(f"ticket {nonce:x} has {len(ticket.pages) / 4:g} pages, too few for {ticket.num_tokens} tokens")
-        pages = unpack_tokens(ticket.pages)
-        writable = pages[page_slice(ticket.cached_tokens, ticket.num_tokens - ticket.cached_tokens, tokens)]
-        if len(set(writable)) != len(writable) or min(writable, default=0) < 0:
-            raise TransferError(f"ticket {nonce:x} names a page twice or a negative page")
-        return pages
-
     def _connect(self, peer: Peer, ticket: Ticket) -> list[str]:
         """Backends that both ends have, in our order, from the first that can be connected on."""
         adverts = dict(ticket.reader.adverts)
@@ -255,7 +190,7 @@ class Writer:
 
     # ------------------------------------------------------------ pushing
 
-    def _check_push(self, outgoing: _Outgoing, pages: Sequence[int], first: int, end: int) -> None:
+    def _check_push(self, outgoing: Outgoing, pages: Sequence[int], first: int, end: int) -> None:
         ticket, tokens = outgoing.ticket, self._page_tokens
         ragged = end % tokens and end != ticket.num_tokens
         if first % tokens or ragged or first > outgoing.next_token or end > ticket.num_tokens or outgoing.finished is not None:
@@ -264,22 +199,35 @@ class Writer:
         if len(pages) < needed or not all(0 <= page < num_pages for page in pages[:needed]):
             raise IntegrityError(f"push to ticket {ticket.nonce:x}: {needed} pages below {num_pages} are needed, got {list(pages)[:8]}…")
 
-    def _cut(self, outgoing: _Outgoing, sources: Sequence[int], start: int, end: int) -> None:
-        """Tokens [start, end) as chunks of bounded bytes."""
+    def _check_layers(self, outgoing: Outgoing, end: int, layers: tuple[int, int] | None) -> tuple[int, int]:
+        """The layers of this push: those after the ones that were pushed of the same tokens."""
+        first, last = layers if layers is not None else (outgoing.next_layer, self._shape.num_layers)
+        same_tokens = outgoing.next_layer == 0 or end == outgoing.layered_end
+        if not same_tokens or first != outgoing.next_layer or not first < last <= self._shape.num_layers:
+            raise IntegrityError(
+                f"push of layers {first}…{last} up to token {end} to ticket {outgoing.ticket.nonce:x}: layer {outgoing.next_layer} of "
+                f"{self._shape.num_layers} up to token {outgoing.layered_end} is next"
+            )
+        return first, last
+
+    def _cut(self, outgoing: Outgoing, sources: Sequence[int], span: tuple[int, int], layers: tuple[int, int]) -> None:
+        """Layers [first, end) of tokens [start, end) as chunks of bounded bytes."""
+        (start, end), (first_layer, end_layer) = span, layers
         tokens, settings = self._page_tokens, self._settings
-        pages_each = max(1, min(settings.chunk_bytes // self._page_bytes, settings.chunk_runs))
+        part = self._shape.part(first_layer, end_layer - first_layer)
+        pages_each = max(1, min(settings.chunk_bytes // part[1], settings.chunk_runs))
         for first in range(start, end, pages_each * tokens):
             last = min(first + pages_each * tokens, end)
             skip = (first - start) // tokens
             targets = outgoing.pages[page_slice(first, last - first, tokens)]
-            runs = coalesce(sources[skip : skip + len(targets)], targets, self._page_bytes)
-            chunk = _Chunk(len(outgoing.chunks), first, last - first, runs, len(targets) * self._page_bytes)
+            runs = coalesce(sources[skip : skip + len(targets)], targets, self._page_bytes, part)
+            chunk = Chunk(len(outgoing.chunks), first, last - first, first_layer, end_layer - first_layer, runs, len(targets) * part[1])
             outgoing.chunks.append(chunk)
             outgoing.waiting.append(chunk.index)
 
     # ------------------------------------------------------------ messages
 
-    def _on_abort(self, sender: Peer, message: Abort, outgoing: _Outgoing | None) -> None:
+    def _on_abort(self, sender: Peer, message: Abort, outgoing: Outgoing | None) -> None:
         if outgoing is not None:
             self._give_up(outgoing, message.reason)  # AbortAck follows when the ticket is drained
         elif message.nonce in self._answers:
@@ -300,7 +248,7 @@ class Writer:
         self._tombstones[message.nonce] = max(self._clock() + message.remaining_s, self._tombstones.get(message.nonce, 0.0))
         self._events.append(Send(reply_to(sender), AbortAck(message.nonce, "never started")))
 
-    def _on_commit_ack(self, outgoing: _Outgoing, message: CommitAck) -> None:
+    def _on_commit_ack(self, outgoing: Outgoing, message: CommitAck) -> None:
         if message.refused:
             self._give_up(outgoing, f"refused by the reader: {message.refused}")
         elif not message.resend:
@@ -310,7 +258,7 @@ class Writer:
         else:
             self._resend(outgoing, message.resend)
 
-    def _resend(self, outgoing: _Outgoing, indexes: tuple[int, ...]) -> None:
+    def _resend(self, outgoing: Outgoing, indexes: tuple[int, ...]) -> None:
         outgoing.state = advance(WRITING, outgoing.state, "resend")
         outgoing.round += 1
         outgoing.commit_at = outgoing.give_up_at = None
@@ -321,7 +269,7 @@ class Writer:
             outgoing.waiting.append(index)
         self.counters["resent_chunks"] += len(set(indexes))
 
-    def _acked(self, outgoing: _Outgoing) -> None:
+    def _acked(self, outgoing: Outgoing) -> None:
         nonce, now = outgoing.ticket.nonce, self._clock()
         outgoing.state = advance(WRITING, outgoing.state, "ack")
         started = outgoing.last_write if outgoing.first_write is None else outgoing.first_write
@@ -337,7 +285,7 @@ class Writer:
         self.counters["acked"] += 1
         self._end(outgoing)
 
-    def _give_up(self, outgoing: _Outgoing, reason: str) -> None:
+    def _give_up(self, outgoing: Outgoing, reason: str) -> None:
         if outgoing.state is Writing.DRAINING:
             return
         outgoing.state = advance(WRITING, outgoing.state, "abort")
@@ -347,7 +295,7 @@ class Writer:
         self.counters["given_up"] += 1
         self._events.append(GaveUp(outgoing.ticket.nonce, reason))
 
-    def _end(self, outgoing: _Outgoing) -> None:
+    def _end(self, outgoing: Outgoing) -> None:
         nonce = outgoing.ticket.nonce
         del self._open[nonce]
         turns = self._turns[outgoing.peer]
@@ -382,7 +330,7 @@ class Writer:
             outgoing.last_write = self._clock()
             self._settle(outgoing, outgoing.chunks[flight.chunk], status, flight.backend)
 
-    def _settle(self, outgoing: _Outgoing, chunk: _Chunk, status: WriteStatus, backend: str) -> None:
+    def _settle(self, outgoing: Outgoing, chunk: Chunk, status: WriteStatus, backend: str) -> None:
         if status is WriteStatus.DONE:
             chunk.done = True
         elif status is WriteStatus.LOST:
@@ -392,7 +340,7 @@ class Writer:
         else:
             self._retry(outgoing, chunk, backend)
 
-    def _retry(self, outgoing: _Outgoing, chunk: _Chunk, backend: str) -> None:
+    def _retry(self, outgoing: Outgoing, chunk: Chunk, backend: str) -> None:
         """After a definite failure: again, then by the next backend, then give up."""
         self.counters["failed_writes"] += 1
         if outgoing.state is not Writing.OPEN:
@@ -437,7 +385,7 @@ class Writer:
                 self._write(outgoing, chunk)
                 nbytes, runs = nbytes + chunk.nbytes, runs + len(chunk.runs)
 
-    def _write(self, outgoing: _Outgoing, chunk: _Chunk) -> None:
+    def _write(self, outgoing: Outgoing, chunk: Chunk) -> None:
         name, ticket = outgoing.backends[0], outgoing.ticket
         if outgoing.first_write is None:
             outgoing.first_write = self._clock()
@@ -451,7 +399,7 @@ class Writer:
         except PeerUnreachable:
             self._retry(outgoing, chunk, name)
             return
-        self._flights[name, handle] = _Flight(ticket.nonce, chunk.index, name, chunk.nbytes, len(chunk.runs))
+        self._flights[name, handle] = Flight(ticket.nonce, chunk.index, name, chunk.nbytes, len(chunk.runs))
         outgoing.in_flight += 1
 
     def _commit(self) -> None:
@@ -464,9 +412,9 @@ class Writer:
                 outgoing.commit_at = now + self._settings.repeat_s  # R8
                 self._events.append(Send(outgoing.ticket.reader, self._commit_message(outgoing)))
 
-    def _commit_message(self, outgoing: _Outgoing) -> Commit:
+    def _commit_message(self, outgoing: Outgoing) -> Commit:
         assert outgoing.finished is not None
-        leg = Leg(0, tuple((each.index, each.first_token, each.num_tokens, each.nbytes, each.digest) for each in outgoing.chunks))
+        leg = Leg(0, tuple(chunk.entry() for chunk in outgoing.chunks))
         return Commit(outgoing.ticket.nonce, (leg,), *outgoing.finished, round=outgoing.round)
 
     def _drain(self) -> None:

@@ -333,12 +333,14 @@ def _check_commit(message: m.Commit) -> None:
     for leg in message.legs:
         _integer("rank", leg.rank, 0)
         _count("chunks", leg.chunks)
-        for index, start, num_tokens, nbytes, digest in leg.chunks:
-            _integer("chunk index", index, 0)
-            _integer("chunk start", start, 0)
-            _integer("chunk tokens", num_tokens, 1)
-            _integer("chunk bytes", nbytes, 1, UINT63)
-            _integer("chunk digest", digest, 0, UINT64)
+        for chunk in leg.chunks:
+            _integer("chunk index", chunk.index, 0)
+            _integer("chunk start", chunk.first_token, 0)
+            _integer("chunk tokens", chunk.num_tokens, 1)
+            _integer("chunk layer", chunk.first_layer, 0)
+            _integer("chunk layers", chunk.num_layers, 1)
+            _integer("chunk bytes", chunk.nbytes, 1, UINT63)
+            _integer("chunk digest", chunk.digest, 0, UINT64)
     if message.first_logprobs is not None:
         _check_logprobs(message.first_logprobs)
 

@@ -9,7 +9,7 @@ import pytest
 from transfer_harness import LOGPROBS, PAGE_BYTES, QUICK, READER, WRITER, Pair
 
 from pdcluster.errors import IntegrityError, PeerUnreachable, TransferError
-from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Leg, pack_tokens
+from pdcluster.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Leg, pack_tokens
 from pdcluster.transfer.base import Peer, Stamp, WriteStatus
 from pdcluster.transfer.fake import Fault
 from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
@@ -84,6 +84,59 @@ def test_chunks_are_pushed_as_prefill_makes_them() -> None:
     pair.writer.finish(ticket.nonce, 1, None)
     pair.run(0.5)
     assert len(pair.landed) == 1 and intact(pair, 1)
+
+
+@pytest.mark.parametrize("groups", [[(0, 1), (1, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 4)]])
+def test_the_last_tokens_may_be_pushed_in_groups_of_layers(groups: list[tuple[int, int]]) -> None:
+    pair = Pair(num_layers=4)
+    ticket = pair.open(PAGES, TOKENS, cached=4)
+    pair.writer.open(ticket)
+    pair.writer.push(ticket.nonce, SOURCE[:3], 0, 12)
+    for layers in groups:
+        pair.writer.push(ticket.nonce, SOURCE[3:], 12, TOKENS - 12, layers)
+        pair.run(0.2)
+        done = layers[1] * PAGE_BYTES // 4
+        assert pair.target.page(PAGES[-1])[:done] == pair.source.page(SOURCE[-1])[:done], "a group arrives before the next is pushed"
+    pair.writer.finish(ticket.nonce, 1, None)
+    pair.run(0.5)
+    assert len(pair.landed) == 1 and intact(pair, 1)
+    assert_idle(pair)
+
+
+def test_a_group_of_layers_that_does_not_verify_is_sent_again_alone() -> None:
+    pair = Pair(lambda stamp: Fault(flip_byte=3) if stamp.chunk == 2 and stamp.trial == 1 else Fault(), num_layers=4)
+    ticket = pair.open(PAGES, TOKENS, cached=4)
+    pair.writer.open(ticket)
+    for layers in ((0, 2), (2, 4)):
+        pair.writer.push(ticket.nonce, SOURCE[1:], 4, TOKENS - 4, layers)
+    pair.writer.finish(ticket.nonce, 1, None)
+    pair.run(1.0)
+    assert len(pair.landed) == 1 and intact(pair, 1)
+    assert pair.writer.counters["resent_chunks"] == 1
+    assert_idle(pair)
+
+
+@pytest.mark.parametrize("layers", [[(1, 4)], [(0, 0)], [(0, 5)], [(0, 2), (1, 4)], [(0, 2), (3, 4)]])
+def test_layers_out_of_order_are_our_own_mistake(layers: list[tuple[int, int]]) -> None:
+    pair = Pair(num_layers=4)
+    ticket = pair.open(PAGES, TOKENS)
+    pair.writer.open(ticket)
+    *good, bad = layers
+    for each in good:
+        pair.writer.push(ticket.nonce, SOURCE, 0, TOKENS, each)
+    with pytest.raises(IntegrityError, match="is next"):
+        pair.writer.push(ticket.nonce, SOURCE, 0, TOKENS, bad)
+    pair.close()
+
+
+def test_other_tokens_wait_until_all_layers_were_pushed() -> None:
+    pair = Pair(num_layers=4)
+    ticket = pair.open(PAGES, TOKENS)
+    pair.writer.open(ticket)
+    pair.writer.push(ticket.nonce, SOURCE[:3], 0, 12, (0, 2))
+    with pytest.raises(IntegrityError, match="is next"):
+        pair.writer.push(ticket.nonce, SOURCE, 0, TOKENS, (2, 4))
+    pair.close()
 
 
 def test_bytes_in_flight_per_peer_are_bounded_and_tickets_take_turns() -> None:
@@ -430,19 +483,22 @@ def test_a_commit_for_a_dead_ticket_is_refused() -> None:
     "chunks",
     [
         (),
-        ((0, 0, 8, 128, 0),),
-        ((0, 0, 8, 128, 0), (1, 8, 14, 255, 0)),
-        ((0, 0, 8, 128, 0), (0, 8, 14, 256, 0)),
-        ((0, 0, 8, 128, 0), (1, 4, 18, 320, 0)),
-        ((0, 0, 6, 128, 0), (1, 6, 16, 256, 0)),
-        ((0, 0, 26, 448, 0),),
-        ((0, 0, -1, 0, 0), (1, -1, 23, 384, 0)),
+        ((0, 0, 8, 0, 1, 128, 0),),
+        ((0, 0, 8, 0, 1, 128, 0), (1, 8, 14, 0, 1, 255, 0)),
+        ((0, 0, 8, 0, 1, 128, 0), (0, 8, 14, 0, 1, 256, 0)),
+        ((0, 0, 8, 0, 1, 128, 0), (1, 4, 18, 0, 1, 320, 0)),
+        ((0, 0, 6, 0, 1, 128, 0), (1, 6, 16, 0, 1, 256, 0)),
+        ((0, 0, 26, 0, 1, 448, 0),),
+        ((0, 0, 22, 1, 1, 384, 0),),
+        ((0, 0, 22, 0, 2, 768, 0),),
+        ((0, 0, 22, 0, 1, 384, 0), (1, 0, 22, 0, 1, 384, 0)),
+        ((0, 0, -1, 0, 1, 0, 0), (1, -1, 23, 0, 1, 384, 0)),
     ],
 )
-def test_a_commit_that_does_not_cover_the_tokens_exactly_is_refused(chunks: tuple[tuple[int, int, int, int, int], ...]) -> None:
+def test_a_commit_that_does_not_cover_the_tokens_exactly_is_refused(chunks: tuple[tuple[int, ...], ...]) -> None:
     pair = Pair()
     ticket = pair.open(PAGES, TOKENS)
-    pair.reader.handle(WRITER, Commit(ticket.nonce, (Leg(0, chunks),), 1))
+    pair.reader.handle(WRITER, Commit(ticket.nonce, (Leg(0, tuple(ChunkEntry(*chunk) for chunk in chunks)),), 1))
     pair.run(0.2)
     assert not pair.landed and len(pair.failed) == 1 and pair.reader.counters["bad_commit"] == 1
     assert_idle(pair)

@@ -59,6 +59,7 @@ class Pair:
         plans: dict[str, Callable[[Stamp], Fault]] | None = None,
         checks_permits: bool = True,
         settings: Settings = QUICK,
+        num_layers: int = 1,
         on_land: Callable[[FakeBackend, Stamp, list[tuple[int, int]]], None] | None = None,
         writer_class: type[Writer] = Writer,
         reader_class: type[Reader] = Reader,
@@ -69,7 +70,8 @@ class Pair:
             name: FakeNetwork(self.clock, plan=plans.get(name, plan), checks_permits=checks_permits, on_land=on_land) for name in media
         }
         self.source, self.target = Node(WRITER, self.networks, 1), Node(READER, self.networks, 2)
-        shape = {"region": 0, "page_tokens": PAGE_TOKENS, "page_bytes": PAGE_BYTES, "clock": self.clock, "settings": settings}
+        shape = {"region": 0, "page_tokens": PAGE_TOKENS, "page_bytes": PAGE_BYTES, "num_layers": num_layers}
+        shape |= {"clock": self.clock, "settings": settings}
         self.writer = writer_class(WRITER, self.source.backends, media, memory=memoryview(self.source.memory), **shape)
         me = Endpoint(READER.node, READER.incarnation, "d0:1")
         self.reader = reader_class(me, self.target.backends, media, memory=memoryview(self.target.memory), rng=random.Random(5), **shape)
