@@ -271,6 +271,8 @@ class UpConfig(Section):
     def __post_init__(self) -> None:
         if self.tp > 1:
             raise ConfigError(f"up.tp is {self.tp}, but tensor parallel is not built yet; use 1 and more nodes instead")
+        if self.device == "cuda" and self.prefill + self.decode:
+            raise ConfigError("up.device is cuda, but KV in GPU memory cannot be moved between nodes yet; use --prefill 0 --decode 0 --mixed 1")
         if self.prefill + self.decode + self.mixed == 0:
             raise ConfigError("up.prefill, up.decode and up.mixed are all 0; ask for at least one node")
         if not self.mixed and 0 in (self.prefill, self.decode):

@@ -25,7 +25,7 @@ LONG_PROMPT_CHARS = 2800
 SHOWN_PROMPT_LINES = 3
 REQUEST_TIMEOUT_S = 60.0
 DEFAULTS: dict[str, object] = {"up.http": "127.0.0.1:0", "up.log.level": "error", "router.mode": "remote"}
-"""What the demo wants unless the user says otherwise: any free port, quiet logs, and every request through both nodes."""
+"""What the demo wants unless the user says otherwise: any free port, quiet logs, and every request through two nodes."""
 
 
 class DemoFailed(PdclusterError):
@@ -70,6 +70,8 @@ def run(loaded: Loaded[UpConfig]) -> int:
 def _with_defaults(loaded: Loaded[UpConfig]) -> Loaded[UpConfig]:
     origins = {**loaded.origins, **load(RouterConfig, loaded.flags, loaded.file).origins}
     wanted = {path: value for path, value in DEFAULTS.items() if origins[path] == "default"}
+    if not (loaded.config.prefill and loaded.config.decode):
+        wanted.pop("router.mode", None)
     return load(UpConfig, {**wanted, **loaded.flags}, loaded.file)
 
 

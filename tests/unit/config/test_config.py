@@ -126,6 +126,7 @@ def test_a_wrong_value_is_refused_with_its_name_and_the_way_out(path: str, raw: 
         ({"up.tp": "2"}, "tensor parallel is not built yet"),
         ({"up.grpc": "127.0.0.1:50051"}, "gRPC front door is not built yet"),
         ({"up.transfer": "nixl"}, "not built yet"),
+        ({"up.device": "cuda"}, "--mixed 1"),
         ({"up.prefill": "0", "up.decode": "0"}, "at least one node"),
         ({"up.decode": "0"}, "--decode 1"),
         ({"up.prefill": "0"}, "--prefill 1"),

@@ -48,7 +48,7 @@ def test_cores_are_shared_out_equally_and_never_twice(available: set[int], prefi
     assert {len(plan.cores) for plan in plans} == {len(available) // (prefill + decode)}
 
 
-@pytest.mark.parametrize("config", [UpConfig(pin=False), UpConfig(device="cuda")])
+@pytest.mark.parametrize("config", [UpConfig(pin=False), UpConfig(device="cuda", prefill=0, decode=0, mixed=2)])
 def test_nodes_are_not_pinned_when_told_so_or_on_a_gpu(config: UpConfig) -> None:
     assert all(plan.cores == () for plan in plan_nodes(config, {0, 1, 2, 3}))
 
