@@ -40,9 +40,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Rows of one forward. Decode rows (n == 1) come first."""
+    """Rows of one forward. Decode rows (n == 1) come first.
+
+    bells: numbers of layers after whose computing the engine rings, so that their KV can leave while the others are computed."""
 
     rows: tuple[Row, ...]
+    bells: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

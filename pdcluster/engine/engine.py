@@ -83,6 +83,16 @@ class Engine:
         """Readable from the end of a launched step until it is collected."""
         return self._worker.done_fd
 
+    @property
+    def layer_fd(self) -> int:
+        """Readable when one of the running plan's bells rang; whoever waits for it clears it."""
+        return self._progress.bell_fd
+
+    @property
+    def layers_done(self) -> int:
+        """Layers of the running step whose KV is in the pool. On a device that computes behind the host's back: of the step that was collected last."""
+        return self._progress.layers_done
+
     def launch(self, plan: StepPlan) -> None:
         """Start a step; raises IntegrityError when the previous one was not collected."""
         self._worker.launch(plan)
@@ -109,12 +119,14 @@ class Engine:
         """Wait for a running step, stop the worker, give up the pool. Idempotent."""
         self._worker.close()
         self._ops.close()
+        self._progress.close()
         self.pool.close()
 
     def _compute(self, plan: StepPlan) -> StepResult:
         """On the worker thread."""
         begin = time.perf_counter()
         batch = build_batch(plan, self._limits, self._device)
+        self._progress.begin(plan.bells if self._device == "cpu" else ())
         hidden = self._model.forward(batch, self._progress)
         prompt = [self._prompt_logprobs(row, hidden[span.begin : span.end]) for row, span in zip(plan.rows, batch.spans, strict=True)]
         sampled = self._sample(plan, batch, hidden)

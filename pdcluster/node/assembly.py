@@ -11,6 +11,7 @@ from pdcluster.kv.pages import PagePool
 from pdcluster.messages import Endpoint, Role
 from pdcluster.node.decode import DecodeSide
 from pdcluster.node.files import ModelFiles
+from pdcluster.node.grouping import LayerGroups
 from pdcluster.node.legs import EndedLegs
 from pdcluster.node.loop import Neighbours, NodeParts, StepEngine
 from pdcluster.node.outbox import Outbox
@@ -36,6 +37,7 @@ class Shape:
     num_pages: int
     page_tokens: int
     page_bytes: int
+    num_layers: int
     block_tokens: int
     region: Region
     memory: memoryview
@@ -43,7 +45,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """How the node talks. backends: by name, best first."""
+    """How the node talks. backends: by name, best first; group_s: what one more group of layers costs (see grouping)."""
 
     me: Peer
     role: Role
@@ -53,6 +55,7 @@ class Wiring:
     backends: Mapping[str, Backend]
     transfer: TransferSettings
     parking_s: float
+    group_s: float = 0.0004
 
 
 def assemble(
@@ -72,6 +75,7 @@ def assemble(
         region=KV_REGION,
         page_tokens=shape.page_tokens,
         page_bytes=shape.page_bytes,
+        num_layers=shape.num_layers,
         memory=shape.memory,
         clock=clock,
         settings=wiring.transfer,
@@ -83,11 +87,13 @@ def assemble(
         region=KV_REGION,
         page_tokens=shape.page_tokens,
         page_bytes=shape.page_bytes,
+        num_layers=shape.num_layers,
         memory=shape.memory,
         clock=clock,
         settings=wiring.transfer,
     )
     outbox, ended = Outbox(), EndedLegs()
+    groups = LayerGroups(shape.num_layers, shape.page_bytes, group_s=wiring.group_s)
     return NodeParts(
         me=wiring.me,
         role=wiring.role,
@@ -102,7 +108,7 @@ def assemble(
         reader=reader,
         outbox=outbox,
         ended=ended,
-        prefill=PrefillSide(scheduler, pages, writer, outbox, ended, parking_s=wiring.parking_s, clock=clock),
+        prefill=PrefillSide(scheduler, pages, writer, outbox, ended, groups=groups, parking_s=wiring.parking_s, clock=clock),
         decode=DecodeSide(scheduler, pages, reader, outbox, ended, clock=clock),
         files=files,
         neighbours=neighbours,

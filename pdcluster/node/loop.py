@@ -12,7 +12,7 @@ import logging
 import os
 import select
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import zmq
@@ -68,10 +68,16 @@ LONGEST_WAIT_S = 0.1
 
 
 class StepEngine(Protocol):
-    """The part of the engine that the loop drives; done_fd is readable when a launched step can be collected."""
+    """The part of the engine that the loop drives; done_fd is readable when a launched step can be collected, layer_fd when a bell of its plan rang."""
 
     @property
     def done_fd(self) -> int: ...
+
+    @property
+    def layer_fd(self) -> int: ...
+
+    @property
+    def layers_done(self) -> int: ...
 
     def launch(self, plan: StepPlan) -> None: ...
 
@@ -129,6 +135,8 @@ class NodeLoop:
         self._polled: list[object] = []
         self._done = select.poll()
         self._done.register(parts.engine.done_fd, select.POLLIN)
+        self._bell = select.poll()
+        self._bell.register(parts.engine.layer_fd, select.POLLIN)
 
     def stop(self) -> None:
         """Ask the loop to drain and return; safe from signal handlers and other threads."""
@@ -148,6 +156,7 @@ class NodeLoop:
     def turn(self) -> None:
         """One pass over everything that may have news."""
         self._handle_messages()
+        self._watch_layers()
         self._collect()
         self._handle_transfers()
         self._expire()
@@ -161,7 +170,14 @@ class NodeLoop:
 
     def _wait(self) -> None:
         parts = self._parts
-        watched = [*parts.hub.sockets(), parts.engine.done_fd, parts.neighbours.wakeup_fd, self._stop_fd, *(b.wakeup_fd for b in parts.backends)]
+        watched = [
+            *parts.hub.sockets(),
+            parts.engine.done_fd,
+            parts.engine.layer_fd,
+            parts.neighbours.wakeup_fd,
+            self._stop_fd,
+            *(b.wakeup_fd for b in parts.backends),
+        ]
         if watched != self._polled:
             self._poller = zmq.Poller()
             for item in watched:
@@ -300,6 +316,14 @@ class NodeLoop:
 
     # ------------------------------------------------------------ steps
 
+    def _watch_layers(self) -> None:
+        """Layers of the running step that are ready to leave."""
+        engine = self._parts.engine
+        if self._running is None or not self._bell.poll(0):
+            return
+        os.eventfd_read(engine.layer_fd)
+        self._parts.prefill.on_layers(engine.layers_done)
+
     def _collect(self) -> None:
         """Take in the results of a step that is done."""
         plan, parts = self._running, self._parts
@@ -336,7 +360,7 @@ class NodeLoop:
             return
         plan = self._parts.scheduler.schedule()
         if plan is not None:
-            self._parts.engine.launch(plan)
+            self._parts.engine.launch(replace(plan, bells=self._parts.prefill.bells(plan)))
             self._running = plan
         self._parts.prefill.on_launch()
 

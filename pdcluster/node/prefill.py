@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from pdcluster import errors
 from pdcluster.kv.pages import PagePool
 from pdcluster.messages import Deliver, Delivered, Failed, Finished, Prefill, Refused, RefusedLeg, Scheduled, Ticket, Timings, TokenLogprobs
+from pdcluster.node.grouping import LayerGroups
 from pdcluster.node.legs import Ended, EndedLegs, Output, key_of
 from pdcluster.node.outbox import Outbox
 from pdcluster.scheduler.scheduler import Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
+from pdcluster.step import StepPlan
 from pdcluster.transfer.base import Peer
 from pdcluster.transfer.session import Acked, Drained, GaveUp, TransferStats
 from pdcluster.transfer.writer import Writer
@@ -42,6 +44,8 @@ class PrefillLeg:
     ticket: Ticket | None = None
     backend: str = ""
     pushed: int = 0
+    """Tokens before it were pushed; of those from it on, `layers_pushed` layers were."""
+    layers_pushed: int = 0
     first_token: int | None = None
     first_logprobs: TokenLogprobs | None = None
     scheduled_at: float | None = None
@@ -57,19 +61,31 @@ class Pins:
 
 class PrefillSide:
     def __init__(
-        self, scheduler: Scheduler, pages: PagePool, writer: Writer, outbox: Outbox, ended: EndedLegs, *, parking_s: float, clock: Callable[[], float]
+        self,
+        scheduler: Scheduler,
+        pages: PagePool,
+        writer: Writer,
+        outbox: Outbox,
+        ended: EndedLegs,
+        *,
+        groups: LayerGroups,
+        parking_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
         self._pages = pages
         self._writer = writer
         self._outbox = outbox
         self._ended = ended
+        self._groups = groups
         self._parking_s = parking_s
         self._clock = clock
         self._legs: dict[str, PrefillLeg] = {}
         self._by_key: dict[str, PrefillLeg] = {}
         self._by_nonce: dict[int, PrefillLeg] = {}
         self._pins: dict[int, Pins] = {}
+        self._layered: list[PrefillLeg] = []
+        """Legs whose last chunk the running step computes, and which send its layers in groups."""
 
     # ------------------------------------------------------------ what a router asks
 
@@ -110,7 +126,7 @@ class PrefillSide:
             self._refuse(router, ticket.request, ticket.attempt, "deliver", str(error), STOPPED_BY_PEER_S)
             return
         leg.ticket = ticket
-        leg.pushed = ticket.cached_tokens
+        leg.pushed, leg.layers_pushed = ticket.cached_tokens, 0
         self._by_nonce[ticket.nonce] = leg
         self._pins[ticket.nonce] = Pins()
         self._advance(leg)
@@ -145,6 +161,26 @@ class PrefillSide:
                 leg.scheduled_at = now
                 self._outbox.message(leg.router, Scheduled(leg.request, leg.attempt))
                 self._advance(leg)
+
+    def bells(self, plan: StepPlan) -> tuple[int, ...]:
+        """Before a step is launched: after which layers of it something can leave. A ticket may still come while the step runs."""
+        self._layered.clear()
+        bells: set[int] = set()
+        for row in plan.rows:
+            leg = self._by_key.get(row.request)
+            if leg is None or row.sampling is None:
+                continue
+            own = self._groups.bells(self._pages.pages_for(leg.num_tokens) - row.start // self._pages.page_tokens, leg.backend)
+            if own:
+                self._layered.append(leg)
+                bells.update(own)
+        return tuple(sorted(bells))
+
+    def on_layers(self, layers_done: int) -> None:
+        """While a step runs: push the layers that it computed of the last tokens."""
+        for leg in self._layered:
+            if leg.ticket is not None and layers_done > leg.layers_pushed and leg.pushed < leg.num_tokens:
+                self._push(leg, leg.num_tokens, (leg.layers_pushed, layers_done))
 
     def on_step(self) -> None:
         """After a step's results were taken in: push what it computed."""
@@ -188,6 +224,7 @@ class PrefillSide:
         if isinstance(event, GaveUp):
             self._refuse(leg.router, leg.request, ticket.attempt, "deliver", event.reason, STOPPED_BY_PEER_S)
             return
+        self._groups.observe(event.stats)
         self._outbox.message(leg.router, Delivered(leg.request, leg.attempt, self._timings(leg, event.stats)))
         self._end(leg, "delivered")
 
@@ -229,13 +266,22 @@ class PrefillSide:
         page_tokens = leg.ticket.page_tokens
         end = leg.num_tokens if leg.first_token is not None else leg.sequence.num_computed // page_tokens * page_tokens
         if end > leg.pushed:
-            pages = leg.sequence.pages[leg.pushed // page_tokens : -(-end // page_tokens)].tolist()
-            self._pages.acquire(pages)
-            self._pins[leg.ticket.nonce].pages.extend(pages)
-            self._writer.push(leg.ticket.nonce, pages, leg.pushed, end - leg.pushed)
-            leg.pushed = end
+            self._push(leg, end, (leg.layers_pushed, self._groups.num_layers))
         if leg.first_token is not None:
             self._writer.finish(leg.ticket.nonce, leg.first_token, leg.first_logprobs)
+
+    def _push(self, leg: PrefillLeg, end: int, layers: tuple[int, int]) -> None:
+        """Hand the writer layers [first, end) of the tokens that were not pushed yet, and pin their pages."""
+        assert leg.ticket is not None
+        page_tokens, nonce = leg.ticket.page_tokens, leg.ticket.nonce
+        pages = leg.sequence.pages[leg.pushed // page_tokens : -(-end // page_tokens)].tolist()
+        if not leg.layers_pushed:
+            self._pages.acquire(pages)
+            self._pins[nonce].pages.extend(pages)
+        self._writer.push(nonce, pages, leg.pushed, end - leg.pushed, layers)
+        leg.layers_pushed = layers[1]
+        if leg.layers_pushed == self._groups.num_layers:
+            leg.pushed, leg.layers_pushed = end, 0
 
     def _drop_ticket(self, leg: PrefillLeg, reason: str) -> None:
         if leg.ticket is not None:

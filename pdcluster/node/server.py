@@ -127,6 +127,7 @@ def shape_of(config: NodeConfig, engine: Engine) -> Shape:
         num_pages=engine.num_pages,
         page_tokens=layout.page_tokens,
         page_bytes=layout.page_bytes,
+        num_layers=layout.num_layers,
         block_tokens=config.kv.hash_block_tokens,
         region=Region(KV_REGION, pool.address, pool.nbytes, pool.fd),
         memory=pool.view if pool.fd is not None else memoryview(bytearray()),

@@ -69,6 +69,8 @@ class Outgoing:
     commit_at: float | None = None
     """When Commit is sent (again)."""
     give_up_at: float | None = None
+    busy_from: float = 0.0
+    busy_s: float = 0.0
     first_write: float | None = None
     last_write: float = 0.0
     finish_time: float = 0.0

@@ -61,7 +61,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """transfer_s: first write submitted → last write done; exposed_s: `finish` → Commit answered (0 at the reader). Bytes without resends."""
+    """transfer_s: first write submitted → last write done; busy_s: the part of it in which a write was under way; exposed_s: `finish` → Commit answered (0 at the reader). Bytes without resends."""
 
     backend: str
     nbytes: int
@@ -69,6 +69,7 @@ class TransferStats:
     resent: int
     transfer_s: float
     exposed_s: float
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

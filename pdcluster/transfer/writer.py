@@ -280,6 +280,7 @@ class Writer:
             resent=outgoing.resent,
             transfer_s=outgoing.last_write - started,
             exposed_s=now - outgoing.finish_time,
+            busy_s=outgoing.busy_s,
         )
         self._events += [Acked(nonce, stats), Drained(nonce)]
         self.counters["acked"] += 1
@@ -328,6 +329,8 @@ class Writer:
             del self._flights[key]
             outgoing.in_flight -= 1
             outgoing.last_write = self._clock()
+            if not outgoing.in_flight:
+                outgoing.busy_s += outgoing.last_write - outgoing.busy_from
             self._settle(outgoing, outgoing.chunks[flight.chunk], status, flight.backend)
 
     def _settle(self, outgoing: Outgoing, chunk: Chunk, status: WriteStatus, backend: str) -> None:
@@ -400,6 +403,8 @@ class Writer:
             self._retry(outgoing, chunk, name)
             return
         self._flights[name, handle] = Flight(ticket.nonce, chunk.index, name, chunk.nbytes, len(chunk.runs))
+        if not outgoing.in_flight:
+            outgoing.busy_from = self._clock()
         outgoing.in_flight += 1
 
     def _commit(self) -> None:

@@ -207,3 +207,23 @@ async def test_a_draining_node_finishes_what_it_has_and_takes_nothing_new() -> N
         assert tokens == reference(prompt_of(9), 5) and done.route.decode != first.me.node
         assert (await running)[0] == reference(prompt_of(20), 10)
         await cluster.until_idle()
+
+
+@pytest.mark.parametrize("length", [1, 4, 25, 79])
+async def test_the_last_chunk_leaves_in_groups_of_layers(length: int) -> None:
+    async with LocalCluster(PAIR, group_s=1e-12) as cluster:
+        tokens, done = await cluster.run(prompt_of(length), 12)
+        assert tokens == reference(prompt_of(length), 12)
+        assert cluster.nodes["p0"].engine.num_bells == 3, "four layers, four groups"
+        assert done.timeline.transfer_bytes == -(-length // 4) * 64
+        await cluster.until_idle()
+
+
+async def test_a_step_that_fails_between_two_groups_of_layers_leaves_nothing_behind() -> None:
+    async with LocalCluster(TWO_PAIRS, group_s=1e-12) as cluster:
+        for node in cluster.nodes.values():
+            node.engine.fail_steps = 1
+        prompts = [prompt_of(30, seed) for seed in range(3)]
+        results = await asyncio.gather(*(cluster.run(prompt, 8) for prompt in prompts))
+        assert [tokens for tokens, _ in results] == [reference(prompt, 8) for prompt in prompts]
+        await cluster.until_idle()

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 import zmq
-from oracle import VOCAB, OracleEngine
+from oracle import NUM_LAYERS, VOCAB, OracleEngine
 
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
 from pdcluster.errors import UnknownModel
@@ -80,7 +80,7 @@ class EngineKit:
 def oracle_kit(num_pages: int) -> EngineKit:
     engine = OracleEngine(num_pages, BLOCK)
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_tokens=BLOCK, dtype="float32")
-    shape = Shape(VOCAB, num_pages, BLOCK, engine.page_bytes, BLOCK, engine.region, memoryview(engine.memory))
+    shape = Shape(VOCAB, num_pages, BLOCK, engine.page_bytes, NUM_LAYERS, BLOCK, engine.region, memoryview(engine.memory))
     return EngineKit(engine, shape, Fingerprint("model", "weights", 1, BLOCK, layout))
 
 
@@ -93,7 +93,17 @@ class LocalNode:
         self.engine = kit.engine
         self.neighbours = NoNeighbours()
         self.backend: Backend = cluster.make_backend(self.me)
-        wiring = Wiring(self.me, role, "127.0.0.1:0", cluster.context, WIRE, {self.backend.name: self.backend}, cluster.transfer, parking_s=5.0)
+        wiring = Wiring(
+            self.me,
+            role,
+            "127.0.0.1:0",
+            cluster.context,
+            WIRE,
+            {self.backend.name: self.backend},
+            cluster.transfer,
+            parking_s=5.0,
+            group_s=cluster.group_s,
+        )
         limits = Limits(token_budget=kit.token_budget, max_rows=8, max_waiting=64, max_len=kit.max_len, reserve_tokens=kit.reserve_tokens)
         self.parts = assemble(wiring, kit.shape, self.engine, limits, NoFiles(), self.neighbours, time.monotonic)
         self.loop = NodeLoop(self.parts, report_s=0.005, drain_s=5.0, clock=time.monotonic)
@@ -120,6 +130,8 @@ class LocalNode:
         while self.is_alive:
             if not self.is_paused:
                 self.loop.turn()
+            if isinstance(self.engine, OracleEngine):
+                self.engine.tick()
             await asyncio.sleep(0.0002)
 
     async def kill(self) -> None:
@@ -144,7 +156,7 @@ class LocalNode:
 
 
 class LocalCluster:
-    """Use as `async with`. make_backend: the medium of every node; default: the scripted one, whose faults are `network.plan`."""
+    """Use as `async with`. group_s: next to nothing makes one group of each layer. make_backend: the medium of every node; default: the scripted one, whose faults are `network.plan`."""
 
     def __init__(
         self,
@@ -153,7 +165,9 @@ class LocalCluster:
         num_pages: int = 256,
         make_kit: Callable[[int], EngineKit] = oracle_kit,
         make_backend: Callable[[Peer], Backend] | None = None,
+        group_s: float = 0.0004,
     ) -> None:
+        self.group_s = group_s
         self.roles = roles
         self.num_pages = num_pages
         self.make_kit = make_kit

@@ -11,10 +11,12 @@ import hashlib
 import mmap
 import os
 
-from pdcluster.step import RowResult, StepPlan, StepResult
+from pdcluster.step import Row, RowResult, StepPlan, StepResult
 from pdcluster.transfer.base import Region
 
 TOKEN_BYTES = 16
+NUM_LAYERS = 4
+LAYER_BYTES = TOKEN_BYTES // NUM_LAYERS
 VOCAB = 5000
 
 
@@ -38,7 +40,9 @@ def reference(prompt: list[int], num_tokens: int) -> list[int]:
 
 
 class OracleEngine:
-    """Implements loop.StepEngine. A step is done when it is launched, unless `hold` is set; then when `finish` is called."""
+    """Implements loop.StepEngine. A page is [layer][token][LAYER_BYTES]; a step's layers are written one bell at a time, at `tick`.
+
+    A step without bells is done when it is launched, unless `hold` is set; then when `finish` is called."""
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
         self.page_tokens = page_tokens
@@ -49,20 +53,38 @@ class OracleEngine:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.region = Region(0, address, num_pages * self.page_bytes, self._fd)
         self.done_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.layer_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.layers_done = 0
         self.hold = False
+        self.num_bells = 0
         self.fail_steps = 0
         """That many of the next steps raise instead of computing."""
         self._plan: StepPlan | None = None
+        self._fresh: list[tuple[Row, list[bytes]]] = []
 
     def launch(self, plan: StepPlan) -> None:
         assert self._plan is None, "a step was launched while another runs"
         self._plan = plan
+        self.layers_done = 0
+        self._fresh = [(row, self._kv_of_row(row)) for row in plan.rows]
         if not self.hold:
             self.finish()
 
     def finish(self) -> None:
-        if self._plan is not None:
+        if self._plan is not None and not self._plan.bells:
+            self._write(NUM_LAYERS)
             os.eventfd_write(self.done_fd, 1)
+
+    def tick(self) -> None:
+        """A step with bells gets on: to its next bell, or to its end."""
+        if self._plan is None or not self._plan.bells or self.hold or self.layers_done == NUM_LAYERS:
+            return
+        self._write(next((bell for bell in self._plan.bells if bell > self.layers_done), NUM_LAYERS))
+        if self.layers_done == NUM_LAYERS:
+            os.eventfd_write(self.done_fd, 1)
+        else:
+            self.num_bells += 1
+            os.eventfd_write(self.layer_fd, 1)
 
     def collect(self, timeout: float | None = None) -> StepResult:
         os.eventfd_read(self.done_fd)
@@ -71,26 +93,37 @@ class OracleEngine:
         if self.fail_steps:
             self.fail_steps -= 1
             raise RuntimeError("the oracle has no answer")
-        return StepResult(tuple(self._compute(row) for row in plan.rows), 0.0)
+        return StepResult(tuple(self._answer(row) for row in plan.rows), 0.0)
 
-    def _compute(self, row) -> RowResult:
-        for index, token in enumerate(row.tokens.tolist()):
-            position = row.start + index
-            previous = self._read(row.pages, position - 1) if position else b""
-            offset = self._offset(row.pages, position)
-            self.memory[offset : offset + TOKEN_BYTES] = kv_of(previous, token)
+    def _kv_of_row(self, row: Row) -> list[bytes]:
+        fresh = [self._read(row.pages, row.start - 1) if row.start else b""]
+        for token in row.tokens.tolist():
+            fresh.append(kv_of(fresh[-1], token))
+        return fresh[1:]
+
+    def _write(self, end_layer: int) -> None:
+        for row, fresh in self._fresh:
+            for index, kv in enumerate(fresh):
+                for layer in range(self.layers_done, end_layer):
+                    offset = self._offset(row.pages, row.start + index, layer)
+                    self.memory[offset : offset + LAYER_BYTES] = kv[layer * LAYER_BYTES : (layer + 1) * LAYER_BYTES]
+        self.layers_done = end_layer
+
+    def _answer(self, row: Row) -> RowResult:
         end = row.start + len(row.tokens)
         if row.sampling is None:
             return RowResult(row.request, None)
         return RowResult(row.request, draw(b"".join(self._read(row.pages, position) for position in range(end))))
 
     def _read(self, pages, position: int) -> bytes:
-        offset = self._offset(pages, position)
-        return self.memory[offset : offset + TOKEN_BYTES]
+        offsets = (self._offset(pages, position, layer) for layer in range(NUM_LAYERS))
+        return b"".join(self.memory[offset : offset + LAYER_BYTES] for offset in offsets)
 
-    def _offset(self, pages, position: int) -> int:
-        return int(pages[position // self.page_tokens]) * self.page_bytes + position % self.page_tokens * TOKEN_BYTES
+    def _offset(self, pages, position: int, layer: int) -> int:
+        page, token = int(pages[position // self.page_tokens]), position % self.page_tokens
+        return page * self.page_bytes + (layer * self.page_tokens + token) * LAYER_BYTES
 
     def close(self) -> None:
         os.close(self.done_fd)
+        os.close(self.layer_fd)
         os.close(self._fd)

@@ -17,7 +17,7 @@ from pdcluster.messages import Sampling
 from pdcluster.transfer.base import Region
 from pdcluster.transfer.choose import create_backends
 
-MODEL = Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=32)
+MODEL = Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=32, num_layers=3)
 PAGE = 16
 LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, 3 * 24 + 7)
 OUTPUT = 24
@@ -39,7 +39,8 @@ def make_kit(directory: Path, *, token_budget: int = 24, reserve_tokens: int = 1
     def make(num_pages: int) -> EngineKit:
         engine = Engine(EngineConfig(directory, KERNEL_CACHE, page_tokens=PAGE, num_pages=num_pages, threads=1))
         pool = engine.pool
-        shape = NodeShape(MODEL.vocab_size, num_pages, PAGE, engine.layout.page_bytes, PAGE, Region(0, pool.address, pool.nbytes, pool.fd), pool.view)
+        region = Region(0, pool.address, pool.nbytes, pool.fd)
+        shape = NodeShape(MODEL.vocab_size, num_pages, PAGE, engine.layout.page_bytes, MODEL.num_layers, PAGE, region, pool.view)
         return EngineKit(engine, shape, Fingerprint("model", engine.weights_digest, 1, PAGE, engine.layout), 512, token_budget, reserve_tokens)
 
     return make
@@ -85,9 +86,10 @@ def test_one_node_is_transformers(model, prompts, expected) -> None:
 
 @pytest.mark.parametrize("name", ["greedy", "seeded"])
 @pytest.mark.parametrize("backend", ["fake", "shm", "tcp", "mooncake"])
-async def test_disaggregated_equals_local(directory, prompts, expected, name: str, backend: str) -> None:
+@pytest.mark.parametrize("group_s", [1.0, 1e-12], ids=["whole", "by-layer"])
+async def test_disaggregated_equals_local(directory, prompts, expected, name: str, backend: str, group_s: float) -> None:
     make_backend = None if backend == "fake" else lambda me: create_backends(backend, me, host="127.0.0.1", staging_bytes=1 << 22)[backend]
-    async with LocalCluster(PAIR, make_kit=make_kit(directory), make_backend=make_backend) as cluster:
+    async with LocalCluster(PAIR, make_kit=make_kit(directory), make_backend=make_backend, group_s=group_s) as cluster:
         assert await answers(cluster, prompts, samplings()[name]) == expected[name]
         assert await answers(cluster, prompts, samplings()[name]) == expected[name], "and again with every prefix cached"
         await cluster.until_idle()
