@@ -90,7 +90,8 @@ class Engine:
 
     @property
     def layers_done(self) -> int:
-        """Layers of the running step whose KV is in the pool. On a device that computes behind the host's back: of the step that was collected last."""
+        """Layers of the running step whose KV is in the pool. On a device that computes behind the host's back: of the step that was collected
+        last."""
         return self._progress.layers_done
 
     def launch(self, plan: StepPlan) -> None:

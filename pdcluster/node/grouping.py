@@ -1,7 +1,7 @@
 """In how many groups of layers the last tokens of a prompt leave their node: as many as pay. Pure arithmetic over measured bandwidth.
 
-What a transfer adds to a prompt's time is the part that cannot start before the last layer is computed: with g equal groups about bytes / (g × bandwidth), and
-every group costs a fixed time of its own. The sum is least at g = √(bytes / (bandwidth × cost of a group)).
+What a transfer adds to a prompt's time is the part that cannot start before the last layer is computed: with g equal groups about bytes / (g ×
+bandwidth), and every group costs a fixed time of its own. The sum is least at g = √(bytes / (bandwidth × cost of a group)).
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ LONGEST_WAIT_S = 0.1
 
 
 class StepEngine(Protocol):
-    """The part of the engine that the loop drives; done_fd is readable when a launched step can be collected, layer_fd when a bell of its plan rang."""
+    """The part of the engine that the loop drives; done_fd is readable when a launched step can be collected, layer_fd when a bell of its plan
+    rang."""
 
     @property
     def done_fd(self) -> int: ...

@@ -61,7 +61,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """transfer_s: first write submitted → last write done; busy_s: the part of it in which a write was under way; exposed_s: `finish` → Commit answered (0 at the reader). Bytes without resends."""
+    """transfer_s: first write submitted → last write done; busy_s: the part of it in which a write was under way; exposed_s: `finish` → Commit
+    answered (0 at the reader). Bytes without resends."""
 
     backend: str
     nbytes: int

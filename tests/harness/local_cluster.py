@@ -156,7 +156,8 @@ class LocalNode:
 
 
 class LocalCluster:
-    """Use as `async with`. group_s: next to nothing makes one group of each layer. make_backend: the medium of every node; default: the scripted one, whose faults are `network.plan`."""
+    """Use as `async with`. group_s: next to nothing makes one group of each layer. make_backend: the medium of every node; default: the scripted
+    one, whose faults are `network.plan`."""
 
     def __init__(
         self,
