@@ -184,7 +184,7 @@ def chats_of_builtins(module: str, rng: Random) -> Iterator[Chat]:
     """Docstrings that exist only in the running interpreter, such as those of `len` or `math.sqrt`."""
     namespace = importlib.import_module(module)
     for name, value in sorted(vars(namespace).items()):
-        if name.startswith("_") or not (inspect.isbuiltin(value) or inspect.isclass(value)):
+        if name.startswith("_") or not (inspect.isbuiltin(value) or inspect.isclass(value)) or is_held_out(value.__module__):
             continue
         qualified = name if module == "builtins" else f"{module}.{name}"
         doc = inspect.getdoc(value)
@@ -192,6 +192,11 @@ def chats_of_builtins(module: str, rng: Random) -> Iterator[Chat]:
             yield explanation(qualified, doc, rng)
         if inspect.isclass(value) and module == "builtins":
             yield from chats_of_builtin_methods(name, value, rng)
+
+
+def is_held_out(module: str | None) -> bool:
+    """Packages re-export what their modules define, so a name found elsewhere may still come from a file that is kept aside."""
+    return module is not None and module in {module_name(Path(file)) for file in HELD_OUT}
 
 
 def chats_of_builtin_methods(class_name: str, cls: type, rng: Random) -> Iterator[Chat]:

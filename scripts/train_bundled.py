@@ -1,4 +1,4 @@
-"""Train the small model that pdcluster carries for its demo and tests: `python scripts/train_bundled.py --out DIR`.
+"""Train the small model that pdcluster carries for its demo and tests: `python -m scripts.train_bundled --out DIR`.
 
 Learns from the running Python's standard library alone (`bundled_corpus.py`), on one CPU thread, within a budget of CPU minutes,
 and writes a Hugging Face directory of the plain Qwen3 shape: config, bf16 safetensors, tokenizer, chat template and card.
@@ -22,13 +22,14 @@ from pathlib import Path
 from random import Random
 from string import Template
 
-import bundled_corpus as corpus
 import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
+
+from scripts import bundled_corpus as corpus
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
@@ -319,7 +320,8 @@ def export_settings(out: Path, shape: Shape, tokenizer: Tokenizer) -> None:
     (out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     end_ids = [SPECIAL_TOKENS.index(IM_END), SPECIAL_TOKENS.index(END_OF_TEXT)]
     write_json(out / "config.json", model_config(shape))
-    write_json(out / "generation_config.json", {"eos_token_id": end_ids, "pad_token_id": end_ids[1], "do_sample": False})
+    sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.95}  # so small a model is lost in its own tail at temperature 1
+    write_json(out / "generation_config.json", {"eos_token_id": end_ids, "pad_token_id": end_ids[1], **sampling})
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,
