@@ -1,0 +1,191 @@
+"""How near a KV transfer comes to its medium: logical KV bytes per second between two processes, beside the ceiling measured in the same run.
+
+    python -m bench.transfer [--quick] [--json FILE] [--backends shm,tcp,mooncake]
+
+The whole protocol is timed, from the ticket's arrival at the writer to the reader's CommitAck, with everything pushed at once; so small sizes
+show the fixed cost of a hand-over, and with digests both ends read all bytes once more. Ceilings, for the same number of bytes:
+
+    shm       one memmove between two warm buffers
+    tcp       a plain loopback socket between the two processes, sendall → recv_into, one answer byte
+    mooncake  the engine alone, 4 MiB entries, 8 in flight, no copies to or from staging
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench.report import Row, print_rows, row, write_json
+from bench.transfer_ends import HOST, Address, Near, Shape, Sink
+
+BACKENDS = ("shm", "tcp", "mooncake")
+GOALS = {("shm", False): 0.85, ("shm", True): 0.65, ("tcp", True): 0.9, ("mooncake", True): 0.9}
+"""Least share of the ceiling that was promised, from GOAL_BYTES on."""
+GOAL_BYTES = 16 << 20
+ENTRY_BYTES = 4 << 20
+ENTRIES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """page_bytes: 32 tokens of some model. name: what a person calls it."""
+
+    name: str
+    page_bytes: int
+    num_pages: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.page_bytes * self.num_pages
+
+
+def sizes(*mebibytes: float) -> list[Case]:
+    return [Case(f"{int(size * 1024)} KiB" if size < 1 else f"{int(size)} MiB", 64 << 10, int(size * 16)) for size in mebibytes]
+
+
+def prompts(*tokens: int) -> list[Case]:
+    """Qwen3-0.6B in bfloat16: 28 layers × K, V × 8 heads × 128 dims."""
+    return [Case(f"Qwen3-0.6B, {count} tokens", 28 * 2 * 8 * 128 * 2 * 32, count // 32) for count in tokens]
+
+
+def cases(*, quick: bool) -> list[Case]:
+    if quick:
+        return sizes(1 / 16, 1, 16, 64) + prompts(512)
+    return sizes(1 / 16, 1 / 4, 1, 4, 16, 64, 256) + prompts(128, 512, 2048)
+
+
+# ---------------------------------------------------------------- ceilings
+
+
+def seconds_of_memmove(nbytes: int, repeats: int) -> list[float]:
+    source, target = np.ones(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
+
+    def move() -> float:
+        begin = time.perf_counter()
+        ctypes.memmove(target.ctypes.data, source.ctypes.data, nbytes)
+        return time.perf_counter() - begin
+
+    move()
+    return [move() for _ in range(repeats)]
+
+
+def seconds_of_socket(near: Near, nbytes: int, repeats: int) -> list[float]:
+    near.pipe.send(Sink("socket", nbytes, repeats + 1))
+    address = near.pipe.receive()
+    assert isinstance(address, Address)
+    data = near.pool.bytes.data[:nbytes]
+    with socket.create_connection((HOST, address.number)) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def move() -> float:
+            begin = time.perf_counter()
+            sock.sendall(data)
+            sock.recv(1)
+            return time.perf_counter() - begin
+
+        move()
+        return [move() for _ in range(repeats)]
+
+
+def seconds_of_engine(near: Near, nbytes: int, repeats: int) -> list[float]:
+    from pdcluster.transfer.mooncake import Engine, MooncakeSettings
+
+    near.pipe.send(Sink("mooncake", nbytes, repeats))
+    address = near.pipe.receive()
+    assert isinstance(address, Address)
+    source = np.ones(nbytes, dtype=np.uint8)
+    engine = Engine(MooncakeSettings(host=HOST))
+    engine.register(source.ctypes.data, nbytes)
+
+    def move() -> float:
+        begin = time.perf_counter()
+        left = [(offset, min(ENTRY_BYTES, nbytes - offset)) for offset in range(0, nbytes, ENTRY_BYTES)]
+        flying: list[int] = []
+        while left or flying:
+            while left and len(flying) < ENTRIES:
+                offset, count = left.pop()
+                flying.append(engine.submit(address.text, source.ctypes.data + offset, address.number + offset, count))
+            codes = {batch: engine.check(batch) for batch in flying}
+            if any(code < 0 for code in codes.values()):
+                raise RuntimeError("Mooncake failed a write of the ceiling")
+            flying = [batch for batch in flying if not codes[batch]]
+            time.sleep(0.0001)
+        return time.perf_counter() - begin
+
+    move()
+    times = [move() for _ in range(repeats)]
+    near.pipe.send(Address("done", 0))
+    engine.close()
+    return times
+
+
+def ceiling(near: Near, case: Case, repeats: int) -> tuple[str, list[float]]:
+    if near.shape.backend == "shm":
+        return "memmove", seconds_of_memmove(case.nbytes, repeats)
+    if near.shape.backend == "tcp":
+        return "loopback socket", seconds_of_socket(near, case.nbytes, repeats)
+    return "engine alone", seconds_of_engine(near, case.nbytes, repeats)
+
+
+# ---------------------------------------------------------------- the runs
+
+
+def measure(near: Near, case: Case, repeats: int, top: tuple[str, list[float]] | None = None) -> tuple[list[Row], tuple[str, list[float]]]:
+    """Rows of one case on one pair of processes, and its ceiling (measured when none is given)."""
+    near.move(case.num_pages)  # warm: connection, page tables
+    samples = [near.move(case.num_pages) for _ in range(repeats)]
+    name, times = top if top is not None else ceiling(near, case, repeats)
+    rate: Callable[[float], float] = lambda seconds: case.nbytes / seconds / 1e9  # noqa: E731
+    shape = near.shape
+    goal = GOALS.get((shape.backend, shape.digests)) if case.nbytes >= GOAL_BYTES else None
+    best = sorted(rate(seconds) for seconds in times)[len(times) // 2]
+    label = f"{case.name}, digests {'on' if shape.digests else 'off'}"
+    rows = [
+        row(f"transfer.{shape.backend}", label, [rate(each) for each in samples], "GB/s", against=name, against_value=best, goal=goal),
+        row(f"handover.{shape.backend}", label, [each * 1e3 for each in samples], "ms"),
+    ]
+    return rows if case.nbytes <= 1 << 20 else rows[:1], (name, times)
+
+
+def run(backends: tuple[str, ...], *, quick: bool) -> Iterator[Row]:
+    wanted = cases(quick=quick)
+    repeats = 5 if quick else 9
+    for backend in backends:
+        tops: dict[Case, tuple[str, list[float]]] = {}
+        for digests in (True, False):
+            for page_bytes in dict.fromkeys(case.page_bytes for case in wanted):
+                group = [case for case in wanted if case.page_bytes == page_bytes]
+                num_pages = max(case.num_pages for case in group)
+                near = Near(Shape(backend, page_bytes, num_pages + num_pages % 2, digests))
+                try:
+                    for case in group:
+                        rows, tops[case] = measure(near, case, repeats, tops.get(case))
+                        yield from rows
+                finally:
+                    near.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="comma-separated, of " + ", ".join(BACKENDS))
+    options = parser.parse_args()
+    chosen = tuple(options.backends.split(","))
+    if unknown := set(chosen) - set(BACKENDS):
+        parser.error(f"unknown backends {sorted(unknown)}; choose from {', '.join(BACKENDS)}")
+    rows = list(run(chosen, quick=options.quick))
+    print_rows(rows)
+    if options.json is not None:
+        write_json(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""The two processes of `bench.transfer`: `Near` pushes KV as a prefill node does, `Far` (a child process) takes it as a decode node does.
+
+Control messages go over a socket pair as length-prefixed msgpack, in the place of the nodes' ZMQ links. It measures nothing itself.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, Message, Reserved, Ticket
+from pdcluster.transfer.base import Backend, Peer, Region
+from pdcluster.transfer.choose import create_backends
+from pdcluster.transfer.reader import Reader
+from pdcluster.transfer.session import Acked, Drained, GaveUp, Send, Settings, peer_of
+from pdcluster.transfer.writer import Writer
+
+NEAR, FAR = Peer("bench-p", "near"), Peer("bench-d", "far")
+PAGE_TOKENS = 32
+LENGTH = struct.Struct("<I")
+HOST = "127.0.0.1"
+STAGING_BYTES = 32 << 20
+
+
+class Ask(Message, frozen=True, array_like=True):
+    """Please issue a ticket for so many pages."""
+
+    num_pages: int
+
+
+class Sink(Message, frozen=True, array_like=True):
+    """Please listen on a socket and swallow so many bytes `repeats` times; or, for mooncake, register a buffer of so many bytes."""
+
+    kind: str
+    nbytes: int
+    repeats: int
+
+
+class Address(Message, frozen=True, array_like=True):
+    text: str
+    number: int
+
+
+Control = Commit | CommitAck | Abort | AbortAck | Ask | Sink | Address | Reserved
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How both ends are set up. Pages are taken in a scattered order, in runs of two, as a used pool gives them."""
+
+    backend: str
+    page_bytes: int
+    num_pages: int
+    digests: bool
+
+    def pages(self, count: int, seed: int) -> list[int]:
+        pairs = np.random.default_rng(seed).permutation(self.num_pages // 2)[: -(-count // 2)]
+        return [int(page) for pair in pairs for page in (2 * pair, 2 * pair + 1)][:count]
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(digests=self.digests)
+
+
+class Pipe:
+    """Control messages over a stream socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._decoder = msgspec.msgpack.Decoder(Control)
+
+    def send(self, message: Message) -> None:
+        data = msgspec.msgpack.encode(message)
+        self.sock.sendall(LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> Control | None:
+        """The next message, waiting for it; None at the end."""
+        head = self.sock.recv(LENGTH.size, socket.MSG_WAITALL)
+        if len(head) < LENGTH.size:
+            return None
+        message: Control = self._decoder.decode(self.sock.recv(LENGTH.unpack(head)[0], socket.MSG_WAITALL))
+        return message
+
+    def is_ready(self) -> bool:
+        return bool(select.select([self.sock], [], [], 0)[0])
+
+
+class Pool:
+    """Shared memory that is touched already; `bytes` is a numpy view of it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("pdcluster-bench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, nbytes)
+        self.bytes = np.frombuffer(mmap.mmap(self.fd, nbytes), dtype=np.uint8)
+        self.bytes[::4096] = 1
+        self.region = Region(0, self.bytes.ctypes.data, nbytes, self.fd)
+
+
+def start_backend(shape: Shape, me: Peer) -> tuple[Pool, Backend]:
+    pool = Pool(shape.page_bytes * shape.num_pages)
+    backend = create_backends(shape.backend, me, host=HOST, staging_bytes=STAGING_BYTES)[shape.backend]
+    backend.register(pool.region)
+    return pool, backend
+
+
+def wait_for(sock: socket.socket, backend: Backend, deadline: float | None) -> None:
+    timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+    select.select([sock.fileno(), backend.wakeup_fd], [], [], timeout)
+
+
+# ---------------------------------------------------------------- far: a process of its own
+
+
+class Far:
+    """The reader's loop: tickets when asked for, then what its Reader says."""
+
+    def __init__(self, shape: Shape, pipe: Pipe) -> None:
+        self._shape, self._pipe = shape, pipe
+        self._pool, self._backend = start_backend(shape, FAR)
+        self._reader = Reader(
+            Endpoint(FAR.node, FAR.incarnation, "bench"),
+            {shape.backend: self._backend},
+            (shape.backend,),
+            region=0,
+            page_tokens=PAGE_TOKENS,
+            page_bytes=shape.page_bytes,
+            memory=self._pool.bytes.data,
+            clock=time.monotonic,
+            settings=shape.settings,
+        )
+        self._count = 0
+
+    def run(self) -> None:
+        while True:
+            for event in self._reader.poll():
+                if isinstance(event, Send):
+                    self._pipe.send(event.message)
+            if self._pipe.is_ready():
+                message = self._pipe.receive()
+                if message is None:
+                    break
+                self._answer(message)
+            else:
+                wait_for(self._pipe.sock, self._backend, self._reader.next_deadline())
+        self._backend.shutdown()
+
+    def _answer(self, message: Control) -> None:
+        if isinstance(message, Ask):
+            self._count += 1
+            pages = self._shape.pages(message.num_pages, 2 * self._count)
+            writer = Endpoint(NEAR.node, NEAR.incarnation, "bench")
+            tokens = message.num_pages * PAGE_TOKENS
+            self._pipe.send(Reserved(self._reader.open(f"r{self._count}", 0, writer, pages, tokens, 0, 60.0)))
+        elif isinstance(message, Commit | AbortAck):
+            self._reader.handle(NEAR, message)
+        elif isinstance(message, Sink):
+            swallow(self._pipe, message)
+
+
+def swallow(pipe: Pipe, message: Sink) -> None:
+    """The receiving side of a ceiling."""
+    buffer = np.ones(message.nbytes, dtype=np.uint8)
+    if message.kind == "mooncake":
+        from pdcluster.transfer.mooncake import Engine, MooncakeSettings
+
+        engine = Engine(MooncakeSettings(host=HOST))
+        engine.register(buffer.ctypes.data, buffer.nbytes)
+        pipe.send(Address(engine.session, buffer.ctypes.data))
+        pipe.receive()  # near is done
+        engine.close()
+        return
+    with socket.create_server((HOST, 0)) as server:
+        pipe.send(Address(HOST, server.getsockname()[1]))
+        sock, _ = server.accept()
+        with sock:
+            for _ in range(message.repeats):
+                view = buffer.data
+                while view:
+                    view = view[sock.recv_into(view) :]
+                sock.send(b"k")
+
+
+# ---------------------------------------------------------------- near
+
+
+class Near:
+    """The writer's loop, and the child process behind it."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        here, there = socket.socketpair()
+        arguments = [shape.backend, str(shape.page_bytes), str(shape.num_pages), str(int(shape.digests))]
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "bench.transfer_ends", str(there.fileno()), *arguments], pass_fds=[there.fileno()]
+        )
+        there.close()
+        self.pipe = Pipe(here)
+        self.pool, self._backend = start_backend(shape, NEAR)
+        noise = np.random.default_rng(1).integers(0, 256, 1 << 20, dtype=np.uint8)
+        np.copyto(self.pool.bytes, np.resize(noise, self.pool.bytes.size))
+        self._writer = Writer(
+            NEAR,
+            {shape.backend: self._backend},
+            (shape.backend,),
+            region=0,
+            page_tokens=PAGE_TOKENS,
+            page_bytes=shape.page_bytes,
+            memory=self.pool.bytes.data,
+            clock=time.monotonic,
+            settings=shape.settings,
+        )
+        self._count = 0
+
+    def move(self, num_pages: int) -> float:
+        """Seconds from the ticket's arrival here to its CommitAck."""
+        self._count += 1
+        self.pipe.send(Ask(num_pages))
+        answer = self.pipe.receive()
+        if not isinstance(answer, Reserved):
+            raise RuntimeError(f"the reader process answered {answer!r} instead of a ticket")
+        pages = self.shape.pages(num_pages, 2 * self._count + 1)
+        begin = time.perf_counter()
+        self._push(answer.ticket, pages)
+        return time.perf_counter() - begin
+
+    def _push(self, ticket: Ticket, pages: list[int]) -> None:
+        self._writer.open(ticket)
+        self._writer.push(ticket.nonce, pages, 0, ticket.num_tokens)
+        self._writer.finish(ticket.nonce, 1, None)
+        ended = False
+        while not ended:
+            self._backend.arrivals()  # clears the doorbell
+            for event in self._writer.poll():
+                if isinstance(event, Send):
+                    self.pipe.send(event.message)
+                elif isinstance(event, GaveUp):
+                    raise RuntimeError(f"the transfer failed: {event.reason}")
+                ended = ended or isinstance(event, Drained)
+                assert not isinstance(event, Acked) or event.nonce == ticket.nonce
+            if self.pipe.is_ready():
+                message = self.pipe.receive()
+                if not isinstance(message, CommitAck | Abort):
+                    raise RuntimeError(f"the reader process said {message!r} in the middle of a transfer")
+                self._writer.handle(peer_of(ticket.reader), message)
+            elif not ended:
+                wait_for(self.pipe.sock, self._backend, self._writer.next_deadline())
+
+    def close(self) -> None:
+        self.pipe.sock.close()
+        self._backend.shutdown()
+        os.close(self.pool.fd)
+        try:
+            self._child.wait(20)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+
+
+def main() -> None:
+    fd, backend, page_bytes, num_pages, digests = sys.argv[1:]
+    shape = Shape(backend, int(page_bytes), int(num_pages), bool(int(digests)))
+    Far(shape, Pipe(socket.socket(fileno=int(fd)))).run()
+
+
+if __name__ == "__main__":
+    main()
