@@ -1,0 +1,142 @@
+"""Cursor over memory views, adverts, and the hello of links."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcluster.errors import PeerUnreachable, ProtocolError
+from pdcluster.transfer.base import Peer
+from pdcluster.transfer.ledger import Counts
+from pdcluster.transfer.links import BURST_BYTES, HELLO, MAGIC, MAX_VECTOR, Advert, Cursor, Link, Listener, connect, decode_advert
+
+ME, OTHER = Peer("p0", "a"), Peer("d0", "b")
+
+
+@given(st.lists(st.binary(max_size=40), max_size=100), st.randoms(use_true_random=False))
+def test_a_cursor_hands_out_all_bytes_in_order(parts: list[bytes], choose: object) -> None:
+    cursor, out = Cursor([memoryview(part) for part in parts]), b""
+    while not cursor.is_done:
+        head = b"".join(cursor.head())
+        count = choose.randint(1, len(head))  # type: ignore[attr-defined]
+        out += head[:count]
+        cursor.advance(count)
+    assert out == b"".join(parts)
+    assert cursor.started == bool(out)
+
+
+def test_one_system_call_moves_a_bounded_number_of_bytes() -> None:
+    big = memoryview(bytearray(3 * BURST_BYTES))
+    assert sum(len(piece) for piece in Cursor([big[:100], big]).head()) == BURST_BYTES
+    assert len(Cursor([big[:1]] * 500).head()) == MAX_VECTOR
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode(["host", 0, bytes(16)]),
+        msgspec.msgpack.encode(["host", 70000, bytes(16)]),
+        msgspec.msgpack.encode(["host", 80, bytes(15)]),
+        msgspec.msgpack.encode({"host": 1}),
+    ],
+)
+def test_a_bad_advert_is_refused(data: bytes) -> None:
+    with pytest.raises(PeerUnreachable):
+        decode_advert(data)
+
+
+class Echo:
+    """A listener that sends back four bytes."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self.peers: list[Peer] = []
+        self.listener = Listener("127.0.0.1", self.serve, self.counts, progress_s=5.0)
+        self.advert = decode_advert(self.listener.advert())
+
+    def serve(self, link: Link) -> None:
+        self.peers.append(link.peer)
+        while True:
+            link.send(bytes(link.receive(4, idle=True)))
+
+
+def test_a_hello_with_the_token_gets_in_and_names_its_boot() -> None:
+    echo = Echo()
+    link = connect(ME, OTHER, echo.advert, connect_s=5, progress_s=5)
+    link.send(b"ping")
+    assert bytes(link.receive(4)) == b"ping" and echo.peers == [ME]
+    assert echo.listener.is_serving()
+    assert echo.listener.end_peer(ME)
+    with pytest.raises(ConnectionResetError):
+        link.receive(1)
+    link.sock.close()
+    echo.listener.close()
+    echo.listener.close()
+
+
+def test_a_wrong_token_stays_out_and_is_counted() -> None:
+    echo = Echo()
+    with pytest.raises(OSError):
+        connect(ME, OTHER, Advert(echo.advert.host, echo.advert.port, bytes(16)), connect_s=5, progress_s=5)
+    echo.listener.close()
+    assert echo.counts.by_reason["bad_frame"] == 1 and echo.peers == []
+
+
+def test_a_name_that_is_no_text_stays_out() -> None:
+    echo = Echo()
+    with socket.create_connection((echo.advert.host, echo.advert.port)) as sock:
+        sock.sendall(HELLO.pack(MAGIC, echo.advert.token, 2, 1) + b"\xff\xfex")
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+    echo.listener.close()
+    assert echo.counts.by_reason["bad_frame"] == 1
+
+
+def test_a_name_too_long_for_the_hello_is_refused_before_connecting() -> None:
+    with pytest.raises(ProtocolError, match="longer than 255"):
+        connect(Peer("n" * 300, "a"), OTHER, Advert("127.0.0.1", 9, bytes(16)), connect_s=1, progress_s=1)
+
+
+def test_a_peer_that_is_silent_in_the_middle_times_out() -> None:
+    accepted = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(accepted.getsockname())
+    server, _ = accepted.accept()
+    link = Link(server, OTHER, progress_s=0.05)
+    client.send(b"ab")
+    with pytest.raises(TimeoutError, match="no progress with d0"):
+        link.receive(4)
+    for sock in (accepted, client, server):
+        sock.close()
+
+
+def test_a_barrier_waits_for_the_thread_that_is_in_its_check() -> None:
+    accepted = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(accepted.getsockname())
+    link = Link(client, OTHER, progress_s=1.0)
+    order: list[str] = []
+
+    def mover() -> None:
+        with link.lock:
+            entered.set()
+            time.sleep(0.05)
+            order.append("moved")
+
+    entered = threading.Event()
+    thread = threading.Thread(target=mover)
+    thread.start()
+    entered.wait()
+    link.barrier()
+    order.append("fenced")
+    thread.join()
+    assert order == ["moved", "fenced"]
+    client.close()
+    accepted.close()
