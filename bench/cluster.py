@@ -1,0 +1,102 @@
+"""A small real cluster for benchmarks: bootstrap, nodes (see `bench.node`) and router as processes, and a client that reads the timelines."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdcluster import bundled_model, ready
+
+READY_S = 120.0
+STOP_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """options: of bench.node; flags: of `pdcluster node`; core: the one it is pinned to."""
+
+    name: str
+    role: str
+    core: int
+    options: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+
+
+class Client:
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._connection = http.client.HTTPConnection(host, int(port), timeout=120)
+        self._wait_ready()
+        self.model = str(self._get("/v1/models")["data"][0]["id"])
+
+    def _get(self, path: str) -> dict[str, Any]:
+        self._connection.request("GET", path)
+        reply = self._connection.getresponse()
+        body: dict[str, Any] = json.loads(reply.read() or b"{}")
+        return body | {"status": reply.status}
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_S
+        while self._get("/ready")["status"] != 200:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the cluster is not ready after {READY_S:g} s")
+            time.sleep(0.05)
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        """One greedy completion; the usage's `pdcluster` part: nodes and timeline."""
+        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        self._connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        reply = self._connection.getresponse()
+        answer = json.loads(reply.read())
+        if reply.status != 200:
+            raise RuntimeError(f"{reply.status}: {answer}")
+        found: dict[str, Any] = answer["usage"]["pdcluster"]
+        return found
+
+
+@contextmanager
+def cluster(model: Path, nodes: Sequence[NodePlan], transfer: str) -> Iterator[Client]:
+    """Processes that live as long as the block; every one is stopped with SIGTERM, the router first."""
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        bootstrap = _start(running, ["pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0"])
+        for plan in nodes:
+            own = ["--name", plan.name, "--role", plan.role, "--bootstrap", bootstrap, "--model", str(model), "--transfer", transfer]
+            own += ["--cores", str(plan.core), "--threads", "1", *plan.flags]
+            _start(running, ["bench.node", *plan.options, "--", *own], ready_option="--ready-fd")
+        router = _start(
+            running, ["pdcluster_router.cli", "--http", "127.0.0.1:0", "--bootstrap", bootstrap, "--tokenizer", str(bundled_model.path())]
+        )
+        yield Client(router)
+    finally:
+        for process in reversed(running):
+            process.send_signal(signal.SIGTERM)
+            process.wait(STOP_S)
+
+
+def _start(running: list[subprocess.Popen[bytes]], arguments: list[str], ready_option: str = "--ready-fd") -> str:
+    """Start `python -m …`, wait for its ready line, return its address."""
+    read_end, write_end = os.pipe()
+    process = subprocess.Popen([sys.executable, "-m", *arguments, ready_option, str(write_end)], pass_fds=[write_end], stderr=subprocess.DEVNULL)
+    running.append(process)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as announced:
+        line = announced.readline()
+    if not line:
+        raise RuntimeError(f"{arguments[0]} ended with {process.wait()} before it was ready")
+    return str(ready.parse(line)["address"])
+
+
+def random_prompt(length: int, rng: random.Random, vocab: int = 8000) -> list[int]:
+    return [rng.randrange(10, vocab) for _ in range(length)]
