@@ -65,7 +65,7 @@ def mark_seams(mark: Marks) -> None:
         if not was_running and loop._running is not None:
             mark("launched")
 
-    NodeLoop._launch = marked_launch  # type: ignore[method-assign]
+    NodeLoop._launch = marked_launch  # type: ignore[method-assign,assignment]
 
 
 def push_in_bulk() -> None:
@@ -75,8 +75,8 @@ def push_in_bulk() -> None:
         if leg.first_token is not None:
             advance(side, leg)
 
-    PrefillSide._advance = late_advance  # type: ignore[method-assign]
-    PrefillSide.bells = lambda side, plan: bells(side, plan)[:0]  # type: ignore[method-assign]
+    PrefillSide._advance = late_advance  # type: ignore[method-assign,assignment]
+    PrefillSide.bells = lambda side, plan: bells(side, plan)[:0]  # type: ignore[method-assign,assignment]
 
 
 class SlowLink:

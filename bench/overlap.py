@@ -43,7 +43,7 @@ class Seen:
 
 
 def measure(model: Path, requests: int, *, link_bytes_s: float | None, bulk: bool) -> Seen:
-    options = ("--link-bytes-s", str(link_bytes_s)) if link_bytes_s else ()
+    options: tuple[str, ...] = ("--link-bytes-s", str(link_bytes_s)) if link_bytes_s else ()
     options += ("--bulk",) if bulk else ()
     flags = ("--scheduler-token-budget", str(CHUNK_TOKENS))
     plans = [NodePlan("p", "prefill", 0, options, flags), NodePlan("d", "decode", 1, (), flags)]
