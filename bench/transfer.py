@@ -95,7 +95,7 @@ def seconds_of_socket(near: Near, nbytes: int, repeats: int) -> list[float]:
 
 
 def seconds_of_engine(near: Near, nbytes: int, repeats: int) -> list[float]:
-    from pdcluster.transfer.mooncake import Engine, MooncakeSettings
+    from pdcluster.transfer.mooncake_engine import Engine, MooncakeSettings
 
     near.pipe.send(Sink("mooncake", nbytes, repeats))
     address = near.pipe.receive()

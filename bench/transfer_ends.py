@@ -171,7 +171,7 @@ def swallow(pipe: Pipe, message: Sink) -> None:
     """The receiving side of a ceiling."""
     buffer = np.ones(message.nbytes, dtype=np.uint8)
     if message.kind == "mooncake":
-        from pdcluster.transfer.mooncake import Engine, MooncakeSettings
+        from pdcluster.transfer.mooncake_engine import Engine, MooncakeSettings
 
         engine = Engine(MooncakeSettings(host=HOST))
         engine.register(buffer.ctypes.data, buffer.nbytes)

@@ -51,7 +51,8 @@ def _create(name: str, me: Peer, host: str, staging_bytes: int) -> Backend:
 
 
 def _create_mooncake(me: Peer, host: str, staging_bytes: int) -> Backend:
-    from pdcluster.transfer.mooncake import MooncakeBackend, MooncakeSettings, environment
+    from pdcluster.transfer.mooncake import MooncakeBackend
+    from pdcluster.transfer.mooncake_engine import MooncakeSettings, environment
 
     block_bytes = min(2 << 20, max(1 << 16, staging_bytes // 8 // 4096 * 4096))
     settings = MooncakeSettings(host=host, block_bytes=block_bytes, blocks=max(2, min(16, staging_bytes // block_bytes)))

@@ -12,9 +12,7 @@ Blocks are never unmapped, because the engine may touch them after it gave up; t
 from __future__ import annotations
 
 import ctypes
-import importlib
 import logging
-import mmap
 import select
 import struct
 import threading
@@ -22,14 +20,14 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
-from pdcluster.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
+from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside
 from pdcluster.transfer.links import Advert, Link, Listener, connect, decode_advert
+from pdcluster.transfer.mooncake_engine import Blocks, Engine, MooncakeSettings
 
 LOG = logging.getLogger(__name__)
 
@@ -47,34 +45,6 @@ MAX_UNFINISHED = 4096
 ENGINE_POLL_S = 0.0002
 
 
-@dataclass(frozen=True, slots=True)
-class MooncakeSettings:
-    """block_bytes, blocks: shape of each ring. unknown_s: engine writes without an answer for so long count as failed."""
-
-    host: str = "127.0.0.1"
-    block_bytes: int = 2 << 20
-    blocks: int = 8
-    connect_s: float = 2.0
-    progress_s: float = 5.0
-    retry_s: float = 1.0
-    unknown_s: float = 10.0
-
-
-def environment(settings: MooncakeSettings) -> dict[str, str]:
-    """What the library reads from its environment, to be set before the first engine of the process starts. TCP is forced because the
-    engine's own protocol argument does not choose; its limits are kept above ours, so that its queues never overflow."""
-    return {
-        "MC_FORCE_TCP": "1",
-        "MC_TCP_ENABLE_CONNECTION_POOL": "1",
-        "MC_TCP_BIND_ADDRESS": settings.host,
-        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(max(1, round(settings.progress_s))),
-        "MC_TCP_STATUS_TIMEOUT_SEC": str(max(1, round(settings.progress_s))),
-        "MC_TRANSFER_TIMEOUT": str(max(5, round(settings.unknown_s))),
-        "MC_LOG_LEVEL": "ERROR",
-    }
-
-
 class _Grant(msgspec.Struct, frozen=True, array_like=True):
     """The reader's ring for one connection. The engine wants an address; it checks it against the registered ring, and nothing else is registered."""
 
@@ -82,65 +52,6 @@ class _Grant(msgspec.Struct, frozen=True, array_like=True):
     address: int
     block_bytes: int
     blocks: int
-
-
-class Engine:
-    """The library; register and submit from any thread. Starting and closing take it a second or two each, so backends may share one."""
-
-    def __init__(self, settings: MooncakeSettings) -> None:
-        try:
-            library = importlib.import_module("mooncake.engine")
-        except ImportError as error:
-            raise ConfigError(
-                f"transfer backend mooncake needs the package mooncake-transfer-engine-non-cuda and libibverbs1 ({error}); "
-                "install pdcluster[mooncake] or use --transfer tcp"
-            ) from error
-        self._engine: Any = library.TransferEngine()
-        code = self._engine.initialize(settings.host, "P2PHANDSHAKE", "tcp", "")
-        if code:
-            raise ConfigError(f"Mooncake's transfer engine does not start on {settings.host} (code {code}); is the address one of this host?")
-        self.session = f"{settings.host}:{self._engine.get_rpc_port()}"
-
-    def close(self) -> None:
-        """End its threads and sockets. Nobody may use it any more; it blocks for a second or two."""
-        self._engine = None
-
-    def register(self, address: int, nbytes: int) -> None:
-        if self._engine.register_memory(address, nbytes):
-            raise OSError(f"Mooncake could not register {nbytes} bytes")
-
-    def unregister(self, address: int) -> None:
-        if self._engine.unregister_memory(address):
-            LOG.warning("Mooncake could not unregister a staging ring")
-
-    def submit(self, session: str, source: int, target: int, nbytes: int) -> int:
-        """An id to check, 0 when it was refused."""
-        return int(self._engine.transfer_submit_write(session, source, target, nbytes))
-
-    def check(self, batch: int) -> int:
-        """1 done, 0 pending, negative: no more is known."""
-        return int(self._engine.transfer_check_status(batch))
-
-
-class _Blocks:
-    """Registered staging memory of one connection."""
-
-    _retired: list[mmap.mmap] = []  # noqa: RUF012  mapped for the life of the process, see module
-
-    def __init__(self, engine: Engine, blocks: int, block_bytes: int) -> None:
-        self._engine = engine
-        self.block_bytes = block_bytes
-        self._memory = mmap.mmap(-1, blocks * block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        engine.register(self.address, blocks * block_bytes)
-
-    def at(self, block: int) -> int:
-        return self.address + block * self.block_bytes
-
-    def retire(self) -> None:
-        self._engine.unregister(self.address)
-        self._memory.madvise(mmap.MADV_DONTNEED)
-        _Blocks._retired.append(self._memory)
 
 
 def _pieces(runs: tuple[Run, ...], block_bytes: int) -> Iterator[tuple[Run, ...]]:
@@ -221,11 +132,11 @@ class _Pump:
 
     def _run(self) -> None:
         link: Link | None = None
-        staging: _Blocks | None = None
+        staging: Blocks | None = None
         try:
             link = connect(self._me, self._peer, self.advert, connect_s=self._settings.connect_s, progress_s=self._settings.progress_s)
             grant = _read_grant(link)
-            staging = _Blocks(self._engine, grant.blocks, grant.block_bytes)
+            staging = Blocks(self._engine, grant.blocks, grant.block_bytes)
             self._free = list(range(grant.blocks))
             self._serve(link, grant, staging)
         except (OSError, ProtocolError) as error:
@@ -248,7 +159,7 @@ class _Pump:
             self._writes.settle(write.handle, WriteStatus.LOST if write.noticed else WriteStatus.FAILED)
         self._doorbell.close()
 
-    def _serve(self, link: Link, grant: _Grant, staging: _Blocks) -> None:
+    def _serve(self, link: Link, grant: _Grant, staging: Blocks) -> None:
         self._progress = time.monotonic()
         while not self._ending:
             self._start_pieces(grant, staging)
@@ -263,7 +174,7 @@ class _Pump:
                 select.select([link.sock.fileno(), self._doorbell.fd], [], [], timeout)
                 self._doorbell.clear()
 
-    def _start_pieces(self, grant: _Grant, staging: _Blocks) -> None:
+    def _start_pieces(self, grant: _Grant, staging: Blocks) -> None:
         while self._free and self._queue:
             write = self._queue[0]
             if write.pieces is None:
@@ -274,7 +185,7 @@ class _Pump:
                     self._queue.popleft()
             self._start(grant, staging, write, runs)
 
-    def _start(self, grant: _Grant, staging: _Blocks, write: _Write, runs: tuple[Run, ...]) -> None:
+    def _start(self, grant: _Grant, staging: Blocks, write: _Write, runs: tuple[Run, ...]) -> None:
         block = self._free.pop(0)
         position = staging.at(block)
         for run in runs:
@@ -441,7 +352,7 @@ class MooncakeBackend:
     # ------------------------------------------------------------ receiving, on the listener's threads
 
     def _serve(self, link: Link) -> None:
-        ring = _Blocks(self._engine, self._settings.blocks, self._settings.block_bytes)
+        ring = Blocks(self._engine, self._settings.blocks, self._settings.block_bytes)
         try:
             grant = msgspec.msgpack.encode(_Grant(self._engine.session, ring.address, ring.block_bytes, self._settings.blocks))
             link.send(LENGTH.pack(len(grant)) + grant)
@@ -452,7 +363,7 @@ class MooncakeBackend:
         finally:
             ring.retire()
 
-    def _receive(self, link: Link, ring: _Blocks, landed: OrderedDict[tuple[int, int, int], int]) -> tuple[int, bool]:
+    def _receive(self, link: Link, ring: Blocks, landed: OrderedDict[tuple[int, int, int], int]) -> tuple[int, bool]:
         """One notice: check it, copy its piece to the pages. landed: bytes of unfinished writes so far."""
         magic, block, num_runs, nonce, chunk, trial, region_id, nbytes, total = NOTICE.unpack(link.receive(NOTICE.size, idle=True))
         if magic != NOTICE_MAGIC or block >= self._settings.blocks or not 0 < num_runs <= MAX_RUNS or not 0 < total <= MAX_WRITE_BYTES:

@@ -28,7 +28,8 @@ from pdcluster.errors import IntegrityError, PeerUnreachable
 from pdcluster.transfer.base import Backend, Fence, Handle, Peer, Permit, Run, Stamp, WriteStatus
 from pdcluster.transfer.choose import create_backends
 from pdcluster.transfer.fake import FakeBackend, FakeNetwork
-from pdcluster.transfer.mooncake import Engine, MooncakeBackend, MooncakeSettings, environment
+from pdcluster.transfer.mooncake import MooncakeBackend
+from pdcluster.transfer.mooncake_engine import Engine, MooncakeSettings, environment
 
 NBYTES = 1 << 20
 REAL = ("shm", "tcp", "mooncake")
