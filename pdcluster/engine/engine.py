@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from pdcluster.engine.batch import Batch, Limits, build_batch
+from pdcluster.engine.collective import Alone, Collective
 from pdcluster.engine.model_config import ModelConfig, read_config
 from pdcluster.engine.models.base import Model, Progress
 from pdcluster.engine.models.decoder import Decoder
 from pdcluster.engine.ops import select_ops
 from pdcluster.engine.sampler import Choice, sample, token_logprobs
+from pdcluster.engine.shard import cut, share_of
 from pdcluster.engine.weights import DTypeChoice, load_weights, weights_digest
 from pdcluster.engine.worker import Worker
 from pdcluster.errors import ConfigError, ModelError
@@ -39,7 +41,8 @@ LOGPROB_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """num_pages or kv_bytes sizes the pool (num_pages wins); max_len None is what the model and the pool allow; cache_dir keeps compiled kernels."""
+    """num_pages or kv_bytes sizes the pool (num_pages wins; kv_bytes is shared by all ranks); max_len None is what the model and the pool allow;
+    cache_dir keeps compiled kernels."""
 
     model_dir: Path
     cache_dir: Path
@@ -53,20 +56,29 @@ class EngineConfig:
 
 
 class Engine:
-    """launch, collect, step, warmup and close from one thread; progress and the attributes from any."""
+    """launch, collect, step, warmup and close from one thread; progress and the attributes from any.
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+    group: the ranks of a tensor-parallel engine. Each rank is an Engine over its share of heads, in a process of its own, and must be given the same
+    plans in the same order; rank 0 alone draws tokens, its result is the result. layout: that of this rank's pool; full_layout: with the heads of
+    all ranks.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None, group: Collective | None = None) -> None:
         torch.set_num_threads(config.threads)
+        group = Alone() if group is None else group
         self.config: ModelConfig = read_config(config.model_dir)
+        share = share_of(self.config, group.rank, group.size)
         self.weights_digest = weights_digest(config.model_dir, self.config)
-        weights = load_weights(config.model_dir, self.config, config.dtype, config.device)
-        self.layout: KVLayout = self.config.kv_layout(config.page_tokens, weights.dtype)
-        self.num_pages = config.num_pages or config.kv_bytes // self.layout.page_bytes
+        weights = cut(load_weights(config.model_dir, self.config, config.dtype, config.device), self.config, share)
+        self.full_layout: KVLayout = self.config.kv_layout(config.page_tokens, weights.dtype)
+        self.layout: KVLayout = replace(self.full_layout, num_kv_heads=share.num_kv_heads)
+        self.num_pages = config.num_pages or config.kv_bytes // (self.layout.page_bytes * group.size)
         _check_capacity(self.num_pages, self.layout)
         self.max_len = _max_len(config.max_len, self.config, self.num_pages * config.page_tokens)
         self.pool = KVPool(self.layout, self.num_pages, config.device)
         self._ops = select_ops(config.device, weights.dtype, config.threads, config.cache_dir)
-        self._model: Model = Decoder(self.config, weights, self.pool.tensor, self._ops)
+        self._model: Model = Decoder(self.config, weights, self.pool.tensor, self._ops, share, group)
+        self._group = group
         self._device = config.device
         self._limits = Limits(self.config.vocab_size, self.num_pages, config.page_tokens, self.max_len)
         self._progress = progress or Progress()
@@ -119,6 +131,7 @@ class Engine:
     def close(self) -> None:
         """Wait for a running step, stop the worker, give up the pool. Idempotent."""
         self._worker.close()
+        self._group.close()
         self._ops.close()
         self._progress.close()
         self.pool.close()
@@ -142,6 +155,8 @@ class Engine:
             return {}
         indexes = [index for index, _ in wanted]
         logits = self._model.logits(hidden[[batch.spans[index].end - 1 for index in indexes]])
+        if self._group.rank:
+            return {}
         choices = [Choice(sampling, batch.spans[index].length, plan.rows[index].output_index) for index, sampling in wanted]
         tokens = sample(logits, choices, self.config.eos_token_ids)
         asked = [(place, sampling.logprobs) for place, (_, sampling) in enumerate(wanted) if sampling.logprobs is not None]
@@ -159,7 +174,8 @@ class Engine:
         found: list[TokenLogprobs] = []
         for begin, end in _blocks(len(targets), LOGPROB_BLOCK):
             logits = self._model.logits(hidden[begin:end])
-            found += token_logprobs(logits, targets[begin:end], [row.prompt_logprobs] * (end - begin))
+            if not self._group.rank:
+                found += token_logprobs(logits, targets[begin:end], [row.prompt_logprobs] * (end - begin))
         return tuple(found)
 
 

@@ -74,6 +74,7 @@ class ModelConfig:
     """What the config says the weights are in; None when it does not say."""
 
     def kv_layout(self, page_tokens: int, dtype: DType) -> KVLayout:
+        """Pages that hold every head."""
         return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, page_tokens, dtype)
 
 

@@ -36,6 +36,15 @@ class KVLayout:
         return -(-num_tokens // self.page_tokens)
 
 
+def head_range(num_heads: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The kv heads [first, end) that a rank of a tensor-parallel node holds. With more ranks than heads several hold the same one, as all ranks do
+    with a latent that every head shares (one kv head here)."""
+    if ranks >= num_heads:
+        first = rank * num_heads // ranks
+        return first, first + 1
+    return rank * num_heads // ranks, (rank + 1) * num_heads // ranks
+
+
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
     """All that two nodes must agree on before one may attend to the other's KV. Compared when a node joins."""

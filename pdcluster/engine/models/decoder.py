@@ -1,7 +1,8 @@
 """The decoder that Llama 3, Qwen2, Qwen3 and Mistral share, over the flattened tokens of a mixed batch.
 
 The families differ in data only: biases and q/k norms are there or not (`LayerWeights`). A layer is an attention block and a feed-forward block
-with a residual around each; another kind of block replaces one of the two classes here.
+with a residual around each; another kind of block replaces one of the two classes here. With tensor parallel each block gives a part of a sum,
+which the group completes before it joins the residual.
 """
 
 from __future__ import annotations
@@ -11,25 +12,29 @@ from torch import Tensor
 
 from pdcluster.engine.attention.base import Angles, Attention, AttentionShape, HeadNorms
 from pdcluster.engine.batch import Batch
+from pdcluster.engine.collective import Collective
 from pdcluster.engine.model_config import ModelConfig
 from pdcluster.engine.models.base import Progress
 from pdcluster.engine.ops import Ops
 from pdcluster.engine.rope import Rope
+from pdcluster.engine.shard import Share
 from pdcluster.engine.weights import LayerWeights, Weights
 
 
 class Decoder:
-    """pages: the KV pool's tensor; every forward writes and reads there."""
+    """pages: the KV pool's tensor; every forward writes and reads there. weights: this rank's share."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, pages: Tensor, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, pages: Tensor, ops: Ops, share: Share, group: Collective) -> None:
         self._ops = ops
+        self._group = group
+        self._vocab_size = config.vocab_size
         self._eps = config.rms_norm_eps
         self._embedding = weights.embedding
         self._norm = weights.norm
         self._head = ops.linear([weights.head], [None])
         self._rope = Rope(config.rope, config.head_dim, pages.device.type)
-        attention = ops.attention(AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps), pages)
-        self._layers = tuple(_Layer(layer, index, attention, self._eps, ops) for index, layer in enumerate(weights.layers))
+        attention = ops.attention(AttentionShape(share.num_heads, share.num_kv_heads, config.head_dim, config.rms_norm_eps), pages)
+        self._layers = tuple(_Layer(layer, index, attention, self._eps, ops, group) for index, layer in enumerate(weights.layers))
 
     def forward(self, batch: Batch, progress: Progress) -> Tensor:
         hidden = F.embedding(batch.token_ids, self._embedding)
@@ -40,19 +45,22 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(self._ops.rms_norm(hidden, self._norm, self._eps)).float()
+        own = self._head(self._ops.rms_norm(hidden, self._norm, self._eps)).float()
+        return self._group.join_columns(own)[:, : self._vocab_size]
 
 
 class _Layer:
-    def __init__(self, weights: LayerWeights, index: int, attention: Attention, eps: float, ops: Ops) -> None:
-        self._ops, self._eps = ops, eps
+    def __init__(self, weights: LayerWeights, index: int, attention: Attention, eps: float, ops: Ops, group: Collective) -> None:
+        self._ops, self._eps, self._group = ops, eps, group
         self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
         self._attend = _SelfAttention(weights, index, attention, ops)
         self._feed_forward = _GatedMLP(weights, ops)
 
     def __call__(self, hidden: Tensor, angles: Angles, batch: Batch) -> Tensor:
-        hidden = self._attend(self._ops.rms_norm(hidden, self._input_norm, self._eps), angles, batch).add_(hidden)
-        return self._feed_forward(self._ops.rms_norm(hidden, self._post_norm, self._eps)).add_(hidden)
+        attended = self._attend(self._ops.rms_norm(hidden, self._input_norm, self._eps), angles, batch)
+        hidden = self._group.sum(attended).add_(hidden)
+        fed = self._feed_forward(self._ops.rms_norm(hidden, self._post_norm, self._eps))
+        return self._group.sum(fed).add_(hidden)
 
 
 class _SelfAttention:
