@@ -86,6 +86,10 @@ class PagePool:
     def num_owners(self, page: int) -> int:
         return self._owners[page]
 
+    def writer_of(self, page: int) -> int | None:
+        """The nonce whose holder may write to the page."""
+        return self._writer[page]
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold num_tokens tokens."""
         return -(-num_tokens // self.page_tokens)

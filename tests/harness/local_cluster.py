@@ -77,8 +77,8 @@ class EngineKit:
     reserve_tokens: int = 16
 
 
-def oracle_kit(num_pages: int) -> EngineKit:
-    engine = OracleEngine(num_pages, BLOCK)
+def oracle_kit(num_pages: int, make_engine: Callable[[int, int], OracleEngine] = OracleEngine) -> EngineKit:
+    engine = make_engine(num_pages, BLOCK)
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_tokens=BLOCK, dtype="float32")
     shape = Shape(VOCAB, num_pages, BLOCK, engine.page_bytes, NUM_LAYERS, BLOCK, engine.region, memoryview(engine.memory))
     return EngineKit(engine, shape, Fingerprint("model", "weights", 1, BLOCK, layout))
@@ -97,16 +97,16 @@ class LocalNode:
             self.me,
             role,
             "127.0.0.1:0",
-            cluster.context,
-            WIRE,
+            cluster.context_of(name),
+            cluster.wire,
             {self.backend.name: self.backend},
             cluster.transfer,
             parking_s=5.0,
             group_s=cluster.group_s,
         )
         limits = Limits(token_budget=kit.token_budget, max_rows=8, max_waiting=64, max_len=kit.max_len, reserve_tokens=kit.reserve_tokens)
-        self.parts = assemble(wiring, kit.shape, self.engine, limits, NoFiles(), self.neighbours, time.monotonic)
-        self.loop = NodeLoop(self.parts, report_s=0.005, drain_s=5.0, clock=time.monotonic)
+        self.parts = assemble(wiring, kit.shape, self.engine, limits, NoFiles(), self.neighbours, cluster.clock)
+        self.loop = NodeLoop(self.parts, report_s=cluster.report_s, drain_s=5.0, clock=cluster.clock)
         self.is_alive = True
         self.is_paused = False
         self.task = asyncio.create_task(self._run())
@@ -167,14 +167,19 @@ class LocalCluster:
         make_kit: Callable[[int], EngineKit] = oracle_kit,
         make_backend: Callable[[Peer], Backend] | None = None,
         group_s: float = 0.0004,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.group_s = group_s
+        self.clock = clock
+        self.wire = WIRE
+        self.report_s = 0.005
+        self.stages = StageDeadlines(handshake_s=2.0, transfer_s=2.0, hold_s=0.01)
         self.roles = roles
         self.num_pages = num_pages
         self.make_kit = make_kit
         self.boots = itertools.count()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.network = FakeNetwork(time.monotonic)
+        self.network = FakeNetwork(clock)
         self.make_backend = make_backend or (lambda me: FakeBackend(self.network, me))
         self.transfer = Settings(repeat_s=0.02, commit_s=1.0, arrival_s=0.1, proof_s=0.02)
         self.nodes: dict[str, LocalNode] = {}
@@ -189,13 +194,19 @@ class LocalCluster:
         return self
 
     async def _start_all(self) -> None:
-        self.router = Cluster(Peer("router", "router-1"), context=self.context, settings=WIRE)
-        stages = StageDeadlines(handshake_s=2.0, transfer_s=2.0, hold_s=0.01)
+        self.router = Cluster(Peer("router", "router-1"), context=self.context_of("router"), settings=self.wire)
         for name, role in self.roles.items():
             self.start(name, role)
         block_tokens = next(iter(self.nodes.values())).kit.shape.block_tokens
-        self.dispatch = Dispatch(self.router, OneModel(block_tokens), DispatchSettings(stages=stages, hold_s=5.0))
+        self.dispatch = Dispatch(self.router, OneModel(block_tokens), DispatchSettings(stages=self.stages, hold_s=5.0), self.clock)
         await self.until(lambda: len(self.router.view().nodes) == len(self.roles))
+
+    def context_of(self, process: str) -> zmq.Context[zmq.Socket[bytes]]:
+        """All processes share one here; a simulated wire tells them apart."""
+        return self.context
+
+    def make_node(self, name: str, role: Role) -> LocalNode:
+        return LocalNode(self, name, role, self.make_kit(self.num_pages))
 
     async def __aexit__(self, *exc) -> None:
         self.router.close()
@@ -204,7 +215,7 @@ class LocalCluster:
         self.context.destroy(0)
 
     def start(self, name: str, role: Role) -> LocalNode:
-        self.nodes[name] = LocalNode(self, name, role, self.make_kit(self.num_pages))
+        self.nodes[name] = self.make_node(name, role)
         self.announce()
         return self.nodes[name]
 
