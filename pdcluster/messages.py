@@ -317,7 +317,8 @@ class FileChunk(Message, frozen=True, array_like=True):
 
 
 class ChunkEntry(Value, frozen=True, array_like=True):
-    """One chunk as its writer describes it: which tokens of which layers, how many payload bytes, their digest (0 with digests off)."""
+    """One chunk as its writer describes it: which tokens of which layers, how many payload bytes, their digest (0 with digests off), and which
+    try of it was the last."""
 
     index: int
     first_token: int
@@ -326,6 +327,7 @@ class ChunkEntry(Value, frozen=True, array_like=True):
     num_layers: int
     nbytes: int
     digest: int
+    trial: int = 0
 
 
 class Leg(Value, frozen=True, array_like=True):

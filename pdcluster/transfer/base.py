@@ -67,6 +67,16 @@ class Stamp:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """A stamp that landed. digest, spans: what the medium says of the payload in memory, xxh3-64 over the spans (offset, nbytes) in wire order,
+    taken when all of it had landed; None where it does not, or where a write may land again after its stamp did."""
+
+    stamp: Stamp
+    digest: int | None = None
+    spans: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One contiguous copy: from `source` in the local region to `target` in the remote one, offsets in bytes."""
 
@@ -77,12 +87,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """What the holder of `nonce` may write into `region`: byte ranges (offset, nbytes), sorted and disjoint."""
+    """What the holder of `nonce` may write into `region`: byte ranges (offset, nbytes), sorted and disjoint. digests: wanted on arrival."""
 
     nonce: int
     writer: Peer
     region: int
     ranges: tuple[tuple[int, int], ...]
+    digests: bool = False
 
 
 class Backend(Protocol):
@@ -109,14 +120,18 @@ class Backend(Protocol):
         """Reader: forget a permit. On media that check at the receiver, later writes under it are dropped, and the answer is FENCED: no byte
         under this nonce lands after the call (it waits for a receiving thread to pass its check, microseconds). May be called again."""
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...]) -> Handle:
-        """Start copying `runs`; raises PeerUnreachable when the peer is not connected."""
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...], digests: bool = False) -> Handle:
+        """Start copying `runs`; raises PeerUnreachable when the peer is not connected. digests: digest the payload on the way, if the medium's
+        mover can."""
 
     def poll(self, handle: Handle) -> WriteStatus:
         """State of a write; a final answer (DONE, FAILED, LOST) is given once, then the handle is forgotten."""
 
-    def arrivals(self) -> list[Stamp]:
-        """Reader: stamps that landed since the last call."""
+    def take_digest(self, handle: Handle) -> int | None:
+        """xxh3-64 of the payload of a write that `poll` just said is DONE; once. None when the mover did not digest it."""
+
+    def arrivals(self) -> list[Arrival]:
+        """Reader: what landed since the last call."""
 
     def close(self, peer: Peer) -> Fence:
         """Stop talking to a peer, as its reader and as its writer: its connections end, our unfinished writes to it end as FAILED, LOST or UNKNOWN.

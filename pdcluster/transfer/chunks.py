@@ -57,9 +57,13 @@ def coalesce(sources: Sequence[int], targets: Sequence[int], page_bytes: int, pa
 def join(pages: Iterable[int], page_bytes: int, part: Span | None = None) -> list[Span]:
     """One part of each page (all of it by default) as spans in the given order, neighbours joined."""
     offset, nbytes = part if part is not None else (0, page_bytes)
+    return joined((page * page_bytes + offset, nbytes) for page in pages)
+
+
+def joined(pieces: Iterable[Span]) -> list[Span]:
+    """The same bytes in the same order, neighbours joined."""
     spans: list[Span] = []
-    for page in pages:
-        start = page * page_bytes + offset
+    for start, nbytes in pieces:
         if spans and sum(spans[-1]) == start:
             spans[-1] = (spans[-1][0], spans[-1][1] + nbytes)
         else:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pdcluster.errors import PeerUnreachable
-from pdcluster.transfer.base import Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
+from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside
 
 
@@ -142,7 +142,7 @@ class FakeBackend:
         self._permits.revoke(nonce)
         return Fence.FENCED if self.network.checks_permits else Fence.CANNOT_FENCE
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...]) -> Handle:
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...], digests: bool = False) -> Handle:
         if peer not in self._connected:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
         network, fault, handle = self.network, self.network.plan(stamp), self._writes.new()
@@ -162,7 +162,10 @@ class FakeBackend:
         self.network.run_due()
         return self._writes.poll(handle)
 
-    def arrivals(self) -> list[Stamp]:
+    def take_digest(self, handle: Handle) -> int | None:
+        return self._writes.take_digest(handle)
+
+    def arrivals(self) -> list[Arrival]:
         self.network.run_due()
         return self._arrivals.take()
 

@@ -12,7 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from pdcluster.transfer.base import Handle, Peer, Permit, Region, Stamp, WriteStatus
+from pdcluster.transfer.base import Arrival, Handle, Peer, Permit, Region, Stamp, WriteStatus
 
 FINAL = frozenset({WriteStatus.DONE, WriteStatus.FAILED, WriteStatus.LOST})
 
@@ -52,6 +52,7 @@ class Writes:
         self._doorbell = doorbell
         self._lock = threading.Lock()
         self._states: dict[Handle, WriteStatus] = {}
+        self._digests: dict[Handle, int] = {}
         self._next = 1
 
     def new(self) -> Handle:
@@ -61,12 +62,14 @@ class Writes:
             self._states[handle] = WriteStatus.PENDING
         return handle
 
-    def settle(self, handle: Handle, status: WriteStatus) -> None:
-        """Record an answer; the first final one stays."""
+    def settle(self, handle: Handle, status: WriteStatus, digest: int | None = None) -> None:
+        """Record an answer; the first final one stays. digest: of the payload of a write that is DONE."""
         with self._lock:
             if self._states.get(handle) in FINAL or handle not in self._states:
                 return
             self._states[handle] = status
+            if digest is not None:
+                self._digests[handle] = digest
         self._doorbell.ring()
 
     def poll(self, handle: Handle) -> WriteStatus:
@@ -76,24 +79,28 @@ class Writes:
                 del self._states[handle]
         return status
 
+    def take_digest(self, handle: Handle) -> int | None:
+        with self._lock:
+            return self._digests.pop(handle, None)
+
 
 class Arrivals:
-    """Stamps that landed, until the owner takes them."""
+    """What landed, until the owner takes it."""
 
     def __init__(self, doorbell: Doorbell) -> None:
         self._doorbell = doorbell
-        self._stamps: deque[Stamp] = deque()
+        self._arrivals: deque[Arrival] = deque()
 
-    def add(self, stamp: Stamp) -> None:
-        self._stamps.append(stamp)
+    def add(self, stamp: Stamp, digest: int | None = None, spans: Iterable[tuple[int, int]] = ()) -> None:
+        self._arrivals.append(Arrival(stamp, digest, tuple(spans)))
         self._doorbell.ring()
 
-    def take(self) -> list[Stamp]:
-        """All so far; clears the doorbell first, so that a stamp added meanwhile rings again."""
+    def take(self) -> list[Arrival]:
+        """All so far; clears the doorbell first, so that one added meanwhile rings again."""
         self._doorbell.clear()
         taken = []
-        while self._stamps:
-            taken.append(self._stamps.popleft())
+        while self._arrivals:
+            taken.append(self._arrivals.popleft())
         return taken
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
-from pdcluster.transfer.base import Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
+from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside
 from pdcluster.transfer.links import Advert, Link, Listener, connect, decode_advert
 from pdcluster.transfer.mooncake_engine import Blocks, Engine, MooncakeSettings
@@ -307,11 +307,14 @@ class MooncakeBackend:
         self._listener.barrier()
         return Fence.FENCED
 
-    def arrivals(self) -> list[Stamp]:
+    def arrivals(self) -> list[Arrival]:
         return self._arrivals.take()
 
     def poll(self, handle: Handle) -> WriteStatus:
         return self._writes.poll(handle)
+
+    def take_digest(self, handle: Handle) -> int | None:
+        return self._writes.take_digest(handle)
 
     # ------------------------------------------------------------ writing
 
@@ -335,7 +338,7 @@ class MooncakeBackend:
         self._pumps[peer] = self._start(peer, pump.advert)
         return self._pumps[peer]
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...]) -> Handle:
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...], digests: bool = False) -> Handle:
         pump, region = self._pumps.get(peer), self._regions[source_region]
         if pump is None:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")

@@ -30,7 +30,7 @@ class Chunk:
 
     def entry(self) -> ChunkEntry:
         """What the Commit says of it."""
-        return ChunkEntry(self.index, self.first_token, self.num_tokens, self.first_layer, self.num_layers, self.nbytes, self.digest)
+        return ChunkEntry(self.index, self.first_token, self.num_tokens, self.first_layer, self.num_layers, self.nbytes, self.digest, self.trial)
 
 
 @dataclass(slots=True)

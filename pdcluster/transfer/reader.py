@@ -5,49 +5,16 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from pdcluster.errors import IntegrityError
 from pdcluster.lifecycle import READING, Reading, advance
 from pdcluster.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Endpoint, Ticket, pack_tokens
-from pdcluster.transfer.base import Backend, Fence, Peer, Permit, Stamp
-from pdcluster.transfer.chunks import PageShape, Span, digest, join, page_slice
+from pdcluster.transfer.base import Arrival, Backend, Fence, Peer, Permit
+from pdcluster.transfer.chunks import PageShape, Span, digest, join, joined, page_slice
+from pdcluster.transfer.incoming import Incoming, Notice
 from pdcluster.transfer.session import Clock, Failed, Landed, ReaderEvent, Reclaimed, Send, Settings, TransferStats, earliest, peer_of, reply_to
 
 __all__ = ["Failed", "Landed", "Reader", "ReaderEvent", "Reclaimed", "Send", "TransferStats"]
-
-
-@dataclass(slots=True)
-class _Incoming:
-    """One ticket. `writable`: the pages the writer may write, in token order; `unchecked`: chunks of the Commit not digested yet."""
-
-    ticket: Ticket
-    writer: Peer
-    writable: list[int]
-    opened: float
-    deadline: float
-    state: Reading = Reading.OPEN
-    arrived: dict[int, Stamp] = field(default_factory=dict)
-    round: int = 0
-    commit: Commit | None = None
-    commit_time: float = 0.0
-    answers: dict[int, CommitAck] = field(default_factory=dict)
-    unchecked: deque[ChunkEntry] | None = None
-    bad: list[int] = field(default_factory=list)
-    resent: int = 0
-    unfenced: set[str] = field(default_factory=set)
-    first_arrival: float | None = None
-    last_arrival: float = 0.0
-
-
-@dataclass(slots=True)
-class _Notice:
-    """An Abort that is repeated until it is answered (R8)."""
-
-    writer: Endpoint
-    reason: str
-    until: float
-    send_at: float
 
 
 class Reader:
@@ -80,10 +47,10 @@ class Reader:
         self._clock = clock
         self._settings = settings
         self._random = rng if rng is not None else random.SystemRandom()
-        self._tickets: dict[int, _Incoming] = {}
+        self._tickets: dict[int, Incoming] = {}
         self._owner: dict[int, int] = {}
         """Writable page → nonce, for open and for quarantined tickets."""
-        self._notices: dict[int, _Notice] = {}
+        self._notices: dict[int, Notice] = {}
         self._answers: dict[int, tuple[Peer, CommitAck, float]] = {}
         """Verified tickets: writer, the answer to a repeated Commit, until when we remember."""
         self._gone: set[Peer] = set()
@@ -117,7 +84,7 @@ class Reader:
             deadline_s=deadline_s,
         )
         now = self._clock()
-        incoming = _Incoming(ticket, peer_of(writer), writable, now, now + deadline_s)
+        incoming = Incoming(ticket, peer_of(writer), writable, now, now + deadline_s)
         self._gone.discard(incoming.writer)  # declared dead too early: it is spoken to again
         self._tickets[nonce] = incoming
         self._owner.update(dict.fromkeys(writable, nonce))
@@ -215,14 +182,14 @@ class Reader:
     def _adverts(self) -> tuple[tuple[str, bytes], ...]:
         return tuple((name, self._backends[name].advert()) for name in self._order)
 
-    def _permit(self, incoming: _Incoming, ranges: Sequence[Span]) -> None:
-        permit = Permit(incoming.ticket.nonce, incoming.writer, self._region, tuple(ranges))
+    def _permit(self, incoming: Incoming, ranges: Sequence[Span]) -> None:
+        permit = Permit(incoming.ticket.nonce, incoming.writer, self._region, tuple(ranges), self._settings.digests)
         for name in self._order:
             self._backends[name].permit(permit)
 
     # ------------------------------------------------------------ messages
 
-    def _on_commit(self, incoming: _Incoming, message: Commit) -> None:
+    def _on_commit(self, incoming: Incoming, message: Commit) -> None:
         if incoming.state is not Reading.OPEN:
             self._send(incoming, CommitAck(message.nonce, refused="the ticket was aborted", round=message.round))
         elif message.round in incoming.answers:
@@ -241,7 +208,7 @@ class Reader:
         self.counters["late_commit"] += 1
         self._events.append(Send(reply_to(sender), CommitAck(message.nonce, refused="unknown ticket", round=message.round)))
 
-    def _on_abort_ack(self, sender: Peer, message: AbortAck, incoming: _Incoming | None) -> None:
+    def _on_abort_ack(self, sender: Peer, message: AbortAck, incoming: Incoming | None) -> None:
         notice = self._notices.get(message.nonce)
         if notice is not None and peer_of(notice.writer) == sender:
             del self._notices[message.nonce]
@@ -255,12 +222,12 @@ class Reader:
         if message.nonce in self._tickets:
             self._reclaim(incoming)
 
-    def _send(self, incoming: _Incoming, message: CommitAck) -> None:
+    def _send(self, incoming: Incoming, message: CommitAck) -> None:
         self._events.append(Send(incoming.ticket.writer, message))
 
     # ------------------------------------------------------------ endings
 
-    def _fail(self, incoming: _Incoming, reason: str, *, tell: bool = True) -> None:
+    def _fail(self, incoming: Incoming, reason: str, *, tell: bool = True) -> None:
         """R3: dead from now on; reclaimed at once where every backend can fence a nonce. tell: send Aborts."""
         if incoming.state is not Reading.OPEN:
             return
@@ -272,24 +239,24 @@ class Reader:
         self._poll_now = True
         if tell:
             until = max(incoming.deadline, now + self._settings.commit_s)
-            self._notices[ticket.nonce] = _Notice(ticket.writer, reason, until, now)
+            self._notices[ticket.nonce] = Notice(ticket.writer, reason, until, now)
         incoming.unfenced = {name for name in self._order if self._backends[name].revoke(ticket.nonce) is not Fence.FENCED}
         if not incoming.unfenced:
             self._reclaim(incoming)
         elif self._proof_at is None:
             self._proof_at = now + self._settings.proof_s
 
-    def _reclaim(self, incoming: _Incoming) -> None:
+    def _reclaim(self, incoming: Incoming) -> None:
         incoming.state = advance(READING, incoming.state, "reclaim")
         self._drop(incoming)
         self._events.append(Reclaimed(incoming.ticket.nonce))
 
-    def _drop(self, incoming: _Incoming) -> None:
+    def _drop(self, incoming: Incoming) -> None:
         del self._tickets[incoming.ticket.nonce]
         for page in incoming.writable:
             del self._owner[page]
 
-    def _land(self, incoming: _Incoming, commit: Commit) -> None:
+    def _land(self, incoming: Incoming, commit: Commit) -> None:
         nonce, now = commit.nonce, self._clock()
         incoming.state = advance(READING, incoming.state, "verify")
         self._drop(incoming)
@@ -318,19 +285,22 @@ class Reader:
 
     def _collect(self) -> None:
         for name in self._order:
-            for stamp in self._backends[name].arrivals():
-                self._arrive(stamp)
+            for arrival in self._backends[name].arrivals():
+                self._arrive(arrival)
 
-    def _arrive(self, stamp: Stamp) -> None:
+    def _arrive(self, arrival: Arrival) -> None:
+        stamp = arrival.stamp
         incoming = self._tickets.get(stamp.nonce)
         if incoming is None or incoming.state is not Reading.OPEN:
             self.counters["late_arrival"] += 1
             return
         known = incoming.arrived.get(stamp.chunk)
-        if known is not None and known.trial >= stamp.trial:
+        if known is not None:
+            incoming.repeated.add(stamp.chunk)
+        if known is not None and known.stamp.trial >= stamp.trial:
             self.counters["duplicate_arrival"] += 1
             return
-        incoming.arrived[stamp.chunk] = stamp
+        incoming.arrived[stamp.chunk] = arrival
         incoming.last_arrival = self._clock()
         if incoming.first_arrival is None:
             incoming.first_arrival = incoming.last_arrival
@@ -341,7 +311,7 @@ class Reader:
             if incoming.state is Reading.OPEN and now >= incoming.deadline:
                 self._fail(incoming, "the ticket's deadline passed")
 
-    def _due(self, incoming: _Incoming) -> float | None:
+    def _due(self, incoming: Incoming) -> float | None:
         if incoming.state is not Reading.OPEN:
             return None
         if incoming.unchecked is not None:
@@ -360,11 +330,12 @@ class Reader:
                     self._end_check(incoming)
                     break
                 entry = incoming.unchecked.popleft()
-                budget -= entry.nbytes
-                if not self._is_intact(incoming, entry):
+                on_arrival = self._digest_on_arrival(incoming, entry)
+                budget -= 0 if on_arrival is not None else entry.nbytes
+                if not self._is_intact(incoming, entry, on_arrival):
                     incoming.bad.append(entry.index)
 
-    def _begin_check(self, incoming: _Incoming, commit: Commit) -> None:
+    def _begin_check(self, incoming: Incoming, commit: Commit) -> None:
         entries = [entry for leg in commit.legs for entry in leg.chunks]
         if [leg.rank for leg in commit.legs] != [0] or not self._covers_all(incoming, entries):
             self.counters["bad_commit"] += 1
@@ -375,10 +346,12 @@ class Reader:
             return
         for name in self._order:
             self._backends[name].revoke(commit.nonce)  # R2; the Commit promised that no write is under way
+        self._collect()
+        incoming.promised = len(entries)
         incoming.bad = missing
         incoming.unchecked = deque(entry for entry in entries if entry.index not in missing)
 
-    def _covers_all(self, incoming: _Incoming, entries: Sequence[ChunkEntry]) -> bool:
+    def _covers_all(self, incoming: Incoming, entries: Sequence[ChunkEntry]) -> bool:
         """R2: each layer of each page once, and the byte counts fit."""
         num_layers = self._shape.num_layers
         seen = bytearray(len(incoming.writable) * num_layers)
@@ -406,24 +379,34 @@ class Reader:
         first = (entry.first_token - ticket.cached_tokens) // tokens
         return range(first, first - (-entry.num_tokens // tokens))
 
-    def _has_arrived(self, incoming: _Incoming, entry: ChunkEntry) -> bool:
-        stamp = incoming.arrived.get(entry.index)
-        return stamp is not None and stamp.nbytes == entry.nbytes
+    def _has_arrived(self, incoming: Incoming, entry: ChunkEntry) -> bool:
+        arrival = incoming.arrived.get(entry.index)
+        return arrival is not None and arrival.stamp.nbytes == entry.nbytes
 
-    def _spans(self, incoming: _Incoming, entry: ChunkEntry) -> list[Span]:
+    def _spans(self, incoming: Incoming, entry: ChunkEntry) -> list[Span]:
         """Where the chunk's bytes are, in wire order."""
         pages = incoming.writable[page_slice(entry.first_token - incoming.ticket.cached_tokens, entry.num_tokens, self._page_tokens)]
         return join(pages, self._page_bytes, self._shape.part(entry.first_layer, entry.num_layers))
 
-    def _is_intact(self, incoming: _Incoming, entry: ChunkEntry) -> bool:
+    def _is_intact(self, incoming: Incoming, entry: ChunkEntry, on_arrival: int | None) -> bool:
         if not self._settings.digests:
             return True
-        if digest(self._memory, self._spans(incoming, entry)) == entry.digest:
+        found = on_arrival if on_arrival is not None else digest(self._memory, self._spans(incoming, entry))
+        if found == entry.digest:
             return True
         self.counters["digest_mismatch"] += 1
         return False
 
-    def _end_check(self, incoming: _Incoming) -> None:
+    def _digest_on_arrival(self, incoming: Incoming, entry: ChunkEntry) -> int | None:
+        """What the medium digested when the chunk landed, if it still holds (R2): no later write may have changed the bytes. The Commit names the
+        chunk's last try, and every earlier one had failed before it began, which means that it can not land any more (base, 3); so this holds
+        for the one arrival of that try at just the places that the Commit says, while no other chunk has any business there."""
+        arrival = incoming.arrived[entry.index]
+        if arrival.digest is None or incoming.repeated or arrival.stamp.trial != entry.trial or len(incoming.arrived) != incoming.promised:
+            return None
+        return arrival.digest if joined(arrival.spans) == self._spans(incoming, entry) else None
+
+    def _end_check(self, incoming: Incoming) -> None:
         commit, bad = incoming.commit, tuple(incoming.bad)
         assert commit is not None
         incoming.unchecked = None
@@ -434,7 +417,7 @@ class Reader:
         else:
             self._ask_again(incoming, commit, bad)
 
-    def _ask_again(self, incoming: _Incoming, commit: Commit, bad: tuple[int, ...]) -> None:
+    def _ask_again(self, incoming: Incoming, commit: Commit, bad: tuple[int, ...]) -> None:
         ack = CommitAck(commit.nonce, resend=bad, round=commit.round)
         incoming.answers[commit.round] = ack
         incoming.round += 1
@@ -449,7 +432,7 @@ class Reader:
         self._permit(incoming, sorted(ranges))
         self._send(incoming, ack)
 
-    def _refuse(self, incoming: _Incoming, commit: Commit, reason: str) -> None:
+    def _refuse(self, incoming: Incoming, commit: Commit, reason: str) -> None:
         self._send(incoming, CommitAck(commit.nonce, refused=reason, round=commit.round))
         self._fail(incoming, reason)
 
@@ -466,7 +449,7 @@ class Reader:
         waiting = any(each.state is Reading.ABORTING for each in self._tickets.values())
         self._proof_at = now + self._settings.proof_s if waiting else None
 
-    def _has_fence(self, incoming: _Incoming, name: str, closed: dict[tuple[Peer, str], bool]) -> bool:
+    def _has_fence(self, incoming: Incoming, name: str, closed: dict[tuple[Peer, str], bool]) -> bool:
         backend, writer = self._backends[name], incoming.writer
         if backend.revoke(incoming.ticket.nonce) is Fence.FENCED:
             return True

@@ -6,7 +6,8 @@ reader then sends Abort, the writer answers AbortAck. Rules, cited by number in 
 
  R1  Commit goes out only when no write under the ticket is unfinished. One write whose outcome is not known ends the ticket.
  R2  The reader takes pages only when chunks cover exactly the tokens asked for, every chunk's stamp arrived with the right length, and the
-     digests are those of the bytes in its pages, after the permit was revoked.
+     digests are those of the bytes in its pages when no write can change them any more: taken after the permit was revoked, or on arrival of
+     the chunk's last try, when nothing else arrived (Reader._digest_on_arrival says why that holds).
  R3  The reader reuses a dead ticket's pages only after AbortAck or after every backend's own fence. Time is never proof: until then the
      pages are in quarantine.
  R4  The writer reuses source pages only when no write of the ticket can read them any more.

@@ -7,11 +7,9 @@ processes of the same user on the same host get in; those could read each other'
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import hmac
 import logging
-import mmap
 import os
 import select
 import socket
@@ -25,13 +23,19 @@ from dataclasses import dataclass
 import msgspec
 
 from pdcluster.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
-from pdcluster.transfer.base import Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
+from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside
+from pdcluster.transfer.mapping import MappedMemory
+from pdcluster.transfer.moving import GilWaits, Payload, native
 
 LOG = logging.getLogger(__name__)
 
 NOTICE = struct.Struct("<4sQIIIQ")
-MAGIC = b"KVs1"
+"""magic, nonce, chunk, trial, region, bytes; then RUN for each run, or none where they are too many for one notice."""
+RUN = struct.Struct("<QQ")
+MAX_NOTICE_RUNS = 2048
+MAX_NOTICE_BYTES = NOTICE.size + MAX_NOTICE_RUNS * RUN.size
+MAGIC = b"KVs2"
 TOKEN_BYTES = 16
 MAX_HELLO = 1024
 MAX_REGIONS = 64
@@ -40,7 +44,7 @@ UCRED = struct.Struct("3i")
 SO_PEERPIDFD = 77
 """From Linux 6.5 on; the socket module has no name for it."""
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
-BURST_BYTES = 4 << 20
+BURST_BYTES = 8 << 20
 
 
 class _Advert(msgspec.Struct, frozen=True, array_like=True):
@@ -86,20 +90,22 @@ class _Write:
     region: int
     stamp: Stamp
     runs: tuple[Run, ...]
+    digests: bool
 
 
 class _Mover:
     """The thread that copies to one peer; `sock` is connected and its own."""
 
-    def __init__(self, sock: socket.socket, me: Peer, peer: Peer, advert: _Advert, settings: ShmSettings, writes: Writes) -> None:
+    def __init__(self, sock: socket.socket, me: Peer, peer: Peer, advert: _Advert, settings: ShmSettings, writes: Writes, waits: GilWaits) -> None:
         self._sock, self._me, self._peer, self.advert, self._settings, self._writes = sock, me, peer, advert, settings, writes
+        self._waits = waits
         self._lock = threading.Lock()
         self._queue: deque[_Write] = deque()
         self._doorbell = Doorbell()
         self._ending = False
         self.failed_at: float | None = None
-        self._maps: dict[int, tuple[int, int, mmap.mmap]] = {}
-        """Region id → address, nbytes, mapping."""
+        self._maps: dict[int, MappedMemory] = {}
+        """By region id."""
         self.thread = threading.Thread(target=self._run, name=f"kv-copy-{peer.node}", daemon=True)
         self.thread.start()
 
@@ -134,7 +140,7 @@ class _Mover:
             left, self._queue = list(self._queue), deque()
         for write in left:
             self._writes.settle(write.handle, WriteStatus.FAILED)
-        for _, _, mapping in self._maps.values():
+        for mapping in self._maps.values():
             mapping.close()
         self._doorbell.close()
 
@@ -158,11 +164,7 @@ class _Mover:
         for (region, nbytes), fd in zip(shared.regions, fds, strict=True):
             if not 0 < nbytes <= os.fstat(fd).st_size:
                 raise ProtocolError(f"region {region} is said to have {nbytes} bytes, its memory has {os.fstat(fd).st_size}")
-            mapping = mmap.mmap(fd, nbytes)
-            mapping.madvise(mmap.MADV_DONTFORK)  # a forked child must not outlive the fence
-            anchor = ctypes.c_char.from_buffer(mapping)
-            self._maps[region] = (ctypes.addressof(anchor), nbytes, mapping)
-            del anchor
+            self._maps[region] = MappedMemory(fd, nbytes)
 
     def _serve(self, sock: socket.socket) -> None:
         poller = select.poll()
@@ -173,25 +175,33 @@ class _Mover:
                 self._copy(sock, self._queue[0])
                 with self._lock:
                     self._queue.popleft()
-            ready = poller.poll()
+            ready = poller.poll(0 if self._populate_more() else None)
             self._doorbell.clear()
             if any(fd == sock.fileno() for fd, _ in ready):
                 raise ConnectionResetError("the reader closed it")  # it never sends after the hello
 
+    def _populate_more(self) -> bool:
+        """Use a pause for what later copies would wait for."""
+        return any(mapping.populate_more() for mapping in self._maps.values())
+
     def _copy(self, sock: socket.socket, write: _Write) -> None:
-        address, nbytes, _ = self._maps.get(write.region, (0, 0, None))
-        if not all(run.target >= 0 and run.nbytes > 0 and run.target + run.nbytes <= nbytes for run in write.runs):
+        mapping = self._maps.get(write.region)
+        size = 0 if mapping is None else mapping.nbytes
+        if mapping is None or not all(run.target >= 0 and run.nbytes > 0 and run.target + run.nbytes <= size for run in write.runs):
             self._writes.settle(write.handle, WriteStatus.FAILED)
             return
         for run in write.runs:
-            for start in range(0, run.nbytes, BURST_BYTES):  # bounded, so that `end` is seen soon
-                if self._ending:
-                    raise ConnectionAbortedError("closed by this node")
-                count = min(BURST_BYTES, run.nbytes - start)
-                ctypes.memmove(address + run.target + start, write.source.address + run.source + start, count)  # holds no GIL
-        stamp = write.stamp
-        self._notify(sock, NOTICE.pack(MAGIC, stamp.nonce, stamp.chunk, stamp.trial, write.region, stamp.nbytes))
-        self._writes.settle(write.handle, WriteStatus.DONE)
+            mapping.populate(run.target, run.nbytes)
+        moves = [(mapping.address + run.target, write.source.address + run.source, run.nbytes) for run in write.runs]
+        payload = Payload(moves, digests=write.digests, waits=self._waits)
+        for _ in range(0, write.stamp.nbytes, BURST_BYTES):  # bounded, so that `end` is seen soon
+            if self._ending:
+                raise ConnectionAbortedError("closed by this node")
+            payload.advance(BURST_BYTES)
+        stamp, runs = write.stamp, write.runs if len(write.runs) <= MAX_NOTICE_RUNS else ()
+        header = NOTICE.pack(MAGIC, stamp.nonce, stamp.chunk, stamp.trial, write.region, stamp.nbytes)
+        self._notify(sock, header + b"".join(RUN.pack(run.target, run.nbytes) for run in runs))
+        self._writes.settle(write.handle, WriteStatus.DONE, payload.digest() if write.digests else None)
 
     def _notify(self, sock: socket.socket, notice: bytes) -> None:
         deadline = time.monotonic() + self._settings.progress_s
@@ -231,6 +241,8 @@ class ShmBackend:
         self._writes = Writes(self._doorbell)
         self._arrivals = Arrivals(self._doorbell)
         self._permits = Permits(self._counts)
+        self.gil_waits = GilWaits()
+        native()  # loaded now and not during the first transfer
         self._regions: dict[int, Region] = {}
         self._movers: dict[Peer, _Mover] = {}
         self._ended: list[_Mover] = []
@@ -270,11 +282,14 @@ class ShmBackend:
         self._permits.revoke(nonce)
         return Fence.CANNOT_FENCE
 
-    def arrivals(self) -> list[Stamp]:
+    def arrivals(self) -> list[Arrival]:
         return self._arrivals.take()
 
     def poll(self, handle: Handle) -> WriteStatus:
         return self._writes.poll(handle)
+
+    def take_digest(self, handle: Handle) -> int | None:
+        return self._writes.take_digest(handle)
 
     def connect(self, peer: Peer, advert: bytes) -> None:
         try:
@@ -296,9 +311,9 @@ class ShmBackend:
         except OSError as error:
             sock.close()
             raise PeerUnreachable(f"{peer.node} does not accept connections on this host: {error}") from error
-        return _Mover(sock, self._me, peer, advert, self._settings, self._writes)
+        return _Mover(sock, self._me, peer, advert, self._settings, self._writes, self.gil_waits)
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...]) -> Handle:
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...], digests: bool = False) -> Handle:
         mover, region = self._movers.get(peer), self._regions[source_region]
         if mover is None:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
@@ -307,7 +322,7 @@ class ShmBackend:
         if mover.failed_at is not None and time.monotonic() - mover.failed_at >= self._settings.retry_s:
             mover = self._movers[peer] = self._start(peer, mover.advert)
         handle = self._writes.new()
-        if not mover.add(_Write(handle, region, target_region, stamp, runs)):
+        if not mover.add(_Write(handle, region, target_region, stamp, runs, digests)):
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
 
@@ -379,7 +394,7 @@ class ShmBackend:
     def _run(self, inlet: _Inlet) -> None:
         try:
             peer = self._welcome(inlet)
-            while data := inlet.sock.recv(NOTICE.size + 1):
+            while data := inlet.sock.recv(MAX_NOTICE_BYTES + 1):
                 self._landed(peer, data)
         except ProtocolError as error:
             self._counts.add("bad_frame")
@@ -429,11 +444,24 @@ class ShmBackend:
         pidfds[pid] = _pidfd(sock, pid)
 
     def _landed(self, peer: Peer, data: bytes) -> None:
-        if len(data) != NOTICE.size or not data.startswith(MAGIC):
+        runs_bytes = len(data) - NOTICE.size
+        if not 0 <= runs_bytes <= MAX_NOTICE_RUNS * RUN.size or runs_bytes % RUN.size or not data.startswith(MAGIC):
             raise ProtocolError(f"a notice of {len(data)} bytes")
-        _, nonce, chunk, trial, region, nbytes = NOTICE.unpack(data)
-        if self._permits.find(peer, nonce, region, ()) is not None:
-            self._arrivals.add(Stamp(nonce, chunk, trial, nbytes))
+        _, nonce, chunk, trial, region_id, nbytes = NOTICE.unpack_from(data)
+        spans = list(RUN.iter_unpack(data[NOTICE.size :]))
+        if spans and sum(length for _, length in spans) != nbytes:
+            raise ProtocolError(f"the runs of a notice do not add up to {nbytes} bytes")
+        permit = self._permits.find(peer, nonce, region_id, spans)
+        if permit is None:
+            return
+        digest = self._digest(self._regions[region_id], spans) if permit.digests and spans else None
+        self._arrivals.add(Stamp(nonce, chunk, trial, nbytes), digest, spans)
+
+    def _digest(self, region: Region, spans: list[tuple[int, int]]) -> int:
+        """Of what lies in the pages. The writer copies in one thread and sends its notice after its copy, so this write can not land again."""
+        payload = Payload(((0, region.address + offset, length) for offset, length in spans), digests=True)
+        payload.advance(sum(length for _, length in spans))
+        return payload.digest()
 
 
 def _shut(sock: socket.socket) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
-from pdcluster.transfer.base import Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
+from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside, memory_of
 from pdcluster.transfer.links import BURST_BYTES, Advert, Cursor, Link, Listener, connect, decode_advert
 
@@ -206,11 +206,14 @@ class TcpBackend:
         self._listener.barrier()
         return Fence.FENCED
 
-    def arrivals(self) -> list[Stamp]:
+    def arrivals(self) -> list[Arrival]:
         return self._arrivals.take()
 
     def poll(self, handle: Handle) -> WriteStatus:
         return self._writes.poll(handle)
+
+    def take_digest(self, handle: Handle) -> int | None:
+        return self._writes.take_digest(handle)
 
     # ------------------------------------------------------------ writing
 
@@ -234,7 +237,7 @@ class TcpBackend:
             remote.lanes.append(best)
         return best
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...]) -> Handle:
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...], digests: bool = False) -> Handle:
         remote = self._remotes.get(peer)
         if remote is None:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")

@@ -331,7 +331,14 @@ class Writer:
             outgoing.last_write = self._clock()
             if not outgoing.in_flight:
                 outgoing.busy_s += outgoing.last_write - outgoing.busy_from
-            self._settle(outgoing, outgoing.chunks[flight.chunk], status, flight.backend)
+            chunk = outgoing.chunks[flight.chunk]
+            if status is WriteStatus.DONE and self._settings.digests:
+                chunk.digest = self._digest(chunk, self._backends[flight.backend].take_digest(key[1]))
+            self._settle(outgoing, chunk, status, flight.backend)
+
+    def _digest(self, chunk: Chunk, taken: int | None) -> int:
+        """taken: by the mover, on the way. The source is pinned and does not change, so that it can still be taken now."""
+        return taken if taken is not None else digest(self._memory, [(run.source, run.nbytes) for run in chunk.runs])
 
     def _settle(self, outgoing: Outgoing, chunk: Chunk, status: WriteStatus, backend: str) -> None:
         if status is WriteStatus.DONE:
@@ -392,13 +399,11 @@ class Writer:
         name, ticket = outgoing.backends[0], outgoing.ticket
         if outgoing.first_write is None:
             outgoing.first_write = self._clock()
-        if chunk.trial == 0 and self._settings.digests:
-            chunk.digest = digest(self._memory, [(run.source, run.nbytes) for run in chunk.runs])
         chunk.trial += 1
         chunk.tries_here += 1
         stamp = Stamp(ticket.nonce, chunk.index, chunk.trial, chunk.nbytes)
         try:
-            handle = self._backends[name].write(outgoing.peer, self._region, ticket.region, stamp, chunk.runs)
+            handle = self._backends[name].write(outgoing.peer, self._region, ticket.region, stamp, chunk.runs, self._settings.digests)
         except PeerUnreachable:
             self._retry(outgoing, chunk, name)
             return

@@ -85,7 +85,7 @@ class Ends:
         stamps: list[Stamp] = []
 
         def all_here() -> bool:
-            stamps.extend(self.reader.arrivals())
+            stamps.extend(arrival.stamp for arrival in self.reader.arrivals())
             return len(stamps) >= count
 
         eventually(all_here, f"{count} arrivals")

@@ -32,7 +32,10 @@ LEVELS: dict[str, float] = {
     # 3: memory and sockets
     "pdcluster.kv.pool": 3,
     "pdcluster.transfer.fake": 3,
+    "pdcluster.transfer.mapping": 3,
     "pdcluster.transfer.mooncake": 3,
+    "pdcluster.transfer.moving": 3,
+    "pdcluster.transfer.moving_kernel": 3,
     "pdcluster.transfer.shm": 3,
     "pdcluster.transfer.tcp": 3,
     "pdcluster.wire": 3,

@@ -6,7 +6,7 @@ import select
 
 import pytest
 
-from pdcluster.transfer.base import Peer, Permit, Stamp, WriteStatus
+from pdcluster.transfer.base import Arrival, Peer, Permit, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, covers
 
 ME, OTHER = Peer("p0", "a"), Peer("p0", "b")
@@ -23,7 +23,7 @@ def test_a_doorbell_rings_until_arrivals_are_taken() -> None:
     arrivals.add(stamp)
     arrivals.add(stamp)
     assert is_ringing(doorbell)
-    assert arrivals.take() == [stamp, stamp]
+    assert arrivals.take() == [Arrival(stamp), Arrival(stamp)]
     assert not is_ringing(doorbell)
     assert arrivals.take() == []
     doorbell.close()

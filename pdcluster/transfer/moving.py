@@ -1,0 +1,131 @@
+"""Copying and digesting a write's payload block by block, while its bytes are in the cache and without the GIL. For backends' mover threads.
+
+The loop over a payload's runs is compiled by numba and calls libc's memmove and the XXH3 of the xxhash package, so that a thread asks for the GIL
+once per `advance`, not once per run. Where numba or those functions can not be had, the same is done run by run from Python. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+LOG = logging.getLogger(__name__)
+
+BLOCK_BYTES = 128 << 10
+"""Digested, then copied (or the other way round): both times from the second-level cache."""
+REMEMBERED = 8192
+
+Move = tuple[int, int, int]
+"""Addresses of target (0: only digest) and source, number of bytes."""
+
+
+class _Native:
+    """The compiled loop and the C functions that it calls."""
+
+    def __init__(self) -> None:
+        self.move: Any = importlib.import_module("pdcluster.transfer.moving_kernel").move
+        library, libc = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__), ctypes.CDLL(None)
+        self.create, self.free = library.XXH3_createState, library.XXH3_freeState
+        self.reset, self.digest = library.XXH3_64bits_reset, library.XXH3_64bits_digest
+        self.create.restype, self.digest.restype = ctypes.c_void_p, ctypes.c_uint64
+        for function in (self.free, self.reset, self.digest):
+            function.argtypes = [ctypes.c_void_p]
+        self.calls = [ctypes.cast(each, ctypes.c_void_p).value for each in (libc.memmove, library.XXH3_64bits_update, libc.clock_gettime)]
+
+
+@functools.cache
+def native() -> _Native | None:
+    """Loaded once per process (a moment of compiling on the very first run); None, and a line in the log, when it does not work here."""
+    try:
+        return _Native()
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        LOG.warning("transfers copy and digest run by run in Python: the compiled loop is not to be had (%s)", error)
+        return None
+
+
+class GilWaits:
+    """Seconds that mover threads waited for the GIL, from the end of a compiled loop to the next line of Python; the last REMEMBERED ones."""
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=REMEMBERED)
+
+
+class Payload:
+    """The bytes of one write in wire order, moved on by `advance`. Used by one thread; what its addresses name must stay mapped."""
+
+    def __init__(self, moves: Iterable[Move], *, digests: bool, after: bool = False, waits: GilWaits | None = None) -> None:
+        """after: digest the target once it is copied, not the source before."""
+        self._moves = deque(moves)
+        self._after = after
+        self._waits = waits
+        self._native = native()
+        self._state = 0
+        self._hash = xxhash.xxh3_64() if digests and self._native is None else None
+        if self._native is not None:
+            self._prepare(self._native, digests)
+
+    def _prepare(self, native: _Native, digests: bool) -> None:
+        if digests:
+            self._state = native.create() or 0
+            if not self._state:
+                raise MemoryError("no memory for the state of a digest")
+            native.reset(self._state)
+        self._cursor = np.zeros(4, dtype=np.uint64)
+        self._calls = np.array([*native.calls, self._cursor.ctypes.data + 16], dtype=np.uint64)
+        self._table: NDArray[np.uint64] = np.array(self._moves, dtype=np.uint64).reshape(-1, 3)
+
+    def extend(self, moves: Iterable[Move]) -> None:
+        """More bytes at the end of a payload all of which was moved."""
+        self._moves = deque(moves)
+        if self._native is not None:
+            self._table = np.array(self._moves, dtype=np.uint64).reshape(-1, 3)
+            self._cursor[:2] = 0
+
+    def advance(self, nbytes: int) -> None:
+        """Copy and digest the next so many bytes, or what is left."""
+        if self._native is None:
+            self._advance_slowly(nbytes)
+            return
+        self._native.move(self._table, self._cursor, nbytes, self._calls, self._state, self._after, BLOCK_BYTES)  # holds no GIL
+        if self._waits is not None:
+            self._waits.seconds.append(time.monotonic() - int(self._cursor[2]) - int(self._cursor[3]) * 1e-9)
+
+    def _advance_slowly(self, nbytes: int) -> None:
+        while nbytes and self._moves:
+            target, source, length = self._moves.popleft()
+            count = min(nbytes, length)
+            if self._hash is not None and not self._after:
+                self._hash.update(_bytes(source, count))
+            if target:
+                ctypes.memmove(target, source, count)
+            if self._hash is not None and self._after:
+                self._hash.update(_bytes(target, count))
+            nbytes -= count
+            if count < length:
+                self._moves.appendleft((target + count if target else 0, source + count, length - count))
+
+    def digest(self) -> int:
+        """xxh3-64 of what was moved so far."""
+        if self._hash is not None:
+            return int(self._hash.intdigest())
+        assert self._native is not None and self._state, "this payload is moved without a digest"
+        return int(self._native.digest(self._state))
+
+    def __del__(self) -> None:
+        if self._state and self._native is not None:
+            self._native.free(self._state)
+            self._state = 0
+
+
+def _bytes(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
