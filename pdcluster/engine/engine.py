@@ -120,13 +120,17 @@ class Engine:
 
     def warmup(self) -> None:
         """Run the shapes a first request meets, so that it pays for no first touch. Leaves junk in pages: call it before serving."""
+        for plan in self.warmup_plans():
+            self.step(plan)
+
+    def warmup_plans(self) -> Iterator[StepPlan]:
         tokens = min(64, self.max_len, self.num_pages * self.layout.page_tokens)
         pages = np.arange(self.layout.num_pages(tokens), dtype=np.int32)
         ids = np.zeros(tokens, np.int32)
         sampling = Sampling(max_tokens=1, seed=0)
-        self.step(StepPlan((Row("warmup", ids, 0, pages, sampling),)))
+        yield StepPlan((Row("warmup", ids, 0, pages, sampling),))
         for _ in range(2):
-            self.step(StepPlan((Row("warmup", ids[:1], tokens - 1, pages, sampling),)))
+            yield StepPlan((Row("warmup", ids[:1], tokens - 1, pages, sampling),))
 
     def close(self) -> None:
         """Wait for a running step, stop the worker, give up the pool. Idempotent."""
