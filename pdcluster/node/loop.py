@@ -51,7 +51,7 @@ from pdcluster.scheduler.sequence import Sequence
 from pdcluster.step import StepPlan, StepResult
 from pdcluster.transfer.base import Backend, Peer
 from pdcluster.transfer.reader import Reader
-from pdcluster.transfer.session import Send
+from pdcluster.transfer.session import Send, peer_of
 from pdcluster.transfer.writer import Writer
 from pdcluster.wire.hub import Hub, LeaseEnded, LinkLost, Received
 
@@ -372,14 +372,18 @@ class NodeLoop:
         parts = self._parts
         for report in parts.reader.poll():
             if isinstance(report, Send):
-                parts.hub.send(report.to, report.message)
+                self._send(report)
             else:
                 parts.decode.on_event(report)
         for event in parts.writer.poll():
             if isinstance(event, Send):
-                parts.hub.send(event.to, event.message)
+                self._send(event)
             else:
                 parts.prefill.on_event(event)
+
+    def _send(self, event: Send) -> None:
+        """A peer of whom only the boot is known is answered on the link that it opened."""
+        self._parts.hub.send(event.to if event.to.address else peer_of(event.to), event.message)
 
     def _expire(self) -> None:
         self._parts.prefill.expire()
