@@ -102,12 +102,14 @@ class Engine:
 
     @property
     def layers_done(self) -> int:
-        """Layers of the running step whose KV is in the pool. On a device that computes behind the host's back: of the step that was collected
-        last."""
+        """Layers of the launched step whose KV is in the pool, 0 from `launch` on. On a device that computes behind the host's back no bell
+        rings, and this counts layers that were only submitted."""
         return self._progress.layers_done
 
     def launch(self, plan: StepPlan) -> None:
         """Start a step; raises IntegrityError when the previous one was not collected."""
+        self._worker.require_idle()
+        self._progress.begin(plan.bells if self._device == "cpu" else ())
         self._worker.launch(plan)
 
     def collect(self, timeout: float | None = None) -> StepResult:
@@ -144,7 +146,6 @@ class Engine:
         """On the worker thread."""
         begin = time.perf_counter()
         batch = build_batch(plan, self._limits, self._device)
-        self._progress.begin(plan.bells if self._device == "cpu" else ())
         hidden = self._model.forward(batch, self._progress)
         prompt = [self._prompt_logprobs(row, hidden[span.begin : span.end]) for row, span in zip(plan.rows, batch.spans, strict=True)]
         sampled = self._sample(plan, batch, hidden)

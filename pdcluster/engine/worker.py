@@ -35,11 +35,15 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def launch(self, plan: StepPlan) -> None:
+    def require_idle(self) -> None:
+        """Raises IntegrityError when a step cannot be launched now."""
         if self._closed:
             raise IntegrityError("launch on a closed engine")
         if self._in_flight:
             raise IntegrityError("launch while a step is in flight; collect it first")
+
+    def launch(self, plan: StepPlan) -> None:
+        self.require_idle()
         self._in_flight = True
         self._plans.put(plan)
 

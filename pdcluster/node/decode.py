@@ -6,7 +6,7 @@ once, but its pages stay with the ticket's nonce as writer until the reader says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 from pdcluster import errors
@@ -91,6 +91,11 @@ class DecodeSide:
     def cancel_router(self, router: Peer) -> None:
         for leg in [leg for leg in self._legs.values() if leg.router == router]:
             self._end(leg, "router lost")
+
+    def keep_only(self, router: Peer, awaited: Set[tuple[str, int]]) -> None:
+        """The router (re)connected: legs it does not name are nobody's, because a Cancel was lost or could not be sent."""
+        for leg in [leg for leg in self._legs.values() if leg.router == router and (leg.request, leg.attempt) not in awaited]:
+            self._end(leg, "the router no longer waits for it")
 
     # ------------------------------------------------------------ what the scheduler and the reader report
 

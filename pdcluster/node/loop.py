@@ -17,7 +17,7 @@ from typing import Protocol
 
 import zmq
 
-from pdcluster.errors import BadRequest
+from pdcluster.errors import BadRequest, DeadlineExceeded, IntegrityError
 from pdcluster.kv.pages import PagePool
 from pdcluster.messages import (
     Abort,
@@ -62,6 +62,14 @@ COLLECT_S = 5.0
 
 MAX_FAILURES = 3
 """Steps in a row that may fail before the node gives itself up."""
+
+RECOUNT_PAGES = 4096
+
+LINGER_S = 0.5
+"""Last frames of a drained node may take so long to leave."""
+
+IDLE_CHECK_S = 1.0
+"""So long idle, and the books are recounted, once."""
 
 LONGEST_WAIT_S = 0.1
 """The hub's heartbeats and leases want a look this often."""
@@ -130,7 +138,8 @@ class NodeLoop:
         self._steps = 0
         self._failures = 0
         self._drain_until: float | None = None
-        self._was_idle = True
+        self._idle_since = clock()
+        self._is_checked = True
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._polled: list[object] = []
@@ -151,6 +160,7 @@ class NodeLoop:
                 self._wait()
                 self.turn()
             self._parts.outbox.flush(self._parts.hub)
+            self._parts.hub.close(LINGER_S)
         finally:
             os.close(self._stop_fd)
 
@@ -162,10 +172,10 @@ class NodeLoop:
         self._handle_transfers()
         self._expire()
         self._launch()
-        self._check_idle()
         self._reporter.report(self._tell)
         self._parts.outbox.flush(self._parts.hub)
         self._parts.hub.tick(self._clock())
+        self._check_idle()
 
     # ------------------------------------------------------------ waiting
 
@@ -234,9 +244,9 @@ class NodeLoop:
 
     def _on_message(self, received: Received) -> None:
         parts, peer, message = self._parts, received.peer, received.message
-        if isinstance(message, CommitAck | Abort):
+        if received.kind == "node" and isinstance(message, CommitAck | Abort):
             parts.writer.handle(peer, message)
-        elif isinstance(message, Commit | AbortAck):
+        elif received.kind == "node" and isinstance(message, Commit | AbortAck):
             parts.reader.handle(peer, message)
         elif received.kind == "router":
             self._on_router_message(peer, message)
@@ -289,8 +299,11 @@ class NodeLoop:
             return None
 
     def _on_hello(self, router: Peer, message: Hello) -> None:
-        """(Re)welcome a router: what it lost is sent again, what we do not know it is told."""
+        """(Re)welcome a router: what it lost is sent again, what we do not know it is told, what it no longer waits for ends."""
         lost: list[tuple[str, int]] = []
+        awaited = {(request, attempt) for request, attempt, _ in message.open}
+        self._parts.prefill.keep_only(router, awaited)
+        self._parts.decode.keep_only(router, awaited)
         for request, attempt, position in message.open:
             leg = self._parts.prefill.find(request, attempt) or self._parts.decode.find(request, attempt)
             ended = self._parts.ended.get(request, attempt)
@@ -302,7 +315,7 @@ class NodeLoop:
                 self._parts.outbox.message(router, ended.word)
             else:
                 lost.append((request, attempt))
-        self._parts.hub.send(router, Welcome(self._parts.role, tuple(lost)))
+        self._parts.outbox.message(router, Welcome(self._parts.role, tuple(lost)))
         self._reporter.add(router, self._tell)
 
     def _lose_router(self, router: Peer) -> None:
@@ -320,22 +333,27 @@ class NodeLoop:
     def _watch_layers(self) -> None:
         """Layers of the running step that are ready to leave."""
         engine = self._parts.engine
-        if self._running is None or not self._bell.poll(0):
+        if not self._bell.poll(0):
             return
         os.eventfd_read(engine.layer_fd)
-        self._parts.prefill.on_layers(engine.layers_done)
+        if self._running is not None:
+            self._parts.prefill.on_layers(engine.layers_done)
 
     def _collect(self) -> None:
         """Take in the results of a step that is done."""
         plan, parts = self._running, self._parts
         if plan is None or not self._done.poll(0):
             return
-        self._running = None
         try:
             result = parts.engine.collect(COLLECT_S)
+        except DeadlineExceeded:
+            logger.error("the engine said that a step is done, but gave no result for %g s; waiting on", COLLECT_S)
+            return
         except Exception as error:  # the top of the engine's work: its rows are told, the node goes on unless it keeps failing
+            self._running = None
             self._fail_step(plan, error)
             return
+        self._running = None
         self._failures = 0
         self._steps += 1
         for update in parts.scheduler.update(plan, result):
@@ -393,15 +411,27 @@ class NodeLoop:
 
     def _is_idle(self) -> bool:
         parts = self._parts
-        return self._running is None and not parts.prefill.num_legs and not parts.decode.num_legs and not parts.prefill.num_pinned
+        busy = parts.prefill.num_legs or parts.decode.num_legs or parts.prefill.num_pinned or parts.pages.num_quarantined
+        return self._running is None and not busy
 
     def _check_idle(self) -> None:
-        """On every change from busy to idle the allocators must add up; a leak is found here, not days later."""
-        is_idle = self._is_idle()
-        if is_idle and not self._was_idle:
+        """When nothing ran for a while the allocators must add up; a leak is found here, not days later. Not at every pause: a recount visits
+        all pages."""
+        now = self._clock()
+        if not self._is_idle():
+            self._idle_since = now
+            self._is_checked = False
+        elif not self._is_checked and now - self._idle_since >= IDLE_CHECK_S:
+            self._is_checked = True
+            self._check_books()
+
+    def _check_books(self) -> None:
+        """Raises IntegrityError when something leaked. A pool too large to be recounted in a moment is judged by its counters."""
+        pages = self._parts.pages
+        if pages.num_used or pages.num_quarantined:
+            raise IntegrityError(f"the node is idle, but {pages.num_used} KV pages are in use and {pages.num_quarantined} in quarantine")
+        if pages.num_pages <= RECOUNT_PAGES:
             self._parts.scheduler.check_integrity()
-            self._parts.pages.check_integrity()
-        self._was_idle = is_idle
 
     def _load(self) -> Load:
         scheduler, pages = self._parts.scheduler.load(), self._parts.pages

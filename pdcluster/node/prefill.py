@@ -9,7 +9,7 @@ write may still read is never reused. Owned by the node loop's thread; no socket
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 
 from pdcluster import errors
@@ -46,6 +46,7 @@ class PrefillLeg:
     pushed: int = 0
     """Tokens before it were pushed; of those from it on, `layers_pushed` layers were."""
     layers_pushed: int = 0
+    source: list[int] = field(default_factory=list)
     first_token: int | None = None
     first_logprobs: TokenLogprobs | None = None
     scheduled_at: float | None = None
@@ -114,6 +115,8 @@ class PrefillSide:
         if leg is None or leg.router != router:
             self._refuse(router, ticket.request, ticket.attempt, "deliver", "this node has no KV for the request", 0.0)
             return
+        if leg.ticket is not None and leg.ticket.nonce == ticket.nonce:
+            return  # said again, because the router could not know that the first one came
         self._drop_ticket(leg, "a newer ticket came")
         if ticket.num_tokens != leg.num_tokens:
             self._refuse(
@@ -147,6 +150,11 @@ class PrefillSide:
         """The router's lease ended: nobody waits for its requests."""
         for leg in [leg for leg in self._legs.values() if leg.router == router]:
             self._end(leg, "router lost")
+
+    def keep_only(self, router: Peer, awaited: Set[tuple[str, int]]) -> None:
+        """The router (re)connected: legs it does not name are nobody's, because a Cancel was lost or could not be sent."""
+        for leg in [leg for leg in self._legs.values() if leg.router == router and (leg.request, leg.attempt) not in awaited]:
+            self._end(leg, "the router no longer waits for it")
 
     # ------------------------------------------------------------ what the scheduler and the writer report
 
@@ -274,11 +282,11 @@ class PrefillSide:
         """Hand the writer layers [first, end) of the tokens that were not pushed yet, and pin their pages."""
         assert leg.ticket is not None
         page_tokens, nonce = leg.ticket.page_tokens, leg.ticket.nonce
-        pages = leg.sequence.pages[leg.pushed // page_tokens : -(-end // page_tokens)].tolist()
-        if not leg.layers_pushed:
-            self._pages.acquire(pages)
-            self._pins[nonce].pages.extend(pages)
-        self._writer.push(nonce, pages, leg.pushed, end - leg.pushed, layers)
+        if not leg.layers_pushed:  # else the groups go on with the pages of the first one, which are pinned
+            leg.source = leg.sequence.pages[leg.pushed // page_tokens : -(-end // page_tokens)].tolist()
+            self._pages.acquire(leg.source)
+            self._pins[nonce].pages.extend(leg.source)
+        self._writer.push(nonce, leg.source, leg.pushed, end - leg.pushed, layers)
         leg.layers_pushed = layers[1]
         if leg.layers_pushed == self._groups.num_layers:
             leg.pushed, leg.layers_pushed = end, 0

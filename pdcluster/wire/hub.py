@@ -159,13 +159,13 @@ class Hub:
     def gaps(self) -> int:
         return self._gaps
 
-    def close(self) -> None:
-        """Close every socket of the hub; the context stays its owner's. Idempotent."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close every socket of the hub; the context stays its owner's. Idempotent. linger_s: how long frames to callers may still go out."""
         for dialer in self._dialers.values():
             dialer.close()
             dialer.release()
         self._dialers.clear()
-        self._router.close(0)
+        self._router.close(int(linger_s * 1000))
         self._close_gatekeeper()
 
     # ------------------------------------------------------------ sending

@@ -36,13 +36,14 @@ from pdcluster.messages import (
     Reserved,
     Sampling,
     Scheduled,
+    Ticket,
     Timings,
     TokenRow,
     Work,
     pack_tokens,
 )
 from pdcluster_router.generation import Chunk, Route
-from pdcluster_router.legs import FromNode, Ledger, Leg, Lost
+from pdcluster_router.legs import FromNode, Ledger, Leg, Lost, Rewelcomed
 from pdcluster_router.policy import Choice, Query, pick_decode
 from pdcluster_router.view import ClusterView, NodeView
 
@@ -142,6 +143,7 @@ class Attempt:
         self._decode_node: NodeView | None = choice.decode
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
+        self._ticket: Ticket | None = None
         self._ticket_backend = ""
         self._avoid: set[str] = set()
         self._held: TokenRow | None = None
@@ -255,6 +257,8 @@ class Attempt:
             self._on_refused(leg, body)
         elif isinstance(body, Failed):
             self._on_leg_lost(leg, error_of(body))
+        elif isinstance(body, Rewelcomed):
+            self._say_again(leg)
         elif isinstance(body, Lost):
             self._on_leg_lost(leg, errors.NodeLost(f"node {leg.endpoint.node}: {body.reason}"))
         return []
@@ -277,6 +281,8 @@ class Attempt:
             self._commit_by = self._clock() + self._stages.transfer_s if self._is_reserved else None
             if not self._is_reserved:
                 self._held = row
+                if self._decode is None and self._reserve_at is None:
+                    self._reserve_anywhere()  # its Scheduled was lost
                 return []
         else:
             self._decode_spoke = True
@@ -289,13 +295,23 @@ class Attempt:
             return []
         self._is_reserved = True
         self._ticket_backend = message.ticket.reader.adverts[0][0] if message.ticket.reader.adverts else ""
-        try:
-            self._cluster.send(self._prefill.endpoint, Deliver(message.ticket))
-        except errors.NodeLost as error:
-            self._on_leg_lost(self._prefill, error)
+        self._ticket = message.ticket
+        self._deliver(message.ticket)
         if self._held is not None:
             self._commit_by = self._clock() + self._stages.transfer_s
         return self._emit_held()
+
+    def _deliver(self, ticket: Ticket) -> None:
+        assert self._prefill is not None
+        try:
+            self._cluster.send(self._prefill.endpoint, Deliver(ticket))
+        except errors.NodeLost as error:
+            self._on_leg_lost(self._prefill, error)
+
+    def _say_again(self, leg: Leg) -> None:
+        """The ticket may have been lost with the link; a node that has it does nothing."""
+        if leg is self._prefill and self._is_reserved and self._ticket is not None and not self._is_delivered and not self._decode_spoke:
+            self._deliver(self._ticket)
 
     def _on_refused(self, leg: Leg, message: Refused) -> None:
         cause = refusal(message)
@@ -308,7 +324,7 @@ class Attempt:
             self._reserve_anywhere(message.retry_after_s)
         elif message.leg == "deliver":
             self._refused_deliveries += 1
-            self._decode_leg_failed(cause)
+            self._decode_leg_failed(errors.TransferError(f"KV could not be handed over: {message.reason}"))
         elif message.retryable:
             raise RetryAttempt(cause, leg.endpoint.incarnation)
         else:
@@ -440,8 +456,8 @@ def has_slack(node: NodeView) -> bool:
 
 
 def attempt_of(body: object) -> int | None:
-    """The attempt a message speaks of; None for Lost, which is about the whole node."""
-    if isinstance(body, TokenRow | Finished | Scheduled | Delivered | Refused | Failed):
+    """The attempt a message speaks of; None when it is about the whole node."""
+    if isinstance(body, TokenRow | Finished | Scheduled | Delivered | Refused | Failed | Lost):
         return body.attempt
     if isinstance(body, Reserved):
         return body.ticket.attempt

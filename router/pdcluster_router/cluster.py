@@ -172,8 +172,9 @@ class Cluster:
         elif isinstance(message, Reserved):
             self._deliver(message.ticket.request, incarnation, message)
         elif isinstance(message, Welcome):
-            for request, _ in message.lost:
-                self._deliver(request, incarnation, Lost("it does not know the request (any more)"))
+            for request, attempt in message.lost:
+                self._deliver(request, incarnation, Lost("it does not know the request (any more)", attempt))
+            self.ledger.rewelcome(incarnation)
             self._notify()
         elif isinstance(message, Load):
             state.load = message
@@ -235,7 +236,10 @@ class Cluster:
         waiting: asyncio.Future[FileChunk] = asyncio.get_running_loop().create_future()
         self._files[incarnation, name] = waiting
         try:
-            self.send(self._nodes[incarnation].endpoint, FetchFile(name, offset))
+            state = self._nodes.get(incarnation)
+            if state is None:
+                raise NodeLost(f"the node that was asked for {name} left the cluster")
+            self.send(state.endpoint, FetchFile(name, offset))
             async with asyncio.timeout(timeout_s):
                 return await waiting
         finally:

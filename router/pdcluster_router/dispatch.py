@@ -171,9 +171,9 @@ class RetryBudget:
     def spend(self, failure: RetryAttempt, job: Job, now: float) -> float:
         """Seconds to wait before the next attempt; raises the cause when there must not be one."""
         if isinstance(failure.cause, errors.Overloaded):
-            if now >= self._hold_until:
+            if now >= min(self._hold_until, job.deadline):
                 raise failure.cause
-            return min(failure.cause.retry_after_s, self._hold_until - now)
+            return min(failure.cause.retry_after_s, self._hold_until - now, job.deadline - now)
         if failure.incarnation is not None:
             job.excluded.add(failure.incarnation)
         self._failures += 1

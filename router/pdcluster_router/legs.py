@@ -25,12 +25,18 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The node's link is gone, or this boot of it does not know the attempt (any more)."""
+    """The node's link is gone (attempt None), or this boot of it does not know the attempt (any more)."""
 
     reason: str
+    attempt: int | None = None
 
 
-Body = Message | TokenRow | Lost
+@dataclass(frozen=True, slots=True)
+class Rewelcomed:
+    """The link to the node was cut and is there again: what was sent meanwhile may be lost."""
+
+
+Body = Message | TokenRow | Lost | Rewelcomed
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,10 @@ class Ledger:
             return False
         inbox.put_nowait(FromNode(incarnation, body))
         return True
+
+    def rewelcome(self, incarnation: str) -> None:
+        for leg in list(self._legs.get(incarnation, {}).values()):
+            self.deliver(leg.request, incarnation, Rewelcomed())
 
     def lose_node(self, incarnation: str, reason: str) -> None:
         for leg in list(self._legs.get(incarnation, {}).values()):

@@ -54,10 +54,13 @@ def best(candidates: list[Candidate]) -> NodeView:
 
 
 def usable(view: ClusterView, query: Query) -> list[NodeView]:
-    """Nodes that take work and have not failed this request; those that failed it only when there is no other."""
-    accepting = [node for node in view.nodes if node.accepts_work and node.max_len >= query.num_tokens]
-    fresh = [node for node in accepting if node.endpoint.incarnation not in query.excluded]
-    return fresh or accepting
+    """Nodes that take work and are large enough."""
+    return [node for node in view.nodes if node.accepts_work and node.max_len >= query.num_tokens]
+
+
+def fresh(nodes: list[NodeView], query: Query) -> list[NodeView]:
+    """Those that have not failed this request; those that have only when there is no other."""
+    return [node for node in nodes if node.endpoint.incarnation not in query.excluded] or nodes
 
 
 def pick(view: ClusterView, query: Query, force: Force = "auto") -> Choice:
@@ -67,9 +70,11 @@ def pick(view: ClusterView, query: Query, force: Force = "auto") -> Choice:
     nodes = usable(view, query)
     if not nodes:
         raise Unavailable(f"none of {len(view.nodes)} known nodes takes work now; see that nodes are up and not draining")
+    if force != "remote":
+        nodes = fresh(nodes, query)
     scored = [score(node, query) for node in nodes]
-    prefills = [c for c in scored if c.node.role != "decode"]
-    decodes = [c for c in scored if c.node.role != "prefill"]
+    prefills = [score(node, query) for node in fresh([node for node in nodes if node.role != "decode"], query)]
+    decodes = [score(node, query) for node in fresh([node for node in nodes if node.role != "prefill"], query)]
     if force == "local" or (force == "auto" and not (prefills and decodes)):
         return Choice("local", None, best(scored), tuple(scored))
     if not (prefills and decodes):

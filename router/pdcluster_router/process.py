@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: RouterConfig) -> int:
-    """Serve until a signal; the exit code is 0 after a drain."""
+    """Serve until a signal; the exit code is 0 after a drain, 1 when a part of the router failed."""
     return uvloop.run(_serve(config))
 
 
@@ -46,8 +46,11 @@ async def _serve(config: RouterConfig) -> int:
         stack.callback(cluster.close)
         models = Models(cluster, config.tokenizer)
         dispatch = Dispatch(cluster, models, dispatch_settings(config))
+        tasks: list[_running] = []
         for work in (cluster.follow(watch(config.bootstrap)), models.keep_loaded()):
-            await stack.enter_async_context(_running(work, stop))
+            task = _running(work, stop)
+            tasks.append(task)
+            await stack.enter_async_context(task)
         metrics = router_metrics()
         metrics.registry.register(NodeCollector(cluster))
         app = create_app(dispatch, http_settings(config), metrics)
@@ -55,8 +58,9 @@ async def _serve(config: RouterConfig) -> int:
         announce(config.ready_fd, address, name=name)
         logger.info("router %s serves http://%s", name, address)
         await stop.wait()
+        failed = any(task.failed for task in tasks)
         logger.info("draining: %d requests are open", cluster.ledger.num_requests())
-    return 0
+    return 1 if failed else 0
 
 
 def wire_settings(config: RouterConfig) -> WireSettings:
@@ -74,6 +78,7 @@ class _running:
     def __init__(self, work: Coroutine[None, None, None], stop: asyncio.Event) -> None:
         self._work = work
         self._stop = stop
+        self.failed = False
 
     async def __aenter__(self) -> None:
         self._task = asyncio.create_task(self._work)
@@ -85,5 +90,6 @@ class _running:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
+            self.failed = True
             logger.error("a task of the router failed: the router stops", exc_info=error)
             self._stop.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from typing import Protocol
@@ -24,7 +25,12 @@ class Progress:
         """Readable when a layer was done after which the step was asked to ring."""
 
     def begin(self, bells: tuple[int, ...]) -> None:
-        """A step starts; ring after these numbers of its layers."""
+        """A step is about to start: no layer of it is done, and no ring of an earlier one is left. Ring after these numbers of its layers.
+
+        Called by the thread that launches, before the worker sees the step: a late look at an earlier step's bell must not find this one's KV
+        done."""
+        with contextlib.suppress(BlockingIOError):  # it did not ring, or was heard
+            os.eventfd_read(self.bell_fd)
         self._start = self._cell.value
         self._bells = bells
 

@@ -76,6 +76,21 @@ def test_the_descriptor_is_readable_from_the_end_of_a_step_until_it_is_collected
     assert not readable(engine.done_fd)
 
 
+def test_a_bell_that_nobody_heard_says_nothing_about_the_next_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise pages whose KV is not computed yet would be taken for done, and sent."""
+    engine.launch(StepPlan((row(),), bells=(1, 2)))
+    engine.collect(10)
+    assert engine.layers_done == SHAPE.num_layers
+    gate = threading.Event()
+    forward = engine._model.forward
+    monkeypatch.setattr(engine._model, "forward", lambda batch, progress: (gate.wait(10), forward(batch, progress))[1])
+    engine.launch(StepPlan((row(),), bells=(1,)))
+    assert engine.layers_done == 0 and not readable(engine.layer_fd)
+    gate.set()
+    engine.collect(10)
+    assert readable(engine.layer_fd)
+
+
 def test_progress_advances_by_layers_and_may_live_in_shared_memory(config: EngineConfig) -> None:
     cell = ctypes.c_uint64()
     engine = Engine(config, Progress(cell))
