@@ -24,6 +24,7 @@ import numpy as np
 
 from bench.report import Row, print_rows, row, write_json
 from bench.transfer_ends import HOST, Address, Near, Shape, Sink
+from pdcluster.transfer.base import WriteStatus
 
 BACKENDS = ("shm", "tcp", "mooncake")
 GOALS = {("shm", False): 0.85, ("shm", True): 0.65, ("tcp", True): 0.9, ("mooncake", True): 0.9}
@@ -95,13 +96,14 @@ def seconds_of_socket(near: Near, nbytes: int, repeats: int) -> list[float]:
 
 
 def seconds_of_engine(near: Near, nbytes: int, repeats: int) -> list[float]:
-    from pdcluster.transfer.mooncake_engine import Engine, MooncakeSettings
+    from pdcluster.transfer.mooncake import MooncakeEngine
+    from pdcluster.transfer.staging import StagedSettings
 
     near.pipe.send(Sink("mooncake", nbytes, repeats))
     address = near.pipe.receive()
     assert isinstance(address, Address)
     source = np.ones(nbytes, dtype=np.uint8)
-    engine = Engine(MooncakeSettings(host=HOST))
+    engine = MooncakeEngine(StagedSettings(host=HOST))
     engine.register(source.ctypes.data, nbytes)
 
     def move() -> float:
@@ -111,11 +113,14 @@ def seconds_of_engine(near: Near, nbytes: int, repeats: int) -> list[float]:
         while left or flying:
             while left and len(flying) < ENTRIES:
                 offset, count = left.pop()
-                flying.append(engine.submit(address.text, source.ctypes.data + offset, address.number + offset, count))
-            codes = {batch: engine.check(batch) for batch in flying}
-            if any(code < 0 for code in codes.values()):
+                batch = engine.submit(address.text, source.ctypes.data + offset, address.number + offset, count)
+                if batch is None:
+                    raise RuntimeError("Mooncake refused a write of the ceiling")
+                flying.append(batch)
+            states = {batch: engine.check(batch) for batch in flying}
+            if WriteStatus.UNKNOWN in states.values():
                 raise RuntimeError("Mooncake failed a write of the ceiling")
-            flying = [batch for batch in flying if not codes[batch]]
+            flying = [batch for batch in flying if states[batch] is WriteStatus.PENDING]
             time.sleep(0.0001)
         return time.perf_counter() - begin
 

@@ -171,9 +171,10 @@ def swallow(pipe: Pipe, message: Sink) -> None:
     """The receiving side of a ceiling."""
     buffer = np.ones(message.nbytes, dtype=np.uint8)
     if message.kind == "mooncake":
-        from pdcluster.transfer.mooncake_engine import Engine, MooncakeSettings
+        from pdcluster.transfer.mooncake import MooncakeEngine
+        from pdcluster.transfer.staging import StagedSettings
 
-        engine = Engine(MooncakeSettings(host=HOST))
+        engine = MooncakeEngine(StagedSettings(host=HOST))
         engine.register(buffer.ctypes.data, buffer.nbytes)
         pipe.send(Address(engine.session, buffer.ctypes.data))
         pipe.receive()  # near is done

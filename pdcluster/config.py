@@ -24,7 +24,7 @@ from pdcluster.messages import Role
 
 T = TypeVar("T")
 
-BackendName = Literal["auto", "shm", "tcp", "mooncake"]
+BackendName = Literal["auto", "shm", "tcp", "mooncake", "nixl"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 Mode = Literal["auto", "remote", "local"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -72,9 +72,9 @@ def key(default: T, kind: Kind[T], help: str, *, flag: str = "", secret: bool = 
 
 
 def backend(raw: object) -> BackendName:
-    if raw == "nixl":
-        raise ValueError("nixl is not built yet; use auto, shm, tcp or mooncake")
-    return cast(BackendName, choice("auto", "shm", "tcp", "mooncake")(raw))
+    if raw == "cuda_ipc":
+        raise ValueError("cuda_ipc is not built yet; use auto, shm, tcp, mooncake or nixl")
+    return cast(BackendName, choice("auto", "shm", "tcp", "mooncake", "nixl")(raw))
 
 
 def no_grpc_yet(raw: object) -> None:
@@ -158,7 +158,7 @@ class SchedulerConfig:
 class TransferConfig:
     """How KV moves between nodes."""
 
-    backend: BackendName = key("auto", backend, "auto, shm, tcp or mooncake", flag="transfer")
+    backend: BackendName = key("auto", backend, "auto, shm, tcp, mooncake or nixl", flag="transfer")
     host: str = key("127.0.0.1", text, "address the transfer engine listens on and tells its peers")
     deadline_s: float = key(30.0, duration(0.001), "longest time of one ticket from its delivery to its acknowledgement")
     retries: int = key(3, integer(0, 100), "times a chunk is written again before its ticket fails")
@@ -258,7 +258,7 @@ class UpConfig(Section):
     decode: int = key(1, integer(0, 64), "decode nodes")
     mixed: int = key(0, integer(0, 64), "nodes that do both")
     tp: int = key(1, integer(1, 64), "ranks of one node (only 1 is built yet)")
-    transfer: BackendName = key("auto", backend, "auto, shm, tcp or mooncake")
+    transfer: BackendName = key("auto", backend, "auto, shm, tcp, mooncake or nixl")
     http: str = key("127.0.0.1:8000", address, "HOST:PORT of the OpenAI API")
     grpc: None = key(None, no_grpc_yet, "HOST:PORT of the gRPC API (not built yet)")
     device: Literal["cpu", "cuda"] = key("cpu", choice("cpu", "cuda"), "cpu or cuda")

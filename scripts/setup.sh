@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that `make demo` and `make test` need, in .venv: pinned dependencies (constraints.txt), torch as a CPU build where one can be
-# had, and libibverbs1 for the mooncake transfer engine. Run again it returns at once, until one of the files that it depends on changes.
+# had, and libibverbs1 for the mooncake transfer engine; mooncake and nixl are left out where they can not be had. Run again it returns at
+# once, until one of the files that it depends on changes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -85,6 +86,13 @@ install_mooncake() {
         || say "skipped: the mooncake transfer engine has no package for this machine (see $LOG); shm and tcp work"
 }
 
+install_nixl() {
+    [ "$(uname -s)" = Linux ] || return 0
+    say "installing nixl (about 70 MB)"
+    pip_install --no-deps --timeout 15 --retries 1 nixl-cu12 \
+        || say "skipped: nixl has no package for this machine (see $LOG); its tests are skipped, the other backends work"
+}
+
 main() {
     if command -v flock >/dev/null; then
         exec 9<scripts/setup.sh
@@ -100,6 +108,7 @@ main() {
     must_install hatchling editables
     must_install -e '.[node,dev]' --no-build-isolation
     install_mooncake
+    install_nixl
     fingerprint >$STAMP
     say "done"
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import itertools
 import json
 import os
@@ -28,12 +29,16 @@ from pdcluster.errors import IntegrityError, PeerUnreachable
 from pdcluster.transfer.base import Backend, Fence, Handle, Peer, Permit, Run, Stamp, WriteStatus
 from pdcluster.transfer.choose import create_backends
 from pdcluster.transfer.fake import FakeBackend, FakeNetwork
-from pdcluster.transfer.mooncake import MooncakeBackend
-from pdcluster.transfer.mooncake_engine import Engine, MooncakeSettings, environment
+from pdcluster.transfer.mooncake import MooncakeEngine, environment
+from pdcluster.transfer.nixl import PACKAGES, NixlEngine
+from pdcluster.transfer.nixl import environment as nixl_environment
+from pdcluster.transfer.staged import StagedBackend
+from pdcluster.transfer.staging import Engine, StagedSettings
 
 NBYTES = 1 << 20
-REAL = ("shm", "tcp", "mooncake")
-CHECKS_PERMITS = ("tcp", "mooncake", "fake")
+HAS_NIXL = any(importlib.util.find_spec(package) for package in PACKAGES)
+REAL = ("shm", "tcp", "mooncake", pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="the package nixl-cu12 is not installed")))
+CHECKS_PERMITS = (*REAL[1:], "fake")
 PEER_SCRIPT = Path(__file__).with_name("transfer_peer.py")
 
 
@@ -103,18 +108,18 @@ class Ends:
         self.target.drop()
 
 
-ENGINES: dict[Peer, Engine] = {}
-"""Mooncake's engines take seconds to start and to end; in this process each end uses the same one all the time."""
+ENGINES: dict[tuple[str, Peer], Engine] = {}
+"""Libraries take seconds to start and to end; in this process each end uses the same one all the time."""
 
 
 def start(name: str, peer: Peer) -> Backend:
-    if name == "mooncake":
-        settings = MooncakeSettings(block_bytes=1 << 20, blocks=8)
-        set_library_environment(environment(settings))
-        if peer not in ENGINES:
-            ENGINES[peer] = Engine(settings)
-        return MooncakeBackend(peer, settings, engine=ENGINES[peer])
-    return create_backends(name, peer, host="127.0.0.1", staging_bytes=8 << 20)[name]
+    if name not in ("mooncake", "nixl"):
+        return create_backends(name, peer, host="127.0.0.1", staging_bytes=8 << 20)[name]
+    settings = StagedSettings(block_bytes=1 << 20, blocks=8)
+    set_library_environment((environment if name == "mooncake" else nixl_environment)(settings))
+    if (name, peer) not in ENGINES:
+        ENGINES[name, peer] = MooncakeEngine(settings) if name == "mooncake" else NixlEngine(peer)
+    return StagedBackend(peer, name, ENGINES[name, peer], settings, owns_engine=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -268,7 +273,7 @@ def test_an_advert_that_is_no_advert_is_refused(ends: Ends) -> None:
 
 def test_a_revoke_in_the_middle_of_a_stream_of_writes_stops_it_at_once() -> None:
     """FENCED means now: what is in memory when `revoke` returns stays."""
-    for name in ("tcp", "mooncake"):
+    for name in ("tcp", "mooncake", *(["nixl"] if HAS_NIXL else [])):
         ends = Ends(name, 32 << 20)
         ends.connect()
         ends.permit()
@@ -321,17 +326,17 @@ def test_garbage_on_the_socket_is_dropped_and_counted_and_others_go_on(name: str
     ends.close()
 
 
-@pytest.mark.parametrize("name", ["tcp", "mooncake"])
+@pytest.mark.parametrize("name", REAL[1:])
 @pytest.mark.parametrize("frame", ["random", "huge", "many runs", "not adding up"])
 def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, frame: str) -> None:
-    from pdcluster.transfer import links, mooncake, tcp
+    from pdcluster.transfer import links, staged, tcp
 
     ends = Ends(name)
     ends.connect()
     ends.permit()
     link = links.connect(Peer("x", "x1"), READER, links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20)
-    if name == "mooncake":
-        mooncake._read_grant(link)
+    if name != "tcp":
+        staged._read_grant(link)
     frames = {
         "tcp": {
             "random": random.Random(3).randbytes(200),
@@ -339,14 +344,14 @@ def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, fra
             "many runs": tcp.FRAME.pack(tcp.WRITE_MAGIC, 1 << 31, 7, 0, 1, 0, 64),
             "not adding up": tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + tcp.RUN.pack(0, 65),
         },
-        "mooncake": {
+        "staged": {
             "random": random.Random(3).randbytes(200),
-            "huge": mooncake.NOTICE.pack(mooncake.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 1 << 60),
-            "many runs": mooncake.NOTICE.pack(mooncake.NOTICE_MAGIC, 0, 1 << 31, 7, 0, 1, 0, 64, 64),
-            "not adding up": mooncake.NOTICE.pack(mooncake.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + mooncake.RUN.pack(0, 65),
+            "huge": staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 1 << 60),
+            "many runs": staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1 << 31, 7, 0, 1, 0, 64, 64),
+            "not adding up": staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + staged.RUN.pack(0, 65),
         },
     }
-    link.send(frames[name][frame])
+    link.send(frames["tcp" if name == "tcp" else "staged"][frame])
     eventually(lambda: ends.reader.counters["bad_frame"] == 1, "the bad frame is counted")
     link.sock.close()
     assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
@@ -413,7 +418,7 @@ def writes_again(ends: Ends) -> bool:
 
 
 def descriptors() -> Counter[str]:
-    """Open descriptors by kind, without those that an idle Mooncake engine of an earlier test may open or close meanwhile."""
+    """Open descriptors by kind, without those that an idle library of an earlier test may open or close meanwhile."""
     targets = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
     return Counter(target.split(":")[0].split("[")[0] for target in targets if not ENGINES or "socket" not in target)
 

@@ -36,7 +36,10 @@ LEVELS: dict[str, float] = {
     "pdcluster.transfer.mooncake": 3,
     "pdcluster.transfer.moving": 3,
     "pdcluster.transfer.moving_kernel": 3,
+    "pdcluster.transfer.nixl": 3,
     "pdcluster.transfer.shm": 3,
+    "pdcluster.transfer.staged": 3,
+    "pdcluster.transfer.staging": 2,
     "pdcluster.transfer.tcp": 3,
     "pdcluster.wire": 3,
     "pdcluster.rpc": 3,
@@ -49,7 +52,7 @@ LEVELS: dict[str, float] = {
     "pdcluster.launch": 7,
     "pdcluster.cli": 8,
 }
-HEAVY = {"torch", "transformers", "numba", "safetensors", "zmq", "grpc", "google", "uvicorn", "mooncake", "nixl", "ray"}
+HEAVY = {"torch", "transformers", "numba", "safetensors", "zmq", "grpc", "google", "uvicorn", "mooncake", "nixl_cu12", "nixl_cu13", "ray"}
 MODEL_LIBRARIES = {"torch", "transformers", "numba", "safetensors"}
 
 

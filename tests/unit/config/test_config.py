@@ -111,7 +111,7 @@ def test_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> N
         ("node.scheduler.max_rows", "1.5", "whole number from 1"),
         ("node.deterministic", "maybe", "true or false"),
         ("node.cores", "a-b", "CPU cores"),
-        ("node.transfer.backend", "nixl", "not built yet"),
+        ("node.transfer.backend", "cuda_ipc", "cuda_ipc is not built yet"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_name_and_the_way_out(path: str, raw: str, what: str) -> None:
@@ -125,7 +125,7 @@ def test_a_wrong_value_is_refused_with_its_name_and_the_way_out(path: str, raw: 
     [
         ({"up.tp": "2"}, "tensor parallel is not built yet"),
         ({"up.grpc": "127.0.0.1:50051"}, "gRPC front door is not built yet"),
-        ({"up.transfer": "nixl"}, "not built yet"),
+        ({"up.transfer": "cuda_ipc"}, "cuda_ipc is not built yet"),
         ({"up.device": "cuda"}, "--mixed 1"),
         ({"up.prefill": "0", "up.decode": "0"}, "at least one node"),
         ({"up.decode": "0"}, "--decode 1"),

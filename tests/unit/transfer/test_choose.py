@@ -21,14 +21,14 @@ def test_auto_is_shared_memory_then_tcp() -> None:
             backend.shutdown()
 
 
-@pytest.mark.parametrize("name", ["nixl", "cuda_ipc", "mooncake-rdma"])
+@pytest.mark.parametrize("name", ["cuda_ipc", "mooncake-rdma"])
 def test_what_is_not_built_yet_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} .* is not built yet; use auto, shm, tcp, mooncake"):
+    with pytest.raises(ConfigError, match=f"{name} .* is not built yet; use auto, shm, tcp, mooncake, nixl"):
         create_backends(name, ME, host="127.0.0.1", staging_bytes=1 << 20)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="no transfer backend 'smoke'; use auto, shm, tcp, mooncake"):
+    with pytest.raises(ConfigError, match="no transfer backend 'smoke'; use auto, shm, tcp, mooncake, nixl"):
         create_backends("smoke", ME, host="127.0.0.1", staging_bytes=1 << 20)
 
 
