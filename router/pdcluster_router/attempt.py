@@ -123,9 +123,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class StageDeadlines:
-    """Seconds a stage may take. handshake: Reserve → answer; transfer: first token → the decode node's first frame; hold: between two tries to
+    """Seconds a stage may take. queue: Prefill → Scheduled or a token; liveness: from one row of a decoding request to the next; handshake: Reserve → answer; transfer: first token → the decode node's first frame; hold: between two tries to
     reserve when no decode node says when to come back."""
 
+    queue_s: float = 120.0
+    liveness_s: float = 30.0
     handshake_s: float = 5.0
     transfer_s: float = 30.0
     hold_s: float = 0.05
@@ -155,6 +157,8 @@ class Attempt:
         self._reserve_at: float | None = None
         self._answer_by: float | None = None
         self._commit_by: float | None = None
+        self._scheduled_by: float | None = None
+        self._row_by: float | None = None
         self.prefill_timings = Timings()
         self.finished: Finished | None = None
         self._finished_by: Leg | None = None
@@ -165,6 +169,7 @@ class Attempt:
 
     def start(self) -> None:
         """Send the first frames. Raises RetryAttempt when a node is already gone."""
+        self._scheduled_by = self._clock() + self._stages.queue_s
         if self._mode == "local":
             assert self._decode_node is not None
             self._decode = self._enter(self._decode_node.endpoint, self._job.next_attempt())
@@ -211,7 +216,10 @@ class Attempt:
 
     def next_deadline(self) -> float:
         """The moment at which `expire` has something to do."""
-        return min(moment for moment in (self._job.deadline, self._reserve_at, self._answer_by, self._commit_by) if moment is not None)
+        return min(moment for moment in (self._job.deadline, *self._clocks()) if moment is not None)
+
+    def _clocks(self) -> tuple[float | None, ...]:
+        return self._reserve_at, self._answer_by, self._commit_by, self._scheduled_by, self._row_by
 
     def expire(self) -> None:
         """Act on the clocks that ran out; raises RetryAttempt or DeadlineExceeded."""
@@ -225,6 +233,14 @@ class Attempt:
             self._reserve_anywhere()
         if self._answer_by is not None and now >= self._answer_by:
             self._decode_leg_failed(errors.DeadlineExceeded("the decode node did not answer Reserve", "handshake"))
+        if self._scheduled_by is not None and now >= self._scheduled_by:
+            first = self._prefill or self._decode
+            assert first is not None
+            late = errors.DeadlineExceeded(f"node {first.endpoint.node} did not schedule the prompt within {self._stages.queue_s:g} s", "queue")
+            raise RetryAttempt(late, first.endpoint.incarnation)
+        if self._row_by is not None and now >= self._row_by and self._decode is not None:
+            quiet = errors.DeadlineExceeded(f"no token from node {self._decode.endpoint.node} for {self._stages.liveness_s:g} s", "liveness")
+            raise RetryAttempt(quiet, self._decode.endpoint.incarnation)
         if self._commit_by is not None and now >= self._commit_by:
             self._decode_leg_failed(errors.DeadlineExceeded("the decode node got no commit", "transfer"))
 
@@ -246,6 +262,7 @@ class Attempt:
         if isinstance(body, Reserved):
             return self._on_reserved(leg, body)
         if isinstance(body, Scheduled):
+            self._scheduled_by = None
             if self._decode is None and self._reserve_at is None:
                 self._reserve_anywhere()
         elif isinstance(body, Delivered):
@@ -273,6 +290,7 @@ class Attempt:
         return None
 
     def _on_tokens(self, leg: Leg, row: TokenRow) -> list[Chunk]:
+        self._scheduled_by = None
         if self._state is State.PREFILLING:
             self._state = advance(ATTEMPT, self._state, "token")
         if leg is self._prefill:
@@ -287,6 +305,7 @@ class Attempt:
         else:
             self._decode_spoke = True
             self._commit_by = None
+            self._row_by = self._clock() + self._stages.liveness_s
         return self._emit(row)
 
     def _on_reserved(self, leg: Leg, message: Reserved) -> list[Chunk]:

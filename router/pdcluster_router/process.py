@@ -68,7 +68,8 @@ def wire_settings(config: RouterConfig) -> WireSettings:
 
 
 def dispatch_settings(config: RouterConfig) -> DispatchSettings:
-    stages = StageDeadlines(handshake_s=config.stages.handshake_s, transfer_s=config.stages.transfer_s)
+    own = config.stages
+    stages = StageDeadlines(queue_s=own.queue_s, liveness_s=own.liveness_s, handshake_s=own.handshake_s, transfer_s=own.transfer_s)
     return DispatchSettings(force=config.mode, retries=config.retry_budget, hold_s=config.stages.queue_s, stages=stages)
 
 

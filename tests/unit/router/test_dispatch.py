@@ -193,6 +193,64 @@ async def test_a_silent_node_runs_into_the_request_deadline() -> None:
     assert cluster.sent_to("m0", m.Cancel)
 
 
+@pytest.mark.parametrize(("first_row", "stage"), [(False, "did not schedule the prompt"), (True, "no token from node m0")])
+async def test_a_node_that_lives_but_says_nothing_is_left(first_row: bool, stage: str) -> None:
+    cluster = FakeCluster([make_node("m0", "mixed"), make_node("m1", "mixed", in_flight=5)])
+
+    def stall(message: m.Message, answer) -> None:
+        if isinstance(message, m.Prefill) and first_row:
+            answer(m.TokenRow("r1", message.work.attempt, 0, (100,)))
+
+    def serve(message: m.Message, answer) -> None:
+        if isinstance(message, m.Prefill):
+            emitted = len(message.work.token_ids) // 4 - message.work.num_prompt
+            answer(m.TokenRow("r1", message.work.attempt, emitted, tuple(EXPECTED[emitted:])))
+            answer(m.Finished("r1", message.work.attempt, "length", 4, m.Timings()))
+
+    cluster.handlers = {"m0": stall, "m1": serve}
+    stages = StageDeadlines(queue_s=0.05, liveness_s=0.05)
+    tokens, done = await collect(Dispatch(cluster, NoModels(), DispatchSettings(stages=stages)), make_generation())
+    assert tokens == EXPECTED and done.attempts == 2
+    assert stage in cluster.sent_to("m0", m.Cancel)[0].reason
+
+
+@pytest.mark.parametrize(("times", "mode", "attempts"), [(1, "remote", 1), (3, "local", 2), (99, "local", 2)])
+async def test_a_delivery_that_keeps_breaking_is_a_failure_and_not_want_of_room(times: int, mode: str, attempts: int) -> None:
+    """Otherwise a pair that cannot exchange KV would be tried for as long as requests may wait for room."""
+    cluster, pair, dispatch = make_pair()
+    inner, broken = cluster.handlers["p0"], []
+
+    def break_deliveries(message: m.Message, answer) -> None:
+        if isinstance(message, m.Deliver) and len(broken) < times:
+            broken.append(message)
+            answer(m.Refused("r1", message.ticket.attempt, "deliver", "the medium broke", 0.05))
+        else:
+            inner(message, answer)
+
+    cluster.handlers["p0"] = break_deliveries
+    tokens, done = await collect(dispatch, make_generation())
+    assert tokens == EXPECTED
+    assert (done.route.mode, done.attempts) == (mode, attempts), "a decode node that cannot be reached is left out in the end"
+    assert pair.num_tokens == 4
+
+
+async def test_a_ticket_that_was_lost_with_the_link_is_said_again() -> None:
+    cluster, pair, dispatch = make_pair()
+    inner, lost = cluster.handlers["p0"], []
+
+    def lose_first(message: m.Message, answer) -> None:
+        if isinstance(message, m.Deliver) and not lost:
+            lost.append(message)
+            cluster.ledger.rewelcome("p0-boot")
+        else:
+            inner(message, answer)
+
+    cluster.handlers["p0"] = lose_first
+    tokens, done = await collect(dispatch, make_generation())
+    assert tokens == EXPECTED and done.attempts == 1 and pair.num_tokens == 4
+    assert cluster.sent_to("p0", m.Deliver)[1] == lost[0]
+
+
 async def test_a_client_that_leaves_cancels_both_legs() -> None:
     cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode")])
     events = make_dispatch(cluster).generate(make_generation())
