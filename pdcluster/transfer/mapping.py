@@ -24,6 +24,7 @@ class MappedMemory:
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise  # holds no GIL, unlike mmap's own
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._next = 0
+        self.is_populated = False
 
     def populate(self, offset: int, nbytes: int) -> None:
         """What of these bytes was not entered yet. A kernel that can not is left to fault pages in."""
@@ -37,6 +38,7 @@ class MappedMemory:
         """The next block that was not entered; False when all were."""
         block = self._entered.find(0, self._next)
         if block < 0:
+            self.is_populated = True
             return False
         self.populate(block * POPULATE_BYTES, 1)
         self._next = block + 1

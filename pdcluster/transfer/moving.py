@@ -21,12 +21,16 @@ from numpy.typing import NDArray
 
 LOG = logging.getLogger(__name__)
 
-BLOCK_BYTES = 128 << 10
+BLOCK_BYTES = 64 << 10
 """Digested, then copied (or the other way round): both times from the second-level cache."""
 REMEMBERED = 8192
 
-Move = tuple[int, int, int]
-"""Addresses of target (0: only digest) and source, number of bytes."""
+Table = NDArray[np.uint64]
+"""Rows of addresses of target (0: only digest) and source, and number of bytes."""
+
+
+def table_of(moves: Iterable[tuple[int, int, int]]) -> Table:
+    return np.array(list(moves), dtype=np.uint64).reshape(-1, 3)
 
 
 class _Native:
@@ -63,33 +67,30 @@ class GilWaits:
 class Payload:
     """The bytes of one write in wire order, moved on by `advance`. Used by one thread; what its addresses name must stay mapped."""
 
-    def __init__(self, moves: Iterable[Move], *, digests: bool, after: bool = False, waits: GilWaits | None = None) -> None:
+    def __init__(self, table: Table, *, digests: bool, after: bool = False, waits: GilWaits | None = None) -> None:
         """after: digest the target once it is copied, not the source before."""
-        self._moves = deque(moves)
+        self._table = table
         self._after = after
         self._waits = waits
         self._native = native()
         self._state = 0
         self._hash = xxhash.xxh3_64() if digests and self._native is None else None
-        if self._native is not None:
-            self._prepare(self._native, digests)
-
-    def _prepare(self, native: _Native, digests: bool) -> None:
-        if digests:
-            self._state = native.create() or 0
-            if not self._state:
-                raise MemoryError("no memory for the state of a digest")
-            native.reset(self._state)
         self._cursor = np.zeros(4, dtype=np.uint64)
-        self._calls = np.array([*native.calls, self._cursor.ctypes.data + 16], dtype=np.uint64)
-        self._table: NDArray[np.uint64] = np.array(self._moves, dtype=np.uint64).reshape(-1, 3)
-
-    def extend(self, moves: Iterable[Move]) -> None:
-        """More bytes at the end of a payload all of which was moved."""
-        self._moves = deque(moves)
         if self._native is not None:
-            self._table = np.array(self._moves, dtype=np.uint64).reshape(-1, 3)
-            self._cursor[:2] = 0
+            self._calls = np.array([*self._native.calls, self._cursor.ctypes.data + 16], dtype=np.uint64)
+            self._state = self._new_state(self._native) if digests else 0
+
+    def _new_state(self, native: _Native) -> int:
+        state = int(native.create() or 0)
+        if not state:
+            raise MemoryError("no memory for the state of a digest")
+        native.reset(state)
+        return state
+
+    def extend(self, table: Table) -> None:
+        """More bytes at the end of a payload all of which was moved."""
+        self._table = table
+        self._cursor[:2] = 0
 
     def advance(self, nbytes: int) -> None:
         """Copy and digest the next so many bytes, or what is left."""
@@ -101,18 +102,19 @@ class Payload:
             self._waits.seconds.append(time.monotonic() - int(self._cursor[2]) - int(self._cursor[3]) * 1e-9)
 
     def _advance_slowly(self, nbytes: int) -> None:
-        while nbytes and self._moves:
-            target, source, length = self._moves.popleft()
-            count = min(nbytes, length)
+        row, offset = int(self._cursor[0]), int(self._cursor[1])
+        while nbytes and row < len(self._table):
+            target, source, length = (int(each) for each in self._table[row])
+            count = min(nbytes, length - offset)
             if self._hash is not None and not self._after:
-                self._hash.update(_bytes(source, count))
+                self._hash.update(_bytes(source + offset, count))
             if target:
-                ctypes.memmove(target, source, count)
+                ctypes.memmove(target + offset, source + offset, count)
             if self._hash is not None and self._after:
-                self._hash.update(_bytes(target, count))
+                self._hash.update(_bytes(target + offset, count))
             nbytes -= count
-            if count < length:
-                self._moves.appendleft((target + count if target else 0, source + count, length - count))
+            row, offset = (row, offset + count) if offset + count < length else (row + 1, 0)
+        self._cursor[:2] = row, offset
 
     def digest(self) -> int:
         """xxh3-64 of what was moved so far."""

@@ -21,12 +21,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from pdcluster.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside
 from pdcluster.transfer.mapping import MappedMemory
-from pdcluster.transfer.moving import GilWaits, Payload, native
+from pdcluster.transfer.moving import GilWaits, Payload, native, table_of
 
 LOG = logging.getLogger(__name__)
 
@@ -186,21 +187,22 @@ class _Mover:
 
     def _copy(self, sock: socket.socket, write: _Write) -> None:
         mapping = self._maps.get(write.region)
-        size = 0 if mapping is None else mapping.nbytes
-        if mapping is None or not all(run.target >= 0 and run.nbytes > 0 and run.target + run.nbytes <= size for run in write.runs):
+        table = np.array([(run.target, run.source, run.nbytes) for run in write.runs], dtype=np.int64)
+        if mapping is None or table[:, (0, 2)].min() < 0 or (table[:, 0] + table[:, 2]).max() > mapping.nbytes:
             self._writes.settle(write.handle, WriteStatus.FAILED)
             return
-        for run in write.runs:
-            mapping.populate(run.target, run.nbytes)
-        moves = [(mapping.address + run.target, write.source.address + run.source, run.nbytes) for run in write.runs]
-        payload = Payload(moves, digests=write.digests, waits=self._waits)
+        if not mapping.is_populated:
+            for run in write.runs:
+                mapping.populate(run.target, run.nbytes)
+        runs = table[:, (0, 2)].tobytes() if len(table) <= MAX_NOTICE_RUNS else b""
+        table[:, :2] += (mapping.address, write.source.address)
+        payload = Payload(table.view(np.uint64), digests=write.digests, waits=self._waits)
         for _ in range(0, write.stamp.nbytes, BURST_BYTES):  # bounded, so that `end` is seen soon
             if self._ending:
                 raise ConnectionAbortedError("closed by this node")
             payload.advance(BURST_BYTES)
-        stamp, runs = write.stamp, write.runs if len(write.runs) <= MAX_NOTICE_RUNS else ()
-        header = NOTICE.pack(MAGIC, stamp.nonce, stamp.chunk, stamp.trial, write.region, stamp.nbytes)
-        self._notify(sock, header + b"".join(RUN.pack(run.target, run.nbytes) for run in runs))
+        stamp = write.stamp
+        self._notify(sock, NOTICE.pack(MAGIC, stamp.nonce, stamp.chunk, stamp.trial, write.region, stamp.nbytes) + runs)
         self._writes.settle(write.handle, WriteStatus.DONE, payload.digest() if write.digests else None)
 
     def _notify(self, sock: socket.socket, notice: bytes) -> None:
@@ -459,7 +461,7 @@ class ShmBackend:
 
     def _digest(self, region: Region, spans: list[tuple[int, int]]) -> int:
         """Of what lies in the pages. The writer copies in one thread and sends its notice after its copy, so this write can not land again."""
-        payload = Payload(((0, region.address + offset, length) for offset, length in spans), digests=True)
+        payload = Payload(table_of((0, region.address + offset, length) for offset, length in spans), digests=True)
         payload.advance(sum(length for _, length in spans))
         return payload.digest()
 
