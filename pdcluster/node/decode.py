@@ -13,6 +13,7 @@ from pdcluster import errors
 from pdcluster.kv.pages import PagePool
 from pdcluster.messages import Failed, Finished, Prefill, Refused, RefusedLeg, Reserve, Reserved, Timings, Work
 from pdcluster.node.legs import Ended, EndedLegs, Output, key_of
+from pdcluster.node.line import Line
 from pdcluster.node.outbox import Outbox
 from pdcluster.scheduler.scheduler import Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
@@ -20,6 +21,9 @@ from pdcluster.transfer.base import Peer
 from pdcluster.transfer.reader import Reader
 from pdcluster.transfer.session import Failed as TicketFailed
 from pdcluster.transfer.session import Landed, Reclaimed
+
+PLACE_RETRY_S = 0.1
+"""When to ask again behind somebody who waits for room."""
 
 
 @dataclass(slots=True)
@@ -48,6 +52,7 @@ class DecodeSide:
         self._outbox = outbox
         self._ended = ended
         self._clock = clock
+        self._line = Line()
         self._legs: dict[str, DecodeLeg] = {}
         self._by_key: dict[str, DecodeLeg] = {}
         self._by_nonce: dict[int, DecodeLeg] = {}
@@ -70,7 +75,7 @@ class DecodeSide:
         work = message.work
         self.cancel(work.request, work.attempt, "a newer attempt came")
         try:
-            pages = self._scheduler.reserve(sequence)
+            pages = self._take_room(work.request, sequence)
         except (errors.Overloaded, errors.BadRequest) as error:
             self._outbox.message(router, refusal(work, "reserve", error))
             return
@@ -165,6 +170,19 @@ class DecodeSide:
         return len(self._legs)
 
     # ------------------------------------------------------------ inside
+
+    def _take_room(self, request: str, sequence: Sequence) -> list[int]:
+        """The slot's pages; raises Overloaded, and keeps the request's place, when there is no room or somebody waits for it long enough."""
+        now = self._clock()
+        try:
+            if not self._line.may_try(request, now):
+                raise errors.Overloaded("requests that asked earlier wait for a slot; retry later", PLACE_RETRY_S)
+            pages = self._scheduler.reserve(sequence)
+        except errors.Overloaded:
+            self._line.refused(request, now)
+            raise
+        self._line.served(request)
+        return pages
 
     def _enter(self, router: Peer, work: Work, sequence: Sequence) -> DecodeLeg:
         now = self._clock()

@@ -123,8 +123,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class StageDeadlines:
-    """Seconds a stage may take. queue: Prefill → Scheduled or a token; liveness: from one row of a decoding request to the next; handshake: Reserve → answer; transfer: first token → the decode node's first frame; hold: between two tries to
-    reserve when no decode node says when to come back."""
+    """Seconds a stage may take. queue: Prefill → Scheduled or a token; liveness: from one row of a decoding request to the next; handshake:
+    Reserve → answer; transfer: first token → the decode node's first frame; hold: between two tries to reserve when no decode node says when to
+    come back."""
 
     queue_s: float = 120.0
     liveness_s: float = 30.0

@@ -1,0 +1,51 @@
+"""Nobody is overtaken for ever."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcluster.node.line import Line
+
+
+def test_a_refused_request_is_overtaken_only_so_often() -> None:
+    line = Line(max_overtakes=2)
+    line.refused("large", 0.0)
+    for small in ("a", "b"):
+        assert line.may_try(small, 0.1)
+        line.served(small)
+    assert not line.may_try("c", 0.2)
+    assert line.may_try("large", 0.3)
+    line.served("large")
+    assert line.may_try("c", 0.4) and len(line) == 0
+
+
+def test_a_place_is_given_up_by_not_asking_again() -> None:
+    line = Line(max_overtakes=0, patience_s=1.0)
+    line.refused("large", 0.0)
+    assert not line.may_try("small", 0.9)
+    assert line.may_try("small", 1.1) and len(line) == 0
+
+
+def test_the_line_is_bounded() -> None:
+    line = Line(capacity=3)
+    for index in range(10):
+        line.refused(f"r{index}", 0.0)
+    assert len(line) == 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=200))
+def test_no_request_that_keeps_asking_is_passed_more_than_allowed(history: list[tuple[int, bool]]) -> None:
+    """Each entry: who asks, and whether there would be room for it."""
+    line, passed, waiting = Line(max_overtakes=3), dict.fromkeys(range(10), 0), []
+    for who, room in history:
+        if line.may_try(str(who), 0.0) and room:
+            for other in waiting[: waiting.index(who)] if who in waiting else waiting:
+                passed[other] += 1
+            waiting = [each for each in waiting if each != who]
+            passed[who] = 0
+            line.served(str(who))
+        else:
+            waiting = waiting if who in waiting else [*waiting, who]
+            line.refused(str(who), 0.0)
+        assert max(passed.values()) <= 3
