@@ -1,0 +1,171 @@
+"""Which backend carries the next write: measured once per boot of a peer, and none that keeps failing."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcluster.transfer.base import Peer
+from pdcluster.transfer.breaker import BreakerSettings, BreakerState
+from pdcluster.transfer.measure import MeasureSettings, Paths
+
+PEER, REBORN = Peer("d0", "b1"), Peer("d0", "b2")
+ORDER = ["shm", "nixl", "tcp"]
+CHUNK = 1 << 20
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Rig:
+    """Paths over backends of given speeds in bytes per second; a first write takes a second longer, to connect."""
+
+    def __init__(self, **speeds: float) -> None:
+        self.clock = Clock()
+        self.speeds = speeds
+        self.paths = Paths(ORDER, self.clock, measure=MeasureSettings(), breaker=BreakerSettings())
+        self.used: Counter[str] = Counter()
+        self.dead: set[str] = set()
+        self.paths.meet(PEER, list(speeds))
+
+    def write(self, peer: Peer = PEER, nbytes: int = CHUNK) -> str:
+        name = self.paths.best(peer, list(self.speeds))
+        began = self.paths.begin(peer, name)
+        seconds = nbytes / self.speeds[name] + (1.0 if not self.used[name] else 0.0)
+        self.used[name] += 1
+        self.clock.now += 0.01
+        if name in self.dead:
+            self.paths.failed(peer, name, began)
+        else:
+            self.paths.succeeded(peer, name, began, nbytes, seconds)
+        return name
+
+    @property
+    def is_measuring(self) -> bool:
+        return self.paths.is_measuring(PEER, list(self.speeds))
+
+
+def test_a_new_pair_is_measured_once_and_then_the_fastest_carries_everything() -> None:
+    rig = Rig(shm=2e9, nixl=5e9, tcp=1e9)
+    while rig.is_measuring:
+        rig.write()
+    assert rig.used == {"shm": 4, "nixl": 4, "tcp": 4}
+    assert {rig.write() for _ in range(50)} == {"nixl"}
+    assert rig.write(REBORN) == "shm", "another boot is another pair"
+
+
+def test_the_time_to_connect_does_not_count() -> None:
+    rig = Rig(shm=2e9, tcp=1e9)
+    while rig.is_measuring:
+        rig.write()
+    speeds = {report.backend: report.bytes_s for report in rig.paths.report()}
+    assert speeds == {"shm": pytest.approx(2e9), "tcp": pytest.approx(1e9)}
+
+
+def test_measuring_is_bounded_in_bytes_whatever_the_chunks_are() -> None:
+    rig = Rig(shm=2e9, tcp=1e9)
+    total = 0
+    while rig.is_measuring:
+        rig.write(nbytes=8 << 20)
+        total += 8 << 20
+    assert total <= 2 * 2 * (8 << 20), "one to warm up and one that counts, each"
+
+
+def test_a_backend_is_not_left_for_one_that_is_hardly_faster() -> None:
+    rig = Rig(shm=1e9, tcp=1.1e9)
+    while rig.is_measuring:
+        rig.write()
+    assert rig.write() == "shm"
+
+
+def test_one_backend_alone_needs_no_measuring() -> None:
+    rig = Rig(tcp=1e9)
+    assert not rig.is_measuring and rig.write() == "tcp"
+
+
+def test_backends_that_cannot_say_how_long_a_write_took_keep_their_order() -> None:
+    rig = Rig(shm=1e9, tcp=9e9)
+    for _ in range(20):
+        name = rig.paths.best(PEER, ["shm", "tcp"])
+        rig.paths.succeeded(PEER, name, rig.paths.begin(PEER, name), CHUNK, None)
+    assert not rig.is_measuring and rig.paths.best(PEER, ["tcp", "shm"]) == "shm"
+
+
+def test_a_backend_that_fails_while_it_is_measured_is_left_out_and_measured_later() -> None:
+    rig = Rig(shm=2e9, tcp=1e9)
+    rig.dead.add("shm")
+    while rig.is_measuring:
+        rig.write()
+    assert rig.write() == "tcp"
+    rig.dead.clear()
+    rig.clock.now += 100
+    while rig.is_measuring:
+        rig.write()
+    assert rig.write() == "shm"
+
+
+def test_a_backend_that_keeps_failing_is_left_alone_tried_once_and_taken_again_when_it_works() -> None:
+    rig = Rig(shm=2e9, tcp=1e9)
+    while rig.is_measuring:
+        rig.write()
+    rig.dead.add("shm")
+    assert [rig.write() for _ in range(5)] == ["shm"] * 3 + ["tcp"] * 2
+    rig.clock.now += 1.0
+    assert [rig.write() for _ in range(3)] == ["shm", "tcp", "tcp"], "one probe"
+    rig.clock.now += 1.0
+    assert rig.write() == "tcp", "the pause has doubled"
+    rig.dead.clear()
+    rig.clock.now += 1.0
+    assert [rig.write() for _ in range(3)] == ["shm"] * 3
+    assert rig.paths.counters == {"opened": 2, "probes": 2, "closed": 1}
+
+
+def test_the_report_says_what_is_used_how_fast_it_is_and_what_is_shut() -> None:
+    rig = Rig(shm=2e9, tcp=1e9)
+    while rig.is_measuring:
+        rig.write()
+    rig.dead.add("shm")
+    for _ in range(3):
+        rig.write()
+    found = {report.backend: (report.state, report.is_chosen) for report in rig.paths.report()}
+    assert found == {"shm": (BreakerState.OPEN, False), "tcp": (BreakerState.CLOSED, True)}
+    rig.paths.forget(PEER)
+    assert rig.paths.report() == []
+
+
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rig = Rig(shm=2e9, tcp=1e9)
+    for _ in range(20):
+        rig.write()
+    assert [record.getMessage() for record in caplog.records] == ["KV to node d0 goes by shm (shm 2.00 GB/s, tcp 1.00 GB/s)"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(ORDER), st.floats(1e6, 1e11), min_size=1),
+    st.lists(st.tuples(st.sampled_from([*ORDER, "none"]), st.floats(0.0, 10.0), st.integers(1, 16 << 20)), max_size=60),
+)
+def test_there_is_always_a_choice_and_measuring_always_ends(speeds: dict[str, float], story: list[tuple[str, float, int]]) -> None:
+    rig = Rig(**speeds)
+    for dead, later, nbytes in story:
+        rig.dead = {dead}
+        rig.clock.now += later
+        assert rig.write(nbytes=nbytes) in speeds
+    rig.dead.clear()
+    rig.clock.now += 100
+    for _ in range(4 * len(ORDER)):
+        rig.write()
+    assert not rig.is_measuring
+    rates = {report.backend: report.bytes_s for report in rig.paths.report()}
+    (chosen,) = {report.backend for report in rig.paths.report() if report.is_chosen}
+    assert all(rates[chosen] * 1.2 >= rate for rate in rates.values())
