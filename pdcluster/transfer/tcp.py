@@ -20,6 +20,7 @@ from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside, memory_of
 from pdcluster.transfer.links import BURST_BYTES, Advert, Cursor, Link, Listener, connect, decode_advert
+from pdcluster.transfer.moving import GilWaits, Payload, native, table_of
 
 LOG = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ ACK = struct.Struct("<4sQIIB")
 WRITE_MAGIC, ACK_MAGIC = b"KVw1", b"KVa1"
 MAX_RUNS = 65536
 MAX_WRITE_BYTES = 1 << 30
+DIGEST_BYTES = 256 << 10
+"""Received, then digested: still in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,18 @@ class _Write:
     handle: Handle
     stamp: Stamp
     cursor: Cursor
+    payload: Payload | None
+    """To be digested a burst ahead of the sending, so that its bytes are in the cache for both."""
+    sent: int = 0
+    digested: int = 0
+
+    def digest_burst(self) -> None:
+        if self.payload is not None and self.digested < min(self.sent + BURST_BYTES, self.stamp.nbytes):
+            self.payload.advance(BURST_BYTES)
+            self.digested += BURST_BYTES
+
+    def digest(self) -> int | None:
+        return None if self.payload is None else self.payload.digest()
 
 
 class _Lane:
@@ -134,7 +149,10 @@ class _Lane:
         assert write is not None
         try:
             while not write.cursor.is_done:
-                write.cursor.advance(link.sock.sendmsg(write.cursor.head()))
+                write.digest_burst()
+                count = link.sock.sendmsg(write.cursor.head())
+                write.cursor.advance(count)
+                write.sent += count
                 self._progress = time.monotonic()
         except BlockingIOError:
             return
@@ -162,7 +180,10 @@ class _Lane:
         self._unanswered.popleft()
         with self._lock:
             self.queued_bytes -= write.stamp.nbytes
-        self._writes.settle(write.handle, WriteStatus.DONE if landed else WriteStatus.FAILED)
+        if landed:
+            self._writes.settle(write.handle, WriteStatus.DONE, write.digest())
+        else:
+            self._writes.settle(write.handle, WriteStatus.FAILED)
 
 
 @dataclass(slots=True)
@@ -185,6 +206,8 @@ class TcpBackend:
         self._writes = Writes(self._doorbell)
         self._arrivals = Arrivals(self._doorbell)
         self._permits = Permits(self._counts)
+        self.gil_waits = GilWaits()
+        native()  # loaded now and not during the first transfer
         self._regions: dict[int, Region] = {}
         self._memory: dict[int, memoryview] = {}
         self._remotes: dict[Peer, _Remote] = {}
@@ -249,9 +272,13 @@ class TcpBackend:
         header = FRAME.pack(WRITE_MAGIC, len(runs), stamp.nonce, stamp.chunk, stamp.trial, target_region, stamp.nbytes)
         table = b"".join(RUN.pack(run.target, run.nbytes) for run in runs)
         cursor = Cursor([memoryview(header + table), *(memory[run.source : run.source + run.nbytes] for run in runs)])
+        payload = None
+        if digests:
+            moves = table_of((0, region.address + run.source, run.nbytes) for run in runs)
+            payload = Payload(moves, digests=True, waits=self.gil_waits)
         lane = self._lane(peer, remote)
         handle = self._writes.new()
-        if not lane.add(_Write(handle, stamp, cursor)):
+        if not lane.add(_Write(handle, stamp, cursor, payload)):
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
 
@@ -279,19 +306,24 @@ class TcpBackend:
         if permit is None:
             _discard(link, stamp.nbytes)
             return False
+        assert region is not None
         memory = self._memory[region_id]
         cursor = Cursor(memory[offset : offset + length] for offset, length in spans)
-        left = self._fill(link, permit, cursor, stamp.nbytes)
+        moves = table_of((0, region.address + offset, length) for offset, length in spans)
+        payload = Payload(moves, digests=True) if permit.digests else None
+        left = self._fill(link, permit, cursor, payload, stamp.nbytes)
         _discard(link, left)
         with link.lock:
             if left or not self._permits.is_current(permit):
                 self._counts.add("revoked_while_landing")
                 return False
-            self._arrivals.add(stamp)
+            self._arrivals.add(stamp, None if payload is None else payload.digest(), spans)
             return True
 
-    def _fill(self, link: Link, permit: Permit, cursor: Cursor, left: int) -> int:
-        """Receive into memory while the permit stands; returns how many bytes are still to come when it was revoked."""
+    def _fill(self, link: Link, permit: Permit, cursor: Cursor, payload: Payload | None, left: int) -> int:
+        """Receive into memory while the permit stands, and digest what came; returns how many bytes are still to come when it was revoked. A
+        frame is received once, by one thread, and its writer sends no other for these bytes before this one was answered or its lane ended."""
+        fresh = 0
         while left:
             count = 0
             with link.lock:
@@ -308,6 +340,10 @@ class TcpBackend:
                 continue
             cursor.advance(count)
             left -= count
+            fresh += count
+            if payload is not None and (fresh >= DIGEST_BYTES or not left):
+                payload.advance(fresh)
+                fresh = 0
         return 0
 
     # ------------------------------------------------------------ ending
