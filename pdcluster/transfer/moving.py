@@ -68,7 +68,7 @@ class Payload:
     """The bytes of one write in wire order, moved on by `advance`. Used by one thread; what its addresses name must stay mapped."""
 
     def __init__(self, table: Table, *, digests: bool, after: bool = False, waits: GilWaits | None = None) -> None:
-        """after: digest the target once it is copied, not the source before."""
+        """after: digest the target once it is copied, not the source before; for targets that are read again at once (they stay in the cache)."""
         self._table = table
         self._after = after
         self._waits = waits

@@ -88,7 +88,8 @@ def move(table: NDArray[np.uint64], cursor: NDArray[np.uint64], left: int, calls
             _call(calls[1], np.uint64(state), source + offset, count)
         if target and after:
             _call(calls[0], target + offset, source + offset, count)
-            _call(calls[1], np.uint64(state), target + offset, count)
+            if state:
+                _call(calls[1], np.uint64(state), target + offset, count)
         elif target:
             _copy_past_caches(calls[0], target + offset, source + offset, count)
         left -= count

@@ -9,7 +9,6 @@ block i is not used again on this connection. What the session digests is the co
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import select
 import struct
@@ -25,6 +24,7 @@ from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside
 from pdcluster.transfer.links import Advert, Link, Listener, connect, decode_advert
+from pdcluster.transfer.moving import GilWaits, Payload, native, table_of
 from pdcluster.transfer.staging import Blocks, Engine, StagedSettings, pieces
 
 LOG = logging.getLogger(__name__)
@@ -66,6 +66,9 @@ class _Write:
     region: int
     stamp: Stamp
     runs: tuple[Run, ...]
+    payload: Payload
+    """Digests what was put into staging, piece after piece."""
+    digests: bool
     pieces: deque[tuple[Run, ...]] | None = None
     """Not started yet; cut when the size of the peer's blocks is known."""
     unanswered: int = 0
@@ -152,7 +155,7 @@ class _Pump:
     def _serve(self, link: Link, grant: _Grant, far: str, staging: Blocks) -> None:
         self._progress = time.monotonic()
         while not self._ending:
-            self._start_pieces(grant, far, staging)
+            self._start_piece(grant, far, staging)
             self._keep_awake(link)
             self._check_engine(link)
             self._take_answers(link)
@@ -165,24 +168,28 @@ class _Pump:
                 select.select([link.sock.fileno(), self._doorbell.fd], [], [], timeout)
                 self._doorbell.clear()
 
-    def _start_pieces(self, grant: _Grant, far: str, staging: Blocks) -> None:
-        while self._free and self._queue:
-            write = self._queue[0]
-            if write.pieces is None:
-                write.pieces = deque(pieces(write.runs, grant.block_bytes))
-            runs = write.pieces.popleft()
-            if not write.pieces:
-                with self._lock:
-                    self._queue.popleft()
-            self._start(grant, far, staging, write, runs)
+    def _start_piece(self, grant: _Grant, far: str, staging: Blocks) -> None:
+        """One at a time, so that the engine's answers for earlier pieces do not wait for the copies of later ones."""
+        if not (self._free and self._queue):
+            return
+        write = self._queue[0]
+        if write.pieces is None:
+            write.pieces = deque(pieces(write.runs, grant.block_bytes))
+        runs = write.pieces.popleft()
+        if not write.pieces:
+            with self._lock:
+                self._queue.popleft()
+        self._start(grant, far, staging, write, runs)
 
     def _start(self, grant: _Grant, far: str, staging: Blocks, write: _Write, runs: tuple[Run, ...]) -> None:
         block = self._free.pop(0)
-        position = staging.at(block)
+        position, moves = staging.at(block), []
         for run in runs:
-            ctypes.memmove(position, write.source.address + run.source, run.nbytes)  # holds no GIL
+            moves.append((position, write.source.address + run.source, run.nbytes))
             position += run.nbytes
         nbytes = position - staging.at(block)
+        write.payload.extend(table_of(moves))
+        write.payload.advance(nbytes)
         batch = self._engine.submit(far, staging.at(block), grant.address + block * grant.block_bytes, nbytes)
         piece = _Piece(write, runs, nbytes, batch if batch is not None else 0)
         write.unanswered += 1
@@ -200,9 +207,14 @@ class _Pump:
             link.send(NOTICE.pack(AWAKE_MAGIC, 0, 0, 0, 0, 0, 0, 0, 0))
 
     def _check_engine(self, link: Link) -> None:
+        """Notices of one write go out in the order of its bytes, because the reader digests them so."""
+        held: set[Handle] = set()
         for block, piece in list(self._engine_has.items()):
+            if piece.write.handle in held:
+                continue
             status = self._engine.check(piece.batch)
             if status is WriteStatus.PENDING and time.monotonic() - piece.submitted < self._settings.unknown_s:
+                held.add(piece.write.handle)
                 continue
             del self._engine_has[block]
             if status is WriteStatus.DONE:
@@ -250,7 +262,19 @@ class _Pump:
             with self._lock:
                 self._queue.remove(write)
         if not write.unanswered and not write.pieces:
-            self._writes.settle(write.handle, WriteStatus.FAILED if write.failed else WriteStatus.DONE)
+            if write.failed:
+                self._writes.settle(write.handle, WriteStatus.FAILED)
+            else:
+                self._writes.settle(write.handle, WriteStatus.DONE, write.payload.digest() if write.digests else None)
+
+
+@dataclass(slots=True)
+class _Landing:
+    """A write at the reader, so far. Its payload is copied and digested in the pages, piece after piece."""
+
+    payload: Payload
+    nbytes: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
 
 
 def _read_grant(link: Link) -> _Grant:
@@ -286,6 +310,8 @@ class StagedBackend:
         self._writes = Writes(self._doorbell)
         self._arrivals = Arrivals(self._doorbell)
         self._permits = Permits(self._counts)
+        self.gil_waits = GilWaits()
+        native()  # loaded now and not during the first transfer
         self._regions: dict[int, Region] = {}
         self._pumps: dict[Peer, _Pump] = {}
         self._ended: list[_Pump] = []
@@ -347,7 +373,8 @@ class StagedBackend:
             raise IntegrityError(f"a write reads outside of region {source_region} ({region.nbytes} bytes)")
         pump = self._living(peer, pump)
         handle = self._writes.new()
-        if not pump.add(_Write(handle, region, target_region, stamp, runs)):
+        payload = Payload(table_of(()), digests=digests, after=True, waits=self.gil_waits)
+        if not pump.add(_Write(handle, region, target_region, stamp, runs, payload, digests)):
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
 
@@ -359,15 +386,15 @@ class StagedBackend:
             wanted = self._engine.grant(ring.address, ring.nbytes)
             grant = msgspec.msgpack.encode(_Grant(wanted, ring.address, ring.block_bytes, self._settings.blocks))
             link.send(LENGTH.pack(len(grant)) + grant)
-            landed: OrderedDict[tuple[int, int, int], int] = OrderedDict()
+            landed: OrderedDict[tuple[int, int, int], _Landing] = OrderedDict()
             while True:
                 block, copied = self._receive(link, ring, landed)
                 link.send(ANSWER.pack(ANSWER_MAGIC, block, copied))
         finally:
             ring.retire()
 
-    def _receive(self, link: Link, ring: Blocks, landed: OrderedDict[tuple[int, int, int], int]) -> tuple[int, bool]:
-        """One notice: check it, copy its piece to the pages. landed: bytes of unfinished writes so far."""
+    def _receive(self, link: Link, ring: Blocks, landed: OrderedDict[tuple[int, int, int], _Landing]) -> tuple[int, bool]:
+        """One notice: check it, copy its piece to the pages. landed: unfinished writes so far."""
         magic, block, num_runs, nonce, chunk, trial, region_id, nbytes, total = self._next_notice(link)
         if magic != NOTICE_MAGIC or block >= self._settings.blocks or not 0 < num_runs <= MAX_RUNS or not 0 < total <= MAX_WRITE_BYTES:
             raise ProtocolError(f"a notice for block {block} with {num_runs} runs of {total} bytes")
@@ -379,9 +406,13 @@ class StagedBackend:
             self._counts.add("outside_region")
             return block, False
         permit = self._permits.find(link.peer, nonce, region_id, spans)
-        if permit is None or not self._copy(link, permit, region, ring.at(block), spans):
+        if permit is None:
             return block, False
-        self._count(Stamp(nonce, chunk, trial, total), nbytes, landed)
+        stamp = Stamp(nonce, chunk, trial, total)
+        landing = landed.setdefault((nonce, chunk, trial), _Landing(Payload(table_of(()), digests=permit.digests, after=True)))
+        if not self._copy(link, permit, landing, region, ring.at(block), spans):
+            return block, False
+        self._count(stamp, landing, permit, landed)
         return block, True
 
     def _next_notice(self, link: Link) -> tuple[bytes, int, int, int, int, int, int, int, int]:
@@ -391,22 +422,25 @@ class StagedBackend:
                 return notice
             self._engine.expect()
 
-    def _copy(self, link: Link, permit: Permit, region: Region, source: int, spans: list[tuple[int, int]]) -> bool:
+    def _copy(self, link: Link, permit: Permit, landing: _Landing, region: Region, source: int, spans: list[tuple[int, int]]) -> bool:
+        moves = []
+        for offset, length in spans:
+            moves.append((region.address + offset, source, length))
+            source += length
+        landing.payload.extend(table_of(moves))
         with link.lock:
             if not self._permits.is_current(permit):
                 self._counts.add("revoked_while_landing")
                 return False
-            for offset, length in spans:
-                ctypes.memmove(region.address + offset, source, length)  # holds no GIL
-                source += length
+            landing.payload.advance(sum(length for _, length in spans))
+        landing.nbytes += sum(length for _, length in spans)
+        landing.spans += spans
         return True
 
-    def _count(self, stamp: Stamp, nbytes: int, landed: OrderedDict[tuple[int, int, int], int]) -> None:
-        key = (stamp.nonce, stamp.chunk, stamp.trial)
-        landed[key] = landed.get(key, 0) + nbytes
-        if landed[key] >= stamp.nbytes:
-            del landed[key]
-            self._arrivals.add(stamp)
+    def _count(self, stamp: Stamp, landing: _Landing, permit: Permit, landed: OrderedDict[tuple[int, int, int], _Landing]) -> None:
+        if landing.nbytes >= stamp.nbytes:
+            del landed[stamp.nonce, stamp.chunk, stamp.trial]
+            self._arrivals.add(stamp, landing.payload.digest() if permit.digests else None, landing.spans)
         elif len(landed) > MAX_UNFINISHED:
             landed.popitem(last=False)  # of a writer that gave up; if not, its chunk is asked for again
 
