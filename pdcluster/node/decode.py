@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pdcluster import errors
 from pdcluster.kv.pages import PagePool
 from pdcluster.messages import Failed, Finished, Prefill, Refused, RefusedLeg, Reserve, Reserved, Timings, Work
-from pdcluster.node.legs import Ended, EndedLegs, Output, key_of
+from pdcluster.node.legs import Ended, EndedLegs, Output, check_newest, key_of
 from pdcluster.node.line import Line
 from pdcluster.node.outbox import Outbox
 from pdcluster.scheduler.scheduler import Scheduler, Update
@@ -64,8 +64,9 @@ class DecodeSide:
         work = message.work
         self.cancel(work.request, work.attempt, "a newer attempt came")
         try:
+            check_newest(work, self._legs.get(work.request))
             self._scheduler.add(sequence)
-        except (errors.Overloaded, errors.BadRequest) as error:
+        except (errors.Overloaded, errors.BadRequest, errors.ProtocolError) as error:
             self._outbox.message(router, refusal(work, "prefill", error))
             return
         self._enter(router, work, sequence)
@@ -75,8 +76,9 @@ class DecodeSide:
         work = message.work
         self.cancel(work.request, work.attempt, "a newer attempt came")
         try:
+            check_newest(work, self._legs.get(work.request))
             pages = self._take_room(work.request, sequence)
-        except (errors.Overloaded, errors.BadRequest) as error:
+        except (errors.Overloaded, errors.BadRequest, errors.ProtocolError) as error:
             self._outbox.message(router, refusal(work, "reserve", error))
             return
         leg = self._enter(router, work, sequence)
@@ -214,7 +216,7 @@ class DecodeSide:
         )
 
 
-def refusal(work: Work, leg: RefusedLeg, error: errors.Overloaded | errors.BadRequest) -> Refused:
+def refusal(work: Work, leg: RefusedLeg, error: errors.Overloaded | errors.BadRequest | errors.ProtocolError) -> Refused:
     if isinstance(error, errors.Overloaded):
         return Refused(work.request, work.attempt, leg, str(error), error.retry_after_s)
     return Refused(work.request, work.attempt, leg, str(error), 0.0, retryable=False)

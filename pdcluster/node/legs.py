@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from pdcluster.errors import ProtocolError
 from pdcluster.messages import Failed, Finished, TokenLogprobs, TokenRow, Work
 from pdcluster.transfer.base import Peer
 
@@ -80,3 +82,13 @@ class EndedLegs:
 
 def key_of(work: Work) -> str:
     return f"{work.request}#{work.attempt}"
+
+
+class AnyLeg(Protocol):
+    attempt: int
+
+
+def check_newest(work: Work, leg: AnyLeg | None) -> None:
+    """Raises ProtocolError for an attempt that comes after a later one of its request: nobody waits for it any more."""
+    if leg is not None and leg.attempt > work.attempt:
+        raise ProtocolError(f"attempt {work.attempt} of {work.request} came after attempt {leg.attempt}, which runs here")

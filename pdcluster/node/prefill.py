@@ -16,7 +16,7 @@ from pdcluster import errors
 from pdcluster.kv.pages import PagePool
 from pdcluster.messages import Deliver, Delivered, Failed, Finished, Prefill, Refused, RefusedLeg, Scheduled, Ticket, Timings, TokenLogprobs
 from pdcluster.node.grouping import LayerGroups
-from pdcluster.node.legs import Ended, EndedLegs, Output, key_of
+from pdcluster.node.legs import Ended, EndedLegs, Output, check_newest, key_of
 from pdcluster.node.outbox import Outbox
 from pdcluster.scheduler.scheduler import Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
@@ -95,11 +95,12 @@ class PrefillSide:
         work = message.work
         self.cancel(work.request, work.attempt, "a newer attempt came")
         try:
+            check_newest(work, self._legs.get(work.request))
             self._scheduler.add(sequence)
         except errors.Overloaded as error:
             self._refuse(router, work.request, work.attempt, "prefill", str(error), error.retry_after_s)
             return
-        except errors.BadRequest as error:
+        except (errors.BadRequest, errors.ProtocolError) as error:
             self._outbox.message(router, Refused(work.request, work.attempt, "prefill", str(error), 0.0, retryable=False))
             return
         now = self._clock()

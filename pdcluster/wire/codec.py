@@ -1,6 +1,7 @@
 """Envelopes as msgpack frames: `encode` what we send, `decode` and check what a peer sent.
 
-Decoding is typed, and then every id, size, range and number is checked, so that nothing behind this border meets a value that it does not
+A frame ends with a digest of what is before it: TCP's checksum misses a damaged frame now and then, and one wrong page id or token would be a wrong
+answer. Decoding is typed, and then every id, size, range and number is checked, so that nothing behind this border meets a value that it does not
 expect. Whatever is wrong raises ProtocolError and nothing else. Not here: sockets, sequence numbers, and what a message means. `encode` checks the
 frame's size only: our own values are right by construction, and it runs once per step.
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 
 from pdcluster import messages as m
 from pdcluster.errors import ProtocolError
@@ -27,6 +29,7 @@ INT31 = (1 << 31) - 1
 UINT63 = (1 << 63) - 1
 UINT64 = (1 << 64) - 1
 MAX_SECONDS = 1e9
+DIGEST_BYTES = 8
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(m.Envelope)
@@ -45,7 +48,7 @@ _DECODE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, RecursionErro
 
 def encode(envelope: m.Envelope, *, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
     """The frame of an envelope; raises ProtocolError when it is larger than any peer would take."""
-    frame = _encoder.encode(envelope)
+    frame = seal(_encoder.encode(envelope))
     if len(frame) > max_bytes:
         name = type(envelope.message).__name__
         raise ProtocolError(f"{name} of {len(frame)} bytes exceeds the frame limit of {max_bytes} bytes; split it or raise the limit")
@@ -56,17 +59,26 @@ def decode(frame: bytes, *, max_bytes: int = MAX_FRAME_BYTES) -> m.Envelope:
     """The checked envelope of a frame; raises ProtocolError for anything that this version would not send."""
     if len(frame) > max_bytes:
         raise ProtocolError(f"frame of {len(frame)} bytes exceeds the limit of {max_bytes} bytes")
-    try:
-        envelope = _decoder.decode(frame)
-    except _DECODE_ERRORS as error:
+    body = memoryview(frame)[:-DIGEST_BYTES]
+    if xxhash.xxh3_64_digest(body) != frame[-DIGEST_BYTES:]:
         _check_version(_peek_version(frame))
+        raise ProtocolError(f"frame of {len(frame)} bytes was damaged on its way")
+    try:
+        envelope = _decoder.decode(body)
+    except _DECODE_ERRORS as error:
+        _check_version(_peek_version(body))
         raise ProtocolError(f"malformed frame of {len(frame)} bytes: {error}") from error
     _check_version(envelope.protocol)
     _check_envelope(envelope)
     return envelope
 
 
-def _peek_version(frame: bytes) -> int:
+def seal(body: bytes) -> bytes:
+    """The frame of encoded bytes."""
+    return body + xxhash.xxh3_64_digest(body)
+
+
+def _peek_version(frame: bytes | memoryview) -> int:
     try:
         return _version_decoder.decode(frame).protocol
     except _DECODE_ERRORS:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdcluster import messages as m
 from pdcluster.errors import ProtocolError
-from pdcluster.wire.codec import decode, encode
+from pdcluster.wire.codec import DIGEST_BYTES, decode, encode, seal
 
 SAMPLING = m.Sampling(max_tokens=16, seed=-7, top_k=5, top_p=0.9, min_p=0.1, stop_token_ids=(2, 3), logprobs=2)
 WORK = m.Work("req-1", 0, m.pack_tokens(range(70)), 64, bytes(32), SAMPLING, 12.5)
@@ -153,6 +153,18 @@ def decodes_or_refuses(frame: bytes) -> None:
 @example(b"\x97" + FRAMES[1][1:] + b"\x91" * 100_000)
 def test_random_bytes_are_refused_and_never_crash(frame: bytes) -> None:
     decodes_or_refuses(frame)
+    decodes_or_refuses(seal(frame))
+
+
+@given(st.sampled_from(FRAMES), st.data())
+def test_a_frame_with_any_bit_turned_or_its_end_missing_is_refused(frame: bytes, data: st.DataObject) -> None:
+    bit = data.draw(st.integers(0, len(frame) * 8 - 1))
+    damaged = bytearray(frame)
+    damaged[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(ProtocolError):
+        decode(bytes(damaged))
+    with pytest.raises(ProtocolError):
+        decode(frame[: bit // 8])
 
 
 @st.composite
@@ -168,6 +180,7 @@ def mutated_frames(draw: st.DrawFn) -> bytes:
 @given(mutated_frames())
 def test_mutated_frames_are_refused_or_valid_and_never_crash(frame: bytes) -> None:
     decodes_or_refuses(frame)
+    decodes_or_refuses(seal(frame[:-DIGEST_BYTES]))
 
 
 plain = st.recursive(
@@ -179,4 +192,4 @@ plain = st.recursive(
 
 @given(st.sampled_from([type(message).__name__ for message in MESSAGES]), st.lists(plain, max_size=13))
 def test_messages_with_fields_of_any_type_are_refused_and_never_crash(tag: str, fields: list[object]) -> None:
-    decodes_or_refuses(msgspec.msgpack.encode([1, "a", "i", "j", 1, [tag, *fields]]))
+    decodes_or_refuses(seal(msgspec.msgpack.encode([1, "a", "i", "j", 1, [tag, *fields]])))
