@@ -16,6 +16,8 @@ import zmq
 from virtual_time import VirtualLoop
 
 LATENCY_S = 0.0002
+TICK_S = 1e-7
+"""Timers of the same moment go off in any order, so frames that follow each other get moments of their own."""
 RECONNECT_S = 0.05
 FIRST_FD = 1 << 30
 
@@ -70,7 +72,7 @@ class Wire:
         for delivery in self.tap(connection, source.owner, data):
             at = self.loop.time() + LATENCY_S + delivery.delay_s
             if delivery.in_order:
-                at = connection.free_at[source.owner] = max(at, connection.free_at.get(source.owner, 0.0))
+                at = connection.free_at[source.owner] = max(at, connection.free_at.get(source.owner, 0.0) + TICK_S)
             self.loop.call_at(at, self._arrive, connection, target, delivery.data)
 
     def _arrive(self, connection: Connection, target: Socket, data: bytes) -> None:

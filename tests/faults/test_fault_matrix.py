@@ -1,0 +1,121 @@
+"""Each fault at each step of the protocol on the scripted medium: right tokens or a clear error, nothing leaked, nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Callable
+from unittest import mock
+
+import fault_matrix
+import pytest
+from fault_matrix import Cell, Outcome, cells, run_cell, run_cells, table
+from fault_script import FAULTS, STEPS, control_step
+from oracle import reference
+from simulated_cluster import SimulatedCluster
+from virtual_time import VirtualLoop, run_virtually
+from virtual_wire import Connection, Delivery
+
+from pdcluster.transfer.reader import Reader
+from pdcluster.wire import codec
+
+Show = Callable[[str, str], None]
+
+
+def check(outcomes: list[Outcome]) -> None:
+    bad = [outcome for outcome in outcomes if not outcome.is_good]
+    assert not bad, "\n".join(map(str, bad[:5]))
+    fired = Counter((outcome.cell.fault, outcome.cell.step) for outcome in outcomes if outcome.fired)
+    assert not [cell for cell in ((fault, step) for fault in FAULTS for step in STEPS) if not fired[cell]], "a cell whose fault never happened"
+
+
+@pytest.mark.timeout(600)
+def test_a_sample_of_the_fault_matrix(show_table: Show) -> None:
+    outcomes = list(run_cells(cells(2 * len(FAULTS) * len(STEPS))))
+    show_table("fault matrix, scripted medium, sample", table(outcomes))
+    check(outcomes)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_the_whole_fault_matrix_of_ten_thousand_runs(show_table: Show) -> None:
+    outcomes = list(run_cells(cells(10_000, first_seed=2), processes=os.cpu_count() or 1))
+    show_table("fault matrix, scripted medium", table(outcomes))
+    check(outcomes)
+
+
+@pytest.mark.parametrize(("fault", "step"), [("half open", "commit"), ("writer dies", "middle chunk"), ("late", "ack"), ("bit flip", "deliver")])
+def test_a_run_with_the_same_seed_is_the_same_run(fault: str, step: str) -> None:
+    assert run_cell(Cell(fault, step, 7)) == run_cell(Cell(fault, step, 7))
+
+
+def test_an_abort_of_a_ticket_that_its_writer_never_saw_frees_the_pages_without_a_fence() -> None:
+    """The writer has no link of its own to that reader: the answer goes back on the reader's."""
+
+    async def play(loop: VirtualLoop) -> None:
+        async with SimulatedCluster(loop, {"p0": "prefill", "d0": "decode"}, checks_permits=False) as cluster:
+            dropped = 0
+
+            def tap(connection: Connection, sender: str, data: bytes) -> list[Delivery]:
+                nonlocal dropped
+                if control_step(codec.decode(data).message) != "deliver" or dropped:
+                    return [Delivery(data)]
+                dropped += 1
+                return []
+
+            cluster.zmq.tap = tap
+            prompt = list(range(40))
+            tokens, _ = await cluster.run(prompt, 4, deadline_s=60.0)
+            assert tokens == reference(prompt, 4) and dropped == 1
+            await asyncio.sleep(1)
+            assert cluster.nodes["d0"].parts.pages.num_quarantined == 0
+            await cluster.until_idle()
+
+    run_virtually(play)
+
+
+# ---------------------------------------------------------------- the matrix sees what it should see
+
+
+class TakesAnyBytes(Reader):
+    """No digests."""
+
+    def _is_intact(self, *_: object) -> bool:
+        return True
+
+
+class FreesAtOnce(Reader):
+    """Pages of a dead ticket are free without proof."""
+
+    def _seek_proof(self) -> None:
+        for incoming in [each for each in self._tickets.values() if each.state.name == "ABORTING"]:
+            self._reclaim(incoming)
+
+
+class NeverFrees(Reader):
+    """Proof is not looked at."""
+
+    def _reclaim(self, incoming: object) -> None:
+        return
+
+
+@pytest.mark.parametrize(
+    ("broken", "cell_fault", "seen"),
+    [(TakesAnyBytes, "bit flip", "wrong"), (FreesAtOnce, "late", "broken"), (NeverFrees, "late", "leaked")],
+)
+def test_a_rule_broken_on_purpose_is_seen(broken: type[Reader], cell_fault: str, seen: str) -> None:
+    with mock.patch("pdcluster.node.assembly.Reader", broken):
+        for seed in range(40):
+            for step in ("first chunk", "middle chunk", "last chunk"):
+                outcome = run_cell(Cell(cell_fault, step, seed))
+                if getattr(outcome, seen):
+                    return
+    pytest.fail(f"no run saw that {broken.__doc__}")
+
+
+def test_the_table_names_every_cell_and_sums_up() -> None:
+    outcome = Outcome(Cell("late", "ack", 0), fired=1, right=2, errors=1, wrong=["x"])
+    text = fault_matrix.table([outcome])
+    assert all(fault in text for fault in FAULTS) and all(step in text for step in STEPS)
+    assert "1 2/1/0" in text and "wrong tokens 1" in text and "leaks 0" in text
