@@ -130,6 +130,9 @@ class Backend(Protocol):
     def take_digest(self, handle: Handle) -> int | None:
         """xxh3-64 of the payload of a write that `poll` just said is DONE; once. None when the mover did not digest it."""
 
+    def take_duration(self, handle: Handle) -> float | None:
+        """Seconds from `write` to the answer of a write that `poll` just said is DONE; once."""
+
     def arrivals(self) -> list[Arrival]:
         """Reader: what landed since the last call."""
 

@@ -113,7 +113,7 @@ class FakeBackend:
         self.counters: Mapping[str, int] = self._counts.by_reason
         self._regions: dict[int, Region] = {}
         self._permits = Permits(self._counts)
-        self._writes = Writes(self._doorbell)
+        self._writes = Writes(self._doorbell, network.clock)
         self._arrivals = Arrivals(self._doorbell)
         self._connected: set[Peer] = set()
         self._met: set[Peer] = set()
@@ -164,6 +164,9 @@ class FakeBackend:
 
     def take_digest(self, handle: Handle) -> int | None:
         return self._writes.take_digest(handle)
+
+    def take_duration(self, handle: Handle) -> float | None:
+        return self._writes.take_duration(handle)
 
     def arrivals(self) -> list[Arrival]:
         self.network.run_due()

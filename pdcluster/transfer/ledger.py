@@ -9,8 +9,9 @@ import bisect
 import ctypes
 import os
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from pdcluster.transfer.base import Arrival, Handle, Peer, Permit, Region, Stamp, WriteStatus
 
@@ -48,8 +49,11 @@ class Doorbell:
 class Writes:
     """States of writes by handle."""
 
-    def __init__(self, doorbell: Doorbell) -> None:
+    def __init__(self, doorbell: Doorbell, clock: Callable[[], float] = time.monotonic) -> None:
         self._doorbell = doorbell
+        self._clock = clock
+        self._times: dict[Handle, float] = {}
+        """When a write began; once it is done, how long it took."""
         self._lock = threading.Lock()
         self._states: dict[Handle, WriteStatus] = {}
         self._digests: dict[Handle, int] = {}
@@ -60,6 +64,7 @@ class Writes:
             handle = Handle(self._next)
             self._next += 1
             self._states[handle] = WriteStatus.PENDING
+            self._times[handle] = self._clock()
         return handle
 
     def settle(self, handle: Handle, status: WriteStatus, digest: int | None = None) -> None:
@@ -68,6 +73,7 @@ class Writes:
             if self._states.get(handle) in FINAL or handle not in self._states:
                 return
             self._states[handle] = status
+            self._times[handle] = self._clock() - self._times[handle] if status in FINAL else self._times[handle]
             if digest is not None:
                 self._digests[handle] = digest
         self._doorbell.ring()
@@ -77,11 +83,17 @@ class Writes:
             status = self._states[handle]
             if status in FINAL:
                 del self._states[handle]
+            if status in FINAL and status is not WriteStatus.DONE:
+                del self._times[handle]
         return status
 
     def take_digest(self, handle: Handle) -> int | None:
         with self._lock:
             return self._digests.pop(handle, None)
+
+    def take_duration(self, handle: Handle) -> float | None:
+        with self._lock:
+            return self._times.pop(handle, None)
 
 
 class Arrivals:

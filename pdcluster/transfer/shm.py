@@ -293,6 +293,9 @@ class ShmBackend:
     def take_digest(self, handle: Handle) -> int | None:
         return self._writes.take_digest(handle)
 
+    def take_duration(self, handle: Handle) -> float | None:
+        return self._writes.take_duration(handle)
+
     def connect(self, peer: Peer, advert: bytes) -> None:
         try:
             decoded = msgspec.msgpack.decode(advert, type=_Advert)

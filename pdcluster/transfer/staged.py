@@ -341,6 +341,9 @@ class StagedBackend:
     def take_digest(self, handle: Handle) -> int | None:
         return self._writes.take_digest(handle)
 
+    def take_duration(self, handle: Handle) -> float | None:
+        return self._writes.take_duration(handle)
+
     # ------------------------------------------------------------ writing
 
     def connect(self, peer: Peer, advert: bytes) -> None:

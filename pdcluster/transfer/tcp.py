@@ -238,6 +238,9 @@ class TcpBackend:
     def take_digest(self, handle: Handle) -> int | None:
         return self._writes.take_digest(handle)
 
+    def take_duration(self, handle: Handle) -> float | None:
+        return self._writes.take_duration(handle)
+
     # ------------------------------------------------------------ writing
 
     def connect(self, peer: Peer, advert: bytes) -> None:

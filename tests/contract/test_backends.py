@@ -152,6 +152,17 @@ def test_bytes_arrive_exactly_where_they_were_sent_and_nowhere_else(ends: Ends) 
     assert (ends.target.bytes == expected).all()
 
 
+def test_a_done_write_says_how_long_it_took(ends: Ends) -> None:
+    ends.connect()
+    ends.permit()
+    begin = time.monotonic()
+    handle = ends.write(Run(0, 0, NBYTES))
+    assert ends.result(handle) is WriteStatus.DONE
+    duration = ends.writer.take_duration(handle)
+    assert duration is not None and 0 < duration <= time.monotonic() - begin
+    assert ends.writer.take_duration(handle) is None
+
+
 def test_many_small_runs_arrive(ends: Ends) -> None:
     ends.connect()
     ends.permit()

@@ -47,6 +47,20 @@ def test_the_first_final_answer_stays_and_is_given_once() -> None:
     doorbell.close()
 
 
+def test_a_done_write_says_once_how_long_it_took_and_another_never() -> None:
+    doorbell, now = Doorbell(), [5.0]
+    writes = Writes(doorbell, lambda: now[0])
+    good, bad = writes.new(), writes.new()
+    now[0] = 7.5
+    writes.settle(good, WriteStatus.DONE)
+    writes.settle(bad, WriteStatus.FAILED)
+    now[0] = 9.0
+    assert writes.poll(good) is WriteStatus.DONE and writes.poll(bad) is WriteStatus.FAILED
+    assert writes.take_duration(good) == 2.5
+    assert writes.take_duration(good) is None and writes.take_duration(bad) is None
+    doorbell.close()
+
+
 @pytest.mark.parametrize(
     ("writer", "nonce", "region", "span", "reason"),
     [
