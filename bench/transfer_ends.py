@@ -21,8 +21,13 @@ import numpy as np
 from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, Message, Reserved, Ticket
 from pdcluster.transfer.base import Backend, Peer, Region
 from pdcluster.transfer.choose import create_backends
+from pdcluster.transfer.geometry import PageShape
+from pdcluster.transfer.moving import GilWaits
 from pdcluster.transfer.reader import Reader
 from pdcluster.transfer.session import Acked, Drained, GaveUp, Send, Settings, peer_of
+from pdcluster.transfer.shm import ShmBackend
+from pdcluster.transfer.staged import StagedBackend
+from pdcluster.transfer.tcp import TcpBackend
 from pdcluster.transfer.writer import Writer
 
 NEAR, FAR = Peer("bench-p", "near"), Peer("bench-d", "far")
@@ -132,9 +137,8 @@ class Far:
             {shape.backend: self._backend},
             (shape.backend,),
             region=0,
-            page_tokens=PAGE_TOKENS,
-            page_bytes=shape.page_bytes,
-            memory=self._pool.bytes.data,
+            shape=PageShape.plain(PAGE_TOKENS, shape.page_bytes),
+            memories=[self._pool.bytes.data],
             clock=time.monotonic,
             settings=shape.settings,
         )
@@ -214,13 +218,21 @@ class Near:
             {shape.backend: self._backend},
             (shape.backend,),
             region=0,
-            page_tokens=PAGE_TOKENS,
-            page_bytes=shape.page_bytes,
-            memory=self.pool.bytes.data,
+            shape=PageShape.plain(PAGE_TOKENS, shape.page_bytes),
+            memories=[self.pool.bytes.data],
             clock=time.monotonic,
             settings=shape.settings,
         )
         self._count = 0
+
+    @property
+    def child_pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def gil_waits(self) -> GilWaits:
+        assert isinstance(self._backend, ShmBackend | TcpBackend | StagedBackend)
+        return self._backend.gil_waits
 
     def move(self, num_pages: int) -> float:
         """Seconds from the ticket's arrival here to its CommitAck."""

@@ -95,7 +95,8 @@ class Ticket(Value, frozen=True, array_like=True):
     """A slot's write permit. The writer may write the KV of tokens [cached_tokens, num_tokens) into `pages`, and nothing else.
 
     pages: packed int32 ids in the reader's region `region`, in token order from token 0 on (the first cached_tokens/page_tokens of them are
-    already filled and must not be written). nonce is random and names the ticket on the wire.
+    already filled and must not be written). nonce is random and names the ticket on the wire. ranks: those of the reader, each with a region of
+    its own from `region` on, all with the same page ids; page_bytes: of one rank's page.
     """
 
     nonce: int
@@ -110,6 +111,7 @@ class Ticket(Value, frozen=True, array_like=True):
     num_tokens: int
     cached_tokens: int
     deadline_s: float
+    ranks: int = 1
 
 
 # ---------------------------------------------------------------- router → node
@@ -331,17 +333,22 @@ class ChunkEntry(Value, frozen=True, array_like=True):
 
 
 class Leg(Value, frozen=True, array_like=True):
-    """What one writer rank says it wrote."""
+    """What one rank of the writer wrote to one rank of the reader: the KV of heads [first_head, first_head + num_heads), counted over the model."""
 
     rank: int
+    reader_rank: int
+    first_head: int
+    num_heads: int
     chunks: tuple[ChunkEntry, ...]
 
 
 class Commit(Message, frozen=True, array_like=True):
     """The writer's last word on a ticket, sent only when every write under it is done or definitively failed and resent.
-    round: 0, then one more after each CommitAck.resend, so that a late duplicate of an older round decides nothing."""
+    round: 0, then one more after each CommitAck.resend, so that a late duplicate of an older round decides nothing.
+    block_tokens: in the order of the wire, so many tokens follow each other before the next layer, plane or head (transfer.geometry)."""
 
     nonce: int
+    block_tokens: int
     legs: tuple[Leg, ...]
     first_token: int
     first_logprobs: TokenLogprobs | None = None

@@ -19,6 +19,7 @@ from pdcluster.node.prefill import PrefillSide
 from pdcluster.node.sequences import SequenceFactory
 from pdcluster.scheduler.scheduler import Limits, Scheduler
 from pdcluster.transfer.base import Backend, Peer, Region
+from pdcluster.transfer.geometry import PageShape
 from pdcluster.transfer.reader import Reader
 from pdcluster.transfer.session import Settings as TransferSettings
 from pdcluster.transfer.writer import Writer
@@ -26,21 +27,19 @@ from pdcluster.wire.hub import Hub
 from pdcluster.wire.sockets import WireSettings
 
 KV_REGION = 0
-"""The id of a node's KV pool among its regions."""
+"""The id of rank 0's KV pool among a node's regions; the other ranks' follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the model and the pool fix. memory: the pool's bytes."""
+    """What the model and the pools fix. regions, memories: each rank's pool and its bytes, in the order of ranks."""
 
     vocab_size: int
     num_pages: int
-    page_tokens: int
-    page_bytes: int
-    num_layers: int
     block_tokens: int
-    region: Region
-    memory: memoryview
+    pages: PageShape
+    regions: tuple[Region, ...]
+    memories: tuple[memoryview, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +63,18 @@ def assemble(
     """Everything the loop needs. The hub is bound when this returns; nothing was said yet."""
     hub = Hub(wiring.me, listen=wiring.listen, context=wiring.context, settings=wiring.wire, clock=clock)
     for backend in wiring.backends.values():
-        backend.register(shape.region)
+        for region in shape.regions:
+            backend.register(region)
     order = tuple(wiring.backends)
-    pages = PagePool(shape.num_pages, shape.page_tokens, shape.block_tokens)
+    pages = PagePool(shape.num_pages, shape.pages.page_tokens, shape.block_tokens)
     scheduler = Scheduler(pages, limits, clock)
     writer = Writer(
         wiring.me,
         wiring.backends,
         order,
         region=KV_REGION,
-        page_tokens=shape.page_tokens,
-        page_bytes=shape.page_bytes,
-        num_layers=shape.num_layers,
-        memory=shape.memory,
+        shape=shape.pages,
+        memories=shape.memories,
         clock=clock,
         settings=wiring.transfer,
     )
@@ -85,15 +83,13 @@ def assemble(
         wiring.backends,
         order,
         region=KV_REGION,
-        page_tokens=shape.page_tokens,
-        page_bytes=shape.page_bytes,
-        num_layers=shape.num_layers,
-        memory=shape.memory,
+        shape=shape.pages,
+        memories=shape.memories,
         clock=clock,
         settings=wiring.transfer,
     )
     outbox, ended = Outbox(), EndedLegs()
-    groups = LayerGroups(shape.num_layers, shape.page_bytes, group_s=wiring.group_s)
+    groups = LayerGroups(shape.pages.num_layers, shape.pages.page_bytes * shape.pages.ranks, group_s=wiring.group_s)
     return NodeParts(
         me=wiring.me,
         role=wiring.role,

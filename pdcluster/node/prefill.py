@@ -272,7 +272,7 @@ class PrefillSide:
         """Push the full pages that are computed and not pushed yet; with token 1 also the last page, and the commit."""
         if leg.ticket is None:
             return
-        page_tokens = leg.ticket.page_tokens
+        page_tokens = self._pages.page_tokens
         end = leg.num_tokens if leg.first_token is not None else leg.sequence.num_computed // page_tokens * page_tokens
         if end > leg.pushed:
             self._push(leg, end, (leg.layers_pushed, self._groups.num_layers))
@@ -282,7 +282,7 @@ class PrefillSide:
     def _push(self, leg: PrefillLeg, end: int, layers: tuple[int, int]) -> None:
         """Hand the writer layers [first, end) of the tokens that were not pushed yet, and pin their pages."""
         assert leg.ticket is not None
-        page_tokens, nonce = leg.ticket.page_tokens, leg.ticket.nonce
+        page_tokens, nonce = self._pages.page_tokens, leg.ticket.nonce
         if not leg.layers_pushed:  # else the groups go on with the pages of the first one, which are pinned
             leg.source = leg.sequence.pages[leg.pushed // page_tokens : -(-end // page_tokens)].tolist()
             self._pages.acquire(leg.source)

@@ -28,6 +28,7 @@ from pdcluster.ready import announce
 from pdcluster.scheduler.scheduler import Limits
 from pdcluster.transfer.base import Backend, Peer, Region
 from pdcluster.transfer.choose import create_backends
+from pdcluster.transfer.geometry import PageShape
 from pdcluster.transfer.session import Settings as TransferSettings
 from pdcluster.wire.sockets import WireSettings
 
@@ -121,16 +122,14 @@ def usable_len(engine: Engine) -> int:
 
 
 def shape_of(config: NodeConfig, engine: Engine) -> Shape:
-    pool, layout = engine.pool, engine.layout
+    pool = engine.pool
     return Shape(
         vocab_size=engine.config.vocab_size,
         num_pages=engine.num_pages,
-        page_tokens=layout.page_tokens,
-        page_bytes=layout.page_bytes,
-        num_layers=layout.num_layers,
         block_tokens=config.kv.hash_block_tokens,
-        region=Region(KV_REGION, pool.address, pool.nbytes, pool.fd),
-        memory=pool.view if pool.fd is not None else memoryview(bytearray()),
+        pages=PageShape.of(engine.full_layout, ranks=1),
+        regions=(Region(KV_REGION, pool.address, pool.nbytes, pool.fd),),
+        memories=(pool.view if pool.fd is not None else memoryview(bytearray()),),
     )
 
 

@@ -74,6 +74,7 @@ class Arrival:
     stamp: Stamp
     digest: int | None = None
     spans: tuple[tuple[int, int], ...] = ()
+    region: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,7 +211,7 @@ class FakeBackend:
         if landed:
             target = self.network.backends[write.target]
             for _ in range(fault.arrivals):
-                self.network.at(fault.arrival_s, lambda: target._arrivals.add(write.stamp))
+                self.network.at(fault.arrival_s, lambda: target._arrivals.add(write.stamp, region=write.region))
         status = WriteStatus.FAILED if fault.status is WriteStatus.DONE and not landed else fault.status
         self.network.at(fault.answer_s, lambda: self.settle(write, status))
 

@@ -49,6 +49,11 @@ class PageShape:
         """layout: with the heads of all ranks."""
         return cls(layout.page_tokens, layout.num_layers, 2, layout.num_kv_heads, layout.head_dim * ITEM_BYTES[layout.dtype], ranks)
 
+    @classmethod
+    def plain(cls, page_tokens: int, page_bytes: int, num_layers: int = 1) -> PageShape:
+        """Pages of one rank whose inside, but for the layers, is nobody's business."""
+        return cls(page_tokens, num_layers, 1, 1, page_bytes // num_layers // page_tokens)
+
     @property
     def rank_heads(self) -> int:
         """Heads in a page of one rank."""
@@ -100,7 +105,7 @@ class Part:
 
 
 def plan_courses(heads: int, writer_ranks: int, reader_ranks: int) -> tuple[Course, ...]:
-    """Every head of every reader's rank from exactly one writer's rank. Where several writers hold the same heads, readers are dealt out over them."""
+    """Every head of every reader's rank from exactly one writer's rank. Where several writers hold the same heads, they share the readers."""
     holders: list[list[int]] = [[] for _ in range(heads)]
     for rank in range(writer_ranks):
         for head in range(*head_range(heads, rank, writer_ranks)):
@@ -140,7 +145,9 @@ def pieces_per_block(shape: PageShape, part: Part, piece: Piece) -> int:
     return planes if piece is Piece.HEADS else planes * (part.end_head - part.first_head)
 
 
-def offsets(shape: PageShape, rank: int, pages: Sequence[int], first_page: int, part: Part, piece: Piece) -> tuple[Offsets, int]:
+def offsets(
+    shape: PageShape, rank: int, pages: Sequence[int] | Offsets, first_page: int, part: Part, piece: Piece
+) -> tuple[Offsets, int]:
     """Where the pieces of a part begin in a rank's region, in the order of the wire, and the bytes of each. pages: ids, the first of them holding
     tokens from first_page * page_tokens on."""
     tokens = np.arange(part.first_block, part.end_block, dtype=np.int64) * part.block_tokens

@@ -1,13 +1,27 @@
-"""What a Reader keeps of a ticket it issued, and of an Abort it repeats. Plain state; rules in `session`."""
+"""What a Reader keeps of a ticket it issued and of an Abort it repeats, and whether a Commit says all of a ticket's KV came. Plain; rules in
+`session`."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pdcluster.lifecycle import Reading
-from pdcluster.messages import ChunkEntry, Commit, CommitAck, Endpoint, Ticket
+from pdcluster.messages import ChunkEntry, Commit, CommitAck, Endpoint, Leg, Ticket
 from pdcluster.transfer.base import Arrival, Peer
+from pdcluster.transfer.geometry import PageShape, Part, Span, part_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """A chunk of a Commit, and where its bytes are in a rank's memory, in the order of the wire."""
+
+    entry: ChunkEntry
+    rank: int
+    spans: list[Span]
 
 
 @dataclass(slots=True)
@@ -27,7 +41,7 @@ class Incoming:
     commit: Commit | None = None
     commit_time: float = 0.0
     answers: dict[int, CommitAck] = field(default_factory=dict)
-    unchecked: deque[ChunkEntry] | None = None
+    unchecked: deque[Landing] | None = None
     promised: int = 0
     """Chunks in the Commit."""
     bad: list[int] = field(default_factory=list)
@@ -45,3 +59,53 @@ class Notice:
     reason: str
     until: float
     send_at: float
+
+
+def part_of(commit: Commit, leg: Leg, entry: ChunkEntry) -> Part:
+    """What a chunk holds. Only of a Commit that `covers_all`, or to be checked by it."""
+    block = commit.block_tokens
+    return Part(
+        block,
+        entry.first_token // block,
+        -(-(entry.first_token + entry.num_tokens) // block),
+        entry.first_layer,
+        entry.first_layer + entry.num_layers,
+        leg.first_head,
+        leg.first_head + leg.num_heads,
+    )
+
+
+def covers_all(shape: PageShape, ticket: Ticket, commit: Commit) -> bool:
+    """R2: each head of each layer of each block once on every rank, in whole blocks, and the byte counts fit."""
+    block = commit.block_tokens
+    if block < 1 or shape.page_tokens % block:
+        return False
+    first = ticket.cached_tokens // block
+    cells = (-(-ticket.num_tokens // block) - first, shape.num_layers, shape.rank_heads)
+    seen = [np.zeros(cells, dtype=np.bool_) for _ in range(shape.ranks)]
+    for leg in commit.legs:
+        if not 0 <= leg.reader_rank < shape.ranks or not all(_take(shape, ticket, commit, leg, entry, seen[leg.reader_rank]) for entry in leg.chunks):
+            return False
+    indexes = [entry.index for leg in commit.legs for entry in leg.chunks]
+    return all(bool(each.all()) for each in seen) and len(set(indexes)) == len(indexes)
+
+
+def _take(shape: PageShape, ticket: Ticket, commit: Commit, leg: Leg, entry: ChunkEntry, seen: NDArray[np.bool_]) -> bool:
+    """Mark what a chunk holds; False when it is outside of the ticket, was marked before, or has another size."""
+    part, block, end = part_of(commit, leg, entry), commit.block_tokens, entry.first_token + entry.num_tokens
+    first_head, end_head = shape.heads_of(leg.reader_rank)
+    in_blocks = entry.first_token % block == 0 and (end == ticket.num_tokens or (end % block == 0 and end < ticket.num_tokens))
+    in_layers = 0 <= part.first_layer < part.end_layer <= shape.num_layers
+    in_heads = first_head <= part.first_head < part.end_head <= end_head
+    if not in_blocks or not in_layers or not in_heads or entry.num_tokens < 1 or entry.first_token < ticket.cached_tokens:
+        return False
+    first = ticket.cached_tokens // block
+    cells = seen[
+        part.first_block - first : part.end_block - first,
+        part.first_layer : part.end_layer,
+        part.first_head - first_head : part.end_head - first_head,
+    ]
+    if cells.any() or entry.nbytes != part_bytes(shape, part):
+        return False
+    cells[:] = True
+    return True

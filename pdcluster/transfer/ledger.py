@@ -103,8 +103,8 @@ class Arrivals:
         self._doorbell = doorbell
         self._arrivals: deque[Arrival] = deque()
 
-    def add(self, stamp: Stamp, digest: int | None = None, spans: Iterable[tuple[int, int]] = ()) -> None:
-        self._arrivals.append(Arrival(stamp, digest, tuple(spans)))
+    def add(self, stamp: Stamp, digest: int | None = None, spans: Iterable[tuple[int, int]] = (), region: int = 0) -> None:
+        self._arrivals.append(Arrival(stamp, digest, tuple(spans), region))
         self._doorbell.ring()
 
     def take(self) -> list[Arrival]:
@@ -129,36 +129,44 @@ class Counts:
 
 
 class Permits:
-    """Which writes are allowed right now."""
+    """Which writes are allowed right now: at most one permit for each nonce and region."""
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
         self._lock = threading.Lock()
-        self._permits: dict[int, Permit] = {}
+        self._permits: dict[int, dict[int, Permit]] = {}
+        """By nonce, then by region. Inner dicts are replaced, never changed, so that readers need no lock."""
 
     def grant(self, permit: Permit) -> None:
         with self._lock:
-            self._permits[permit.nonce] = permit
+            self._permits[permit.nonce] = {**self._permits.get(permit.nonce, {}), permit.region: permit}
 
-    def revoke(self, nonce: int) -> Permit | None:
+    def revoke(self, nonce: int) -> bool:
+        """Forget all permits of a nonce; False when there was none."""
         with self._lock:
-            return self._permits.pop(nonce, None)
+            return self._permits.pop(nonce, None) is not None
 
     def revoke_writer(self, writer: Peer) -> None:
         with self._lock:
-            self._permits = {nonce: permit for nonce, permit in self._permits.items() if permit.writer != writer}
+            for nonce, regions in list(self._permits.items()):
+                kept = {region: permit for region, permit in regions.items() if permit.writer != writer}
+                if kept:
+                    self._permits[nonce] = kept
+                else:
+                    del self._permits[nonce]
 
     def is_current(self, permit: Permit) -> bool:
-        return self._permits.get(permit.nonce) is permit
+        return self._permits.get(permit.nonce, {}).get(permit.region) is permit
 
     def find(self, writer: Peer, nonce: int, region: int, spans: Iterable[tuple[int, int]]) -> Permit | None:
         """The permit that allows `writer` to write all the spans of `region`; None, and counted by reason, when there is none."""
-        permit = self._permits.get(nonce)
-        if permit is None:
+        regions = self._permits.get(nonce, {})
+        permit = regions.get(region)
+        if not regions:
             self._counts.add("unknown_nonce")
-        elif permit.writer != writer:
+        elif all(each.writer != writer for each in regions.values()):
             self._counts.add("wrong_writer")
-        elif permit.region != region or not all(covers(permit.ranges, offset, nbytes) for offset, nbytes in spans):
+        elif permit is None or permit.writer != writer or not all(covers(permit.ranges, offset, nbytes) for offset, nbytes in spans):
             self._counts.add("outside_permit")
         else:
             return permit

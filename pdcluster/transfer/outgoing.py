@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pdcluster.errors import TransferError
 from pdcluster.lifecycle import Writing
-from pdcluster.messages import ChunkEntry, Ticket, TokenLogprobs, unpack_tokens
+from pdcluster.messages import ChunkEntry, Leg, Ticket, TokenLogprobs, unpack_tokens
 from pdcluster.transfer.base import Peer, Run
-from pdcluster.transfer.chunks import PageShape, page_slice
-from pdcluster.transfer.session import peer_of
+from pdcluster.transfer.chunks import page_slice
+from pdcluster.transfer.geometry import Course, PageShape, Part, join_runs, offsets, part_bytes, piece_of, pieces_per_block
+from pdcluster.transfer.session import Settings, peer_of
 
 
 @dataclass(slots=True)
 class Chunk:
     index: int
+    course: Course
     first_token: int
     num_tokens: int
     first_layer: int
@@ -33,6 +39,18 @@ class Chunk:
         return ChunkEntry(self.index, self.first_token, self.num_tokens, self.first_layer, self.num_layers, self.nbytes, self.digest, self.trial)
 
 
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Layers [first_layer, end_layer) of tokens [start, end) are ready. pages: ours, from the request's page number first_page on."""
+
+    pages: NDArray[np.int64]
+    first_page: int
+    start: int
+    end: int
+    first_layer: int
+    end_layer: int
+
+
 @dataclass(slots=True)
 class Flight:
     nonce: int
@@ -44,13 +62,16 @@ class Flight:
 
 @dataclass(slots=True)
 class Outgoing:
-    """One ticket. `backends`: what both ends have, best first; the first is in use."""
+    """One ticket. `backends`: what both ends have, best first; the first is in use. `theirs`: the reader's pages; `block_tokens`: see geometry."""
 
     ticket: Ticket
     peer: Peer
     pages: list[int]
     backends: list[str]
     deadline: float
+    theirs: PageShape
+    block_tokens: int
+    courses: tuple[Course, ...]
     next_token: int
     """Tokens before it were pushed with all their layers."""
     layered_end: int = 0
@@ -75,17 +96,50 @@ class Outgoing:
     last_write: float = 0.0
     finish_time: float = 0.0
 
+    def legs(self) -> tuple[Leg, ...]:
+        """What the Commit says: every leg with its chunks."""
+        chunks: dict[Course, list[ChunkEntry]] = {course: [] for course in self.courses}
+        for chunk in self.chunks:
+            chunks[chunk.course].append(chunk.entry())
+        return tuple(
+            Leg(course.writer_rank, course.reader_rank, course.first_head, course.end_head - course.first_head, tuple(entries))
+            for course, entries in chunks.items()
+        )
 
-def checked_pages(ticket: Ticket, me: Peer, shape: PageShape) -> list[int]:
+
+def cut(ours: PageShape, outgoing: Outgoing, course: Course, push: Push, settings: Settings) -> Iterator[tuple[Part, tuple[Run, ...]]]:
+    """One leg of a push, in parts of bounded bytes and runs."""
+    block, theirs, targets = outgoing.block_tokens, outgoing.theirs, np.array(outgoing.pages, dtype=np.int64)
+    first, end = push.start // block, -(-push.end // block)
+    whole = Part(block, first, end, push.first_layer, push.end_layer, course.first_head, course.end_head)
+    piece = min(piece_of(ours, course.writer_rank, whole), piece_of(theirs, course.reader_rank, whole))
+    one = replace(whole, end_block=first + 1)
+    blocks_each = max(1, min(settings.chunk_bytes // part_bytes(ours, one), settings.chunk_runs // pieces_per_block(ours, one, piece)))
+    for block_number in range(first, end, blocks_each):
+        part = replace(whole, first_block=block_number, end_block=min(block_number + blocks_each, end))
+        starts, nbytes = offsets(ours, course.writer_rank, push.pages, push.first_page, part, piece)
+        ends, _ = offsets(theirs, course.reader_rank, targets, 0, part, piece)
+        yield part, join_runs(starts, ends, nbytes)
+
+
+def checked_shape(ticket: Ticket, shape: PageShape) -> PageShape:
+    """The reader's pages, or TransferError when its KV is not of our kind. Page sizes and ranks may differ."""
+    if ticket.ranks < 1 or (shape.heads % ticket.ranks and ticket.ranks % shape.heads):
+        raise TransferError(f"ticket {ticket.nonce:x} is of {ticket.ranks} ranks, over which {shape.heads} kv heads cannot be dealt out evenly")
+    theirs = replace(shape, page_tokens=ticket.page_tokens, ranks=ticket.ranks)
+    if ticket.page_tokens < 1 or ticket.page_bytes != theirs.page_bytes:
+        raise TransferError(
+            f"ticket {ticket.nonce:x} has pages of {ticket.page_tokens} tokens and {ticket.page_bytes} bytes, with this node's model and dtype they "
+            f"would have {theirs.page_bytes}; both nodes need the same"
+        )
+    return theirs
+
+
+def checked_pages(ticket: Ticket, me: Peer) -> list[int]:
     """The ticket's page ids, or TransferError when anything about it is wrong."""
-    nonce, tokens = ticket.nonce, shape.page_tokens
+    nonce, tokens = ticket.nonce, ticket.page_tokens
     if peer_of(ticket.writer) != me:
         raise TransferError(f"ticket {nonce:x} is for boot {ticket.writer.incarnation} of {ticket.writer.node}, this is {me.incarnation}")
-    if (ticket.page_tokens, ticket.page_bytes) != (tokens, shape.page_bytes):
-        raise TransferError(
-            f"ticket {nonce:x} has pages of {ticket.page_tokens} tokens and {ticket.page_bytes} bytes, here they have {tokens} and "
-            f"{shape.page_bytes}; both nodes need the same page size and dtype"
-        )
     if not (ticket.num_tokens > 0 and 0 <= ticket.cached_tokens <= ticket.num_tokens and ticket.cached_tokens % tokens == 0):
         raise TransferError(f"ticket {nonce:x} asks for tokens {ticket.cached_tokens}…{ticket.num_tokens}; the first must start a page")
     if not 0 < ticket.deadline_s < float("inf"):

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from pdcluster.errors import IntegrityError
 from pdcluster.lifecycle import READING, Reading, advance
-from pdcluster.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Endpoint, Ticket, pack_tokens
+from pdcluster.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Endpoint, Leg, Ticket, pack_tokens
 from pdcluster.transfer.base import Arrival, Backend, Fence, Peer, Permit
-from pdcluster.transfer.chunks import PageShape, Span, digest, join, joined, page_slice
-from pdcluster.transfer.incoming import Incoming, Notice
+from pdcluster.transfer.chunks import digest, joined, page_slice
+from pdcluster.transfer.geometry import PageShape, Span, join_spans, offsets, piece_of
+from pdcluster.transfer.incoming import Incoming, Landing, Notice, covers_all, part_of
 from pdcluster.transfer.session import Clock, Failed, Landed, ReaderEvent, Reclaimed, Send, Settings, TransferStats, earliest, peer_of, reply_to
 
 __all__ = ["Failed", "Landed", "Reader", "ReaderEvent", "Reclaimed", "Send", "TransferStats"]
@@ -27,23 +28,21 @@ class Reader:
         order: Sequence[str],
         *,
         region: int,
-        page_tokens: int,
-        page_bytes: int,
-        memory: memoryview,
+        shape: PageShape,
+        memories: Sequence[memoryview],
         clock: Clock,
         settings: Settings,
-        num_layers: int = 1,
         rng: random.Random | None = None,
     ) -> None:
-        """me: this boot's endpoint (its adverts are ignored); region: id of the local region; memory: its bytes; order: best first."""
+        """me: this boot's endpoint (its adverts are ignored); region: id of rank 0's region, those of other ranks follow; memories: their bytes, in
+        the order of ranks; order: best first."""
         self._me = me
         self._backends = backends
         self._order = tuple(order)
         self._region = region
-        self._page_tokens = page_tokens
-        self._page_bytes = page_bytes
-        self._shape = PageShape(page_tokens, page_bytes, num_layers)
-        self._memory = memory.cast("B")
+        self._shape = shape
+        self._memories = [memory.cast("B") for memory in memories]
+        self._num_pages = min(map(len, self._memories)) // shape.page_bytes
         self._clock = clock
         self._settings = settings
         self._random = rng if rng is not None else random.SystemRandom()
@@ -77,18 +76,20 @@ class Reader:
             writer=writer,
             region=self._region,
             pages=pack_tokens(pages),
-            page_tokens=self._page_tokens,
-            page_bytes=self._page_bytes,
+            page_tokens=self._shape.page_tokens,
+            page_bytes=self._shape.page_bytes,
             num_tokens=num_tokens,
             cached_tokens=cached_tokens,
             deadline_s=deadline_s,
+            ranks=self._shape.ranks,
         )
         now = self._clock()
         incoming = Incoming(ticket, peer_of(writer), writable, now, now + deadline_s)
         self._gone.discard(incoming.writer)  # declared dead too early: it is spoken to again
         self._tickets[nonce] = incoming
         self._owner.update(dict.fromkeys(writable, nonce))
-        self._permit(incoming, join(sorted(writable), self._page_bytes))
+        whole = joined((page * self._shape.page_bytes, self._shape.page_bytes) for page in sorted(writable))
+        self._permit(incoming, dict.fromkeys(range(self._shape.ranks), whole))
         return ticket
 
     def abort(self, nonce: int, reason: str) -> None:
@@ -166,7 +167,7 @@ class Reader:
 
     def _check(self, pages: Sequence[int], num_tokens: int, cached_tokens: int) -> list[int]:
         """The pages the writer may write. All mistakes here are our own node's."""
-        tokens, num_pages = self._page_tokens, len(self._memory) // self._page_bytes
+        tokens, num_pages = self._shape.page_tokens, self._num_pages
         if not 0 <= cached_tokens <= num_tokens or num_tokens < 1 or cached_tokens % tokens or len(pages) < -(-num_tokens // tokens):
             raise IntegrityError(f"cannot issue a ticket for tokens {cached_tokens}…{num_tokens} in {len(pages)} pages of {tokens} tokens")
         writable = list(pages[page_slice(cached_tokens, num_tokens - cached_tokens, tokens)])
@@ -182,10 +183,12 @@ class Reader:
     def _adverts(self) -> tuple[tuple[str, bytes], ...]:
         return tuple((name, self._backends[name].advert()) for name in self._order)
 
-    def _permit(self, incoming: Incoming, ranges: Sequence[Span]) -> None:
-        permit = Permit(incoming.ticket.nonce, incoming.writer, self._region, tuple(ranges), self._settings.digests)
-        for name in self._order:
-            self._backends[name].permit(permit)
+    def _permit(self, incoming: Incoming, ranges: Mapping[int, Sequence[Span]]) -> None:
+        """ranges: by rank."""
+        for rank, spans in ranges.items():
+            permit = Permit(incoming.ticket.nonce, incoming.writer, self._region + rank, tuple(spans), self._settings.digests)
+            for name in self._order:
+                self._backends[name].permit(permit)
 
     # ------------------------------------------------------------ messages
 
@@ -265,7 +268,7 @@ class Reader:
         started = incoming.last_arrival if incoming.first_arrival is None else incoming.first_arrival
         stats = TransferStats(
             backend="",
-            nbytes=len(incoming.writable) * self._page_bytes,
+            nbytes=sum(entry.nbytes for leg in commit.legs for entry in leg.chunks),
             chunks=len(incoming.arrived),
             resent=incoming.resent,
             transfer_s=incoming.last_arrival - started,
@@ -329,18 +332,18 @@ class Reader:
                 if not incoming.unchecked:
                     self._end_check(incoming)
                     break
-                entry = incoming.unchecked.popleft()
-                on_arrival = self._digest_on_arrival(incoming, entry)
-                budget -= 0 if on_arrival is not None else entry.nbytes
-                if not self._is_intact(incoming, entry, on_arrival):
-                    incoming.bad.append(entry.index)
+                landing = incoming.unchecked.popleft()
+                on_arrival = self._digest_on_arrival(incoming, landing)
+                budget -= 0 if on_arrival is not None else landing.entry.nbytes
+                if not self._is_intact(landing, on_arrival):
+                    incoming.bad.append(landing.entry.index)
 
     def _begin_check(self, incoming: Incoming, commit: Commit) -> None:
-        entries = [entry for leg in commit.legs for entry in leg.chunks]
-        if [leg.rank for leg in commit.legs] != [0] or not self._covers_all(incoming, entries):
+        if not covers_all(self._shape, incoming.ticket, commit):
             self.counters["bad_commit"] += 1
             self._refuse(incoming, commit, "the Commit's chunks do not cover the ticket's tokens")
             return
+        entries = [entry for leg in commit.legs for entry in leg.chunks]
         missing = [entry.index for entry in entries if not self._has_arrived(incoming, entry)]
         if missing and self._clock() < incoming.commit_time + self._settings.arrival_s:
             return
@@ -349,62 +352,39 @@ class Reader:
         self._collect()
         incoming.promised = len(entries)
         incoming.bad = missing
-        incoming.unchecked = deque(entry for entry in entries if entry.index not in missing)
-
-    def _covers_all(self, incoming: Incoming, entries: Sequence[ChunkEntry]) -> bool:
-        """R2: each layer of each page once, and the byte counts fit."""
-        num_layers = self._shape.num_layers
-        seen = bytearray(len(incoming.writable) * num_layers)
-        for entry in entries:
-            pages = self._pages_of(incoming.ticket, entry)
-            end_layer = entry.first_layer + entry.num_layers
-            if not pages or not 0 <= entry.first_layer < end_layer <= num_layers:
-                return False
-            if entry.nbytes != len(pages) * self._shape.part(entry.first_layer, entry.num_layers)[1]:
-                return False
-            for page in pages:
-                cells = slice(page * num_layers + entry.first_layer, page * num_layers + end_layer)
-                if any(seen[cells]):
-                    return False
-                seen[cells] = b"\1" * entry.num_layers
-        return all(seen) and len({entry.index for entry in entries}) == len(entries)
-
-    def _pages_of(self, ticket: Ticket, entry: ChunkEntry) -> range:
-        """Indexes among the writable pages; empty when the tokens are not whole pages of the ticket."""
-        tokens, end = self._page_tokens, entry.first_token + entry.num_tokens
-        starts_page = entry.first_token % tokens == 0 and entry.first_token >= ticket.cached_tokens
-        ends_page = end == ticket.num_tokens or (end % tokens == 0 and end < ticket.num_tokens)
-        if not starts_page or not ends_page or entry.num_tokens < 1:
-            return range(0)
-        first = (entry.first_token - ticket.cached_tokens) // tokens
-        return range(first, first - (-entry.num_tokens // tokens))
+        absent = set(missing)
+        entries_of = ((leg, entry) for leg in commit.legs for entry in leg.chunks)
+        incoming.unchecked = deque(self._landing(incoming, commit, *each) for each in entries_of if each[1].index not in absent)
 
     def _has_arrived(self, incoming: Incoming, entry: ChunkEntry) -> bool:
         arrival = incoming.arrived.get(entry.index)
         return arrival is not None and arrival.stamp.nbytes == entry.nbytes
 
-    def _spans(self, incoming: Incoming, entry: ChunkEntry) -> list[Span]:
-        """Where the chunk's bytes are, in wire order."""
-        pages = incoming.writable[page_slice(entry.first_token - incoming.ticket.cached_tokens, entry.num_tokens, self._page_tokens)]
-        return join(pages, self._page_bytes, self._shape.part(entry.first_layer, entry.num_layers))
+    def _landing(self, incoming: Incoming, commit: Commit, leg: Leg, entry: ChunkEntry) -> Landing:
+        """Where the chunk's bytes are, in the order of the wire."""
+        part, rank = part_of(commit, leg, entry), leg.reader_rank
+        first_page = incoming.ticket.cached_tokens // self._shape.page_tokens
+        starts, nbytes = offsets(self._shape, rank, incoming.writable, first_page, part, piece_of(self._shape, rank, part))
+        return Landing(entry, rank, join_spans(starts, nbytes))
 
-    def _is_intact(self, incoming: Incoming, entry: ChunkEntry, on_arrival: int | None) -> bool:
+    def _is_intact(self, landing: Landing, on_arrival: int | None) -> bool:
         if not self._settings.digests:
             return True
-        found = on_arrival if on_arrival is not None else digest(self._memory, self._spans(incoming, entry))
-        if found == entry.digest:
+        found = on_arrival if on_arrival is not None else digest(self._memories[landing.rank], landing.spans)
+        if found == landing.entry.digest:
             return True
         self.counters["digest_mismatch"] += 1
         return False
 
-    def _digest_on_arrival(self, incoming: Incoming, entry: ChunkEntry) -> int | None:
+    def _digest_on_arrival(self, incoming: Incoming, landing: Landing) -> int | None:
         """What the medium digested when the chunk landed, if it still holds (R2): no later write may have changed the bytes. The Commit names the
         chunk's last try, and every earlier one had failed before it began, which means that it can not land any more (base, 3); so this holds
         for the one arrival of that try at just the places that the Commit says, while no other chunk has any business there."""
-        arrival = incoming.arrived[entry.index]
-        if arrival.digest is None or incoming.repeated or arrival.stamp.trial != entry.trial or len(incoming.arrived) != incoming.promised:
+        arrival = incoming.arrived[landing.entry.index]
+        if arrival.digest is None or incoming.repeated or arrival.stamp.trial != landing.entry.trial or len(incoming.arrived) != incoming.promised:
             return None
-        return arrival.digest if joined(arrival.spans) == self._spans(incoming, entry) else None
+        as_said = arrival.region == self._region + landing.rank and joined(arrival.spans) == landing.spans
+        return arrival.digest if as_said else None
 
     def _end_check(self, incoming: Incoming) -> None:
         commit, bad = incoming.commit, tuple(incoming.bad)
@@ -424,12 +404,12 @@ class Reader:
         incoming.commit = None
         incoming.resent += len(bad)
         self.counters["chunks_asked_again"] += len(bad)
-        ranges: list[Span] = []
-        for entry in (entry for leg in commit.legs for entry in leg.chunks):
-            if entry.index in bad:
+        ranges: dict[int, list[Span]] = {}
+        for leg in commit.legs:
+            for entry in (entry for entry in leg.chunks if entry.index in bad):
                 incoming.arrived.pop(entry.index, None)
-                ranges += self._spans(incoming, entry)
-        self._permit(incoming, sorted(ranges))
+                ranges.setdefault(leg.reader_rank, []).extend(self._landing(incoming, commit, leg, entry).spans)
+        self._permit(incoming, {rank: joined(sorted(spans)) for rank, spans in ranges.items()})
         self._send(incoming, ack)
 
     def _refuse(self, incoming: Incoming, commit: Commit, reason: str) -> None:

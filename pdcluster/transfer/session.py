@@ -46,10 +46,10 @@ class Settings:
     """
 
     digests: bool = True
-    chunk_bytes: int = 4 << 20
-    chunk_runs: int = 256
-    window_bytes: int = 32 << 20
-    window_runs: int = 512
+    chunk_bytes: int = 8 << 20
+    chunk_runs: int = 1024
+    window_bytes: int = 64 << 20
+    window_runs: int = 8192
     trials: int = 3
     rounds: int = 2
     repeat_s: float = 0.25

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hmac
 import logging
+import math
 import os
 import select
 import socket
@@ -49,12 +50,16 @@ BURST_BYTES = 8 << 20
 
 
 class _Advert(msgspec.Struct, frozen=True, array_like=True):
+    """epoch: counts the times when a boot that never came was fenced by refusing what it may still hold, which are adverts of older epochs."""
+
     socket: bytes
     token: bytes
+    epoch: int = 0
 
 
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
     token: bytes
+    epoch: int
     node: str
     incarnation: str
 
@@ -146,7 +151,7 @@ class _Mover:
         self._doorbell.close()
 
     def _greet(self, sock: socket.socket) -> None:
-        sock.send(msgspec.msgpack.encode(_Hello(self.advert.token, self._me.node, self._me.incarnation)))
+        sock.send(msgspec.msgpack.encode(_Hello(self.advert.token, self.advert.epoch, self._me.node, self._me.incarnation)))
         _wait(sock, select.POLLIN, self._settings.connect_s)
         data, fds, _, _ = socket.recv_fds(sock, 65536, MAX_REGIONS)
         try:
@@ -252,7 +257,9 @@ class ShmBackend:
         self._links: set[_Inlet] = set()
         self._met: dict[Peer, dict[int, int]] = {}
         """Writers that have our memory: pid → pidfd, open until it has exited: it is the fence."""
-        self._banned: set[Peer] = set()
+        self._epoch = 0
+        self._least_epoch: dict[Peer, float] = {}
+        """Boots that were fenced: the oldest advert they may still come with; infinity for a process that has exited."""
         self._closed = False
         self._token = os.urandom(TOKEN_BYTES)
         self._socket_name = b"pdcluster-kv-" + os.urandom(8).hex().encode()
@@ -274,7 +281,7 @@ class ShmBackend:
         self._regions[region.id] = region
 
     def advert(self) -> bytes:
-        return msgspec.msgpack.encode(_Advert(self._socket_name, self._token))
+        return msgspec.msgpack.encode(_Advert(self._socket_name, self._token, self._epoch))
 
     def permit(self, permit: Permit) -> None:
         self._permits.grant(permit)
@@ -302,7 +309,9 @@ class ShmBackend:
         except msgspec.DecodeError as error:
             raise PeerUnreachable(f"the advert of {peer.node} for shm is not readable: {error}") from error
         mover = self._movers.get(peer)
-        if mover is not None and mover.advert == decoded and mover.failed_at is None:
+        if mover is not None and decoded.epoch < mover.advert.epoch:
+            raise PeerUnreachable(f"the ticket of {peer.node} is older than its connection by shared memory")
+        if mover is not None and mover.failed_at is None and (mover.advert.socket, mover.advert.token) == (decoded.socket, decoded.token):
             return
         if mover is not None and mover.failed_at is not None and time.monotonic() - mover.failed_at < self._settings.retry_s:
             raise PeerUnreachable(f"{peer.node} could not be reached by shared memory a moment ago")
@@ -345,10 +354,17 @@ class ShmBackend:
                     _shut(inlet.sock)
             if not all(_has_exited(pidfd) for pidfd in self._met.get(peer, {}).values()):
                 return Fence.CANNOT_FENCE
-            for pidfd in self._met.pop(peer, {}).values():
-                os.close(pidfd)
-            self._banned.add(peer)  # a boot that connects later would break the proof given here
+            self._bar(peer)
         return Fence.FENCED
+
+    def _bar(self, peer: Peer) -> None:
+        """A boot that connects later must not break the proof given here. One that never came may be alive: it is let in with an advert that is
+        newer than every ticket it can hold now."""
+        met = self._met.pop(peer, {})
+        for pidfd in met.values():
+            os.close(pidfd)
+        self._epoch += not met
+        self._least_epoch[peer] = math.inf if met else self._epoch
 
     def shutdown(self) -> None:
         with self._lock:
@@ -430,7 +446,7 @@ class ShmBackend:
             raise ProtocolError("its hello does not carry this boot's token")
         peer = Peer(hello.node, hello.incarnation)
         with self._lock:
-            if peer in self._banned or self._closed:
+            if self._closed or hello.epoch < self._least_epoch.get(peer, 0):
                 raise ProtocolError(f"boot {peer.incarnation} of {peer.node} was closed before")
             inlet.peer = peer
             self._meet(peer, pid, sock)
@@ -460,7 +476,7 @@ class ShmBackend:
         if permit is None:
             return
         digest = self._digest(self._regions[region_id], spans) if permit.digests and spans else None
-        self._arrivals.add(Stamp(nonce, chunk, trial, nbytes), digest, spans)
+        self._arrivals.add(Stamp(nonce, chunk, trial, nbytes), digest, spans, region_id)
 
     def _digest(self, region: Region, spans: list[tuple[int, int]]) -> int:
         """Of what lies in the pages. The writer copies in one thread and sends its notice after its copy, so this write can not land again."""

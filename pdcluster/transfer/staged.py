@@ -443,7 +443,7 @@ class StagedBackend:
     def _count(self, stamp: Stamp, landing: _Landing, permit: Permit, landed: OrderedDict[tuple[int, int, int], _Landing]) -> None:
         if landing.nbytes >= stamp.nbytes:
             del landed[stamp.nonce, stamp.chunk, stamp.trial]
-            self._arrivals.add(stamp, landing.payload.digest() if permit.digests else None, landing.spans)
+            self._arrivals.add(stamp, landing.payload.digest() if permit.digests else None, landing.spans, permit.region)
         elif len(landed) > MAX_UNFINISHED:
             landed.popitem(last=False)  # of a writer that gave up; if not, its chunk is asked for again
 

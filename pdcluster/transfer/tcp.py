@@ -320,7 +320,7 @@ class TcpBackend:
             if left or not self._permits.is_current(permit):
                 self._counts.add("revoked_while_landing")
                 return False
-            self._arrivals.add(stamp, None if payload is None else payload.digest(), spans)
+            self._arrivals.add(stamp, None if payload is None else payload.digest(), spans, region_id)
             return True
 
     def _fill(self, link: Link, permit: Permit, cursor: Cursor, payload: Payload | None, left: int) -> int:

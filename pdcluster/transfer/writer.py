@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from pdcluster.errors import IntegrityError, PeerUnreachable, TransferError
 from pdcluster.lifecycle import WRITING, Writing, advance
-from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Leg, Ticket, TokenLogprobs
+from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Ticket, TokenLogprobs
 from pdcluster.transfer.base import Backend, Handle, Peer, Stamp, WriteStatus
-from pdcluster.transfer.chunks import PageShape, coalesce, digest, page_slice
-from pdcluster.transfer.outgoing import Chunk, Flight, Outgoing, checked_pages
+from pdcluster.transfer.chunks import digest
+from pdcluster.transfer.geometry import Course, PageShape, common_block, part_bytes, plan_courses
+from pdcluster.transfer.outgoing import Chunk, Flight, Outgoing, Push, checked_pages, checked_shape, cut
 from pdcluster.transfer.session import Acked, Clock, Drained, GaveUp, Send, Settings, TransferStats, WriterEvent, earliest, peer_of, reply_to
 
 __all__ = ["Acked", "Drained", "GaveUp", "Send", "TransferStats", "Writer", "WriterEvent"]
@@ -29,23 +32,20 @@ class Writer:
         order: Sequence[str],
         *,
         region: int,
-        page_tokens: int,
-        page_bytes: int,
-        memory: memoryview,
+        shape: PageShape,
+        memories: Sequence[memoryview],
         clock: Clock,
         settings: Settings,
-        num_layers: int = 1,
     ) -> None:
-        """region: id of the local region; memory: its bytes (for digests); order: backend names, best first; num_layers: equal parts of a page that
-        may be pushed one after the other."""
+        """region: id of rank 0's region, those of other ranks follow; memories: their bytes (for digests), in the order of ranks; order: backend
+        names, best first."""
         self._me = me
         self._backends = backends
         self._order = tuple(order)
         self._region = region
-        self._page_tokens = page_tokens
-        self._page_bytes = page_bytes
-        self._shape = PageShape(page_tokens, page_bytes, num_layers)
-        self._memory = memory.cast("B")
+        self._shape = shape
+        self._memories = [memory.cast("B") for memory in memories]
+        self._num_pages = min(map(len, self._memories)) // shape.page_bytes
         self._clock = clock
         self._settings = settings
         self._open: dict[int, Outgoing] = {}
@@ -69,17 +69,20 @@ class Writer:
             raise TransferError(f"ticket {ticket.nonce:x} was aborted by its reader before it came; a new attempt needs a new ticket")
         if ticket.nonce in self._open or ticket.nonce in self._answers:
             raise TransferError(f"ticket {ticket.nonce:x} was opened before; a ticket is used once")
-        pages = checked_pages(ticket, self._me, self._shape)
+        theirs, pages = checked_shape(ticket, self._shape), checked_pages(ticket, self._me)
         peer = peer_of(ticket.reader)
         backends = self._connect(peer, ticket)
         deadline = self._clock() + ticket.deadline_s
-        self._open[ticket.nonce] = Outgoing(ticket, peer, pages, backends, deadline, ticket.cached_tokens)
+        courses = plan_courses(theirs.heads, self._shape.ranks, theirs.ranks)
+        block_tokens = common_block(self._shape, theirs.page_tokens)
+        self._open[ticket.nonce] = Outgoing(ticket, peer, pages, backends, deadline, theirs, block_tokens, courses, ticket.cached_tokens)
         self._turns.setdefault(peer, deque()).append(ticket.nonce)
         return backends[0]
 
     def push(self, nonce: int, source_pages: Sequence[int], first_token: int, num_tokens: int, layers: tuple[int, int] | None = None) -> None:
-        """The KV of tokens [first_token, first_token + num_tokens) is ready in these local pages. In token order, whole pages (only the prompt's
-        last page may be partial); what the reader has cached is skipped. Nothing happens for a ticket that was given up.
+        """The KV of tokens [first_token, first_token + num_tokens) is ready in these local pages, the first of which holds first_token. In token
+        order, whole blocks (only the prompt's last may be partial); what the reader has cached is skipped. Nothing happens for a ticket that was
+        given up.
 
         layers: (first, end) when only these are ready; the same tokens are then pushed again with the next ones until all were."""
         outgoing = self._open.get(nonce)
@@ -91,8 +94,10 @@ class Writer:
         if end <= start:
             return
         first_layer, end_layer = self._check_layers(outgoing, end, layers)
-        sources = source_pages[(start - first_token) // self._page_tokens :]
-        self._cut(outgoing, sources, (start, end), (first_layer, end_layer))
+        pages = np.array(source_pages, dtype=np.int64)
+        push = Push(pages, first_token // self._shape.page_tokens, start, end, first_layer, end_layer)
+        for course in outgoing.courses:
+            self._cut(outgoing, course, push)
         outgoing.layered_end, outgoing.next_layer = end, end_layer
         if end_layer == self._shape.num_layers:
             outgoing.next_token, outgoing.next_layer = end, 0
@@ -101,7 +106,7 @@ class Writer:
     def finish(self, nonce: int, first_token: int, first_logprobs: TokenLogprobs | None) -> None:
         """Everything was pushed. Commit goes out when every write is done. Nothing happens for a ticket that was given up."""
         outgoing = self._open.get(nonce)
-        if outgoing is None or outgoing.state is not Writing.OPEN:
+        if outgoing is None or outgoing.state is not Writing.OPEN or outgoing.finished is not None:
             return
         if outgoing.next_token != outgoing.ticket.num_tokens:
             raise IntegrityError(f"ticket {nonce:x} finished after {outgoing.next_token} of {outgoing.ticket.num_tokens} tokens were pushed")
@@ -191,11 +196,11 @@ class Writer:
     # ------------------------------------------------------------ pushing
 
     def _check_push(self, outgoing: Outgoing, pages: Sequence[int], first: int, end: int) -> None:
-        ticket, tokens = outgoing.ticket, self._page_tokens
-        ragged = end % tokens and end != ticket.num_tokens
-        if first % tokens or ragged or first > outgoing.next_token or end > ticket.num_tokens or outgoing.finished is not None:
+        ticket, tokens, block = outgoing.ticket, self._shape.page_tokens, outgoing.block_tokens
+        ragged = end % block and end != ticket.num_tokens
+        if first % block or ragged or first > outgoing.next_token or end > ticket.num_tokens or outgoing.finished is not None:
             raise IntegrityError(f"push of tokens {first}…{end} of {ticket.num_tokens} to ticket {ticket.nonce:x}, {outgoing.next_token} is next")
-        needed, num_pages = -(-end // tokens) - first // tokens, len(self._memory) // self._page_bytes
+        needed, num_pages = -(-end // tokens) - first // tokens, self._num_pages
         if len(pages) < needed or not all(0 <= page < num_pages for page in pages[:needed]):
             raise IntegrityError(f"push to ticket {ticket.nonce:x}: {needed} pages below {num_pages} are needed, got {list(pages)[:8]}…")
 
@@ -210,18 +215,13 @@ class Writer:
             )
         return first, last
 
-    def _cut(self, outgoing: Outgoing, sources: Sequence[int], span: tuple[int, int], layers: tuple[int, int]) -> None:
-        """Layers [first, end) of tokens [start, end) as chunks of bounded bytes."""
-        (start, end), (first_layer, end_layer) = span, layers
-        tokens, settings = self._page_tokens, self._settings
-        part = self._shape.part(first_layer, end_layer - first_layer)
-        pages_each = max(1, min(settings.chunk_bytes // part[1], settings.chunk_runs))
-        for first in range(start, end, pages_each * tokens):
-            last = min(first + pages_each * tokens, end)
-            skip = (first - start) // tokens
-            targets = outgoing.pages[page_slice(first, last - first, tokens)]
-            runs = coalesce(sources[skip : skip + len(targets)], targets, self._page_bytes, part)
-            chunk = Chunk(len(outgoing.chunks), first, last - first, first_layer, end_layer - first_layer, runs, len(targets) * part[1])
+    def _cut(self, outgoing: Outgoing, course: Course, push: Push) -> None:
+        """One leg of a push as chunks that wait to be written."""
+        for part, runs in cut(self._shape, outgoing, course, push, self._settings):
+            first = part.first_block * part.block_tokens
+            num_tokens = min(part.end_block * part.block_tokens, push.end) - first
+            nbytes = part_bytes(self._shape, part)
+            chunk = Chunk(len(outgoing.chunks), course, first, num_tokens, part.first_layer, part.end_layer - part.first_layer, runs, nbytes)
             outgoing.chunks.append(chunk)
             outgoing.waiting.append(chunk.index)
 
@@ -338,7 +338,7 @@ class Writer:
 
     def _digest(self, chunk: Chunk, taken: int | None) -> int:
         """taken: by the mover, on the way. The source is pinned and does not change, so that it can still be taken now."""
-        return taken if taken is not None else digest(self._memory, [(run.source, run.nbytes) for run in chunk.runs])
+        return taken if taken is not None else digest(self._memories[chunk.course.writer_rank], [(run.source, run.nbytes) for run in chunk.runs])
 
     def _settle(self, outgoing: Outgoing, chunk: Chunk, status: WriteStatus, backend: str) -> None:
         if status is WriteStatus.DONE:
@@ -396,14 +396,15 @@ class Writer:
                 nbytes, runs = nbytes + chunk.nbytes, runs + len(chunk.runs)
 
     def _write(self, outgoing: Outgoing, chunk: Chunk) -> None:
-        name, ticket = outgoing.backends[0], outgoing.ticket
+        name, ticket, course = outgoing.backends[0], outgoing.ticket, chunk.course
+        source, target = self._region + course.writer_rank, ticket.region + course.reader_rank
         if outgoing.first_write is None:
             outgoing.first_write = self._clock()
         chunk.trial += 1
         chunk.tries_here += 1
         stamp = Stamp(ticket.nonce, chunk.index, chunk.trial, chunk.nbytes)
         try:
-            handle = self._backends[name].write(outgoing.peer, self._region, ticket.region, stamp, chunk.runs, self._settings.digests)
+            handle = self._backends[name].write(outgoing.peer, source, target, stamp, chunk.runs, self._settings.digests)
         except PeerUnreachable:
             self._retry(outgoing, chunk, name)
             return
@@ -424,8 +425,7 @@ class Writer:
 
     def _commit_message(self, outgoing: Outgoing) -> Commit:
         assert outgoing.finished is not None
-        leg = Leg(0, tuple(chunk.entry() for chunk in outgoing.chunks))
-        return Commit(outgoing.ticket.nonce, (leg,), *outgoing.finished, round=outgoing.round)
+        return Commit(outgoing.ticket.nonce, outgoing.block_tokens, outgoing.legs(), *outgoing.finished, round=outgoing.round)
 
     def _drain(self) -> None:
         """End given-up tickets whose writes are all settled (R4), and tell the reader when R5 allows it."""

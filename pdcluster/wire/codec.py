@@ -24,6 +24,7 @@ MAX_FRAME_BYTES = 64 << 20
 MAX_ID_CHARS = 128
 MAX_TEXT_CHARS = 16 << 10
 MAX_ITEMS = 1 << 20
+MAX_RANKS = 512
 MAX_TICKET_ADVERT_BYTES = 64 << 10
 INT31 = (1 << 31) - 1
 UINT63 = (1 << 63) - 1
@@ -208,6 +209,7 @@ def _check_ticket(ticket: m.Ticket) -> None:
     _integer("page_bytes", ticket.page_bytes, 1, UINT63)
     _integer("num_tokens", ticket.num_tokens, 1)
     _integer("cached_tokens", ticket.cached_tokens, 0, ticket.num_tokens)
+    _integer("ranks", ticket.ranks, 1, MAX_RANKS)
     num_pages = _packed_ids("pages", ticket.pages)
     if num_pages * ticket.page_tokens < ticket.num_tokens:
         raise ProtocolError(f"{num_pages} pages of {ticket.page_tokens} tokens do not hold the ticket's {ticket.num_tokens} tokens")
@@ -341,9 +343,13 @@ def _check_commit(message: m.Commit) -> None:
     _integer("nonce", message.nonce, 0, UINT64)
     _integer("round", message.round, 0)
     _integer("first_token", message.first_token, 0)
-    _count("legs", message.legs, 1024)
+    _integer("block_tokens", message.block_tokens, 1)
+    _count("legs", message.legs, MAX_RANKS * 2)
     for leg in message.legs:
-        _integer("rank", leg.rank, 0)
+        _integer("rank", leg.rank, 0, MAX_RANKS - 1)
+        _integer("reader_rank", leg.reader_rank, 0, MAX_RANKS - 1)
+        _integer("first_head", leg.first_head, 0)
+        _integer("num_heads", leg.num_heads, 1)
         _count("chunks", leg.chunks)
         for chunk in leg.chunks:
             _integer("chunk index", chunk.index, 0)

@@ -13,6 +13,7 @@ from transfer_peer import READER, WRITER
 
 from pdcluster.messages import Endpoint, Ticket
 from pdcluster.transfer.base import Peer
+from pdcluster.transfer.geometry import PageShape
 from pdcluster.transfer.reader import Reader
 from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed, Send, Settings
 from pdcluster.transfer.writer import Writer
@@ -26,10 +27,10 @@ class Nodes:
 
     def __init__(self, name: str) -> None:
         self.ends = Ends(name, NUM_PAGES * PAGE_BYTES)
-        shape = {"region": 0, "page_tokens": PAGE_TOKENS, "page_bytes": PAGE_BYTES, "clock": time.monotonic, "settings": SETTINGS}
-        self.writer = Writer(WRITER, {name: self.ends.writer}, [name], memory=memoryview(self.ends.source.bytes), **shape)
+        shape = {"region": 0, "shape": PageShape.plain(PAGE_TOKENS, PAGE_BYTES), "clock": time.monotonic, "settings": SETTINGS}
+        self.writer = Writer(WRITER, {name: self.ends.writer}, [name], memories=[memoryview(self.ends.source.bytes)], **shape)
         me = Endpoint(READER.node, READER.incarnation, "r")
-        self.reader = Reader(me, {name: self.ends.reader}, [name], memory=memoryview(self.ends.target.bytes), **shape)
+        self.reader = Reader(me, {name: self.ends.reader}, [name], memories=[memoryview(self.ends.target.bytes)], **shape)
         self.events: list[object] = []
 
     def open(self, pages: list[int], num_tokens: int, cached: int = 0) -> Ticket:

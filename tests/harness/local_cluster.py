@@ -24,6 +24,7 @@ from pdcluster.node.loop import NodeLoop, StepEngine
 from pdcluster.scheduler.scheduler import Limits
 from pdcluster.transfer.base import Backend, Peer
 from pdcluster.transfer.fake import FakeBackend, FakeNetwork
+from pdcluster.transfer.geometry import PageShape
 from pdcluster.transfer.session import Settings
 from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.attempt import HashChain, StageDeadlines
@@ -80,7 +81,8 @@ class EngineKit:
 def oracle_kit(num_pages: int, make_engine: Callable[[int, int], OracleEngine] = OracleEngine) -> EngineKit:
     engine = make_engine(num_pages, BLOCK)
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_tokens=BLOCK, dtype="float32")
-    shape = Shape(VOCAB, num_pages, BLOCK, engine.page_bytes, NUM_LAYERS, BLOCK, engine.region, memoryview(engine.memory))
+    pages = PageShape.plain(BLOCK, engine.page_bytes, NUM_LAYERS)
+    shape = Shape(VOCAB, num_pages, BLOCK, pages, (engine.region,), (memoryview(engine.memory),))
     return EngineKit(engine, shape, Fingerprint("model", "weights", 1, BLOCK, layout))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ from local_cluster import Shape as NodeShape
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.kv.layout import Fingerprint
 from pdcluster.messages import Sampling
+from pdcluster.node.loop import NodeLoop
 from pdcluster.transfer.base import Region
 from pdcluster.transfer.choose import create_backends
+from pdcluster.transfer.geometry import PageShape
 
 MODEL = Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=32, num_layers=3)
 PAGE = 16
@@ -40,7 +44,7 @@ def make_kit(directory: Path, *, token_budget: int = 24, reserve_tokens: int = 1
         engine = Engine(EngineConfig(directory, KERNEL_CACHE, page_tokens=PAGE, num_pages=num_pages, threads=1))
         pool = engine.pool
         region = Region(0, pool.address, pool.nbytes, pool.fd)
-        shape = NodeShape(MODEL.vocab_size, num_pages, PAGE, engine.layout.page_bytes, MODEL.num_layers, PAGE, region, pool.view)
+        shape = NodeShape(MODEL.vocab_size, num_pages, PAGE, PageShape.of(engine.full_layout, 1), (region,), (pool.view,))
         return EngineKit(engine, shape, Fingerprint("model", engine.weights_digest, 1, PAGE, engine.layout), 512, token_budget, reserve_tokens)
 
     return make
@@ -122,4 +126,27 @@ async def test_a_stream_that_moves_to_another_node_changes_nothing(directory, pr
         await victim.kill()
         cluster.announce()
         assert await running == expected[name]
+        await cluster.until_idle()
+
+
+async def test_a_loop_that_is_late_for_a_bell_sends_only_what_was_computed(directory, monkeypatch) -> None:
+    """The loop and the engine's thread race for the CPU: a bell of one step heard during the next one must not send KV that is not there yet."""
+    many = [prompt(17 + index % 8, MODEL.vocab_size, seed=index).tolist() for index in range(48)]
+    sampling = Sampling(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True)
+    async with LocalCluster({"m0": "mixed"}, num_pages=512, make_kit=make_kit(directory, token_budget=256)) as cluster:
+        want = [(await cluster.run(tokens, sampling))[0] for tokens in many]
+    watch, late = NodeLoop._watch_layers, random.Random(7)
+
+    def late_watch(loop: NodeLoop) -> None:
+        watch(loop)
+        if loop._running is not None and late.random() < 0.5:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(NodeLoop, "_watch_layers", late_watch)
+    async with LocalCluster(PAIR, num_pages=512, make_kit=make_kit(directory), group_s=1e-12) as cluster:
+        worker = cluster.nodes["p0"].engine._worker
+        compute = worker._compute
+        monkeypatch.setattr(worker, "_compute", lambda plan: (time.sleep(0.003), compute(plan))[1])
+        got = [tokens for start in range(0, 48, 6) for tokens in await answers(cluster, many[start : start + 6], sampling)]
+        assert got == want
         await cluster.until_idle()

@@ -91,9 +91,9 @@ def test_a_permit_allows_all_of_its_ranges_until_it_is_revoked() -> None:
     permits.grant(permit)
     assert permits.find(ME, 7, 0, [(0, 16), (36, 4)]) is permit
     assert permits.is_current(permit)
-    assert permits.revoke(7) is permit
+    assert permits.revoke(7)
     assert not permits.is_current(permit)
-    assert permits.revoke(7) is None
+    assert not permits.revoke(7)
 
 
 def test_covers_knows_borders() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from transfer_harness import LOGPROBS, PAGE_BYTES, QUICK, READER, WRITER, Pair
+from transfer_harness import LOGPROBS, PAGE_BYTES, PAGE_TOKENS, QUICK, READER, WRITER, Pair
 
 from pdcluster.errors import IntegrityError, PeerUnreachable, TransferError
 from pdcluster.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Leg, pack_tokens
@@ -170,8 +170,9 @@ def test_verification_is_spread_over_polls() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"page_tokens": 8}, "same page size"),
-        ({"page_bytes": 128}, "same page size"),
+        ({"page_tokens": 8}, "both nodes need the same"),
+        ({"page_bytes": 128}, "both nodes need the same"),
+        ({"ranks": 0}, "cannot be dealt out"),
         ({"num_tokens": 0}, "must start a page"),
         ({"cached_tokens": 3}, "must start a page"),
         ({"cached_tokens": 24}, "must start a page"),
@@ -474,7 +475,7 @@ def test_a_commit_for_a_dead_ticket_is_refused() -> None:
     pair.inbox.clear()
     pair.reader_events.clear()
     pair.reader.poll()
-    pair.reader.handle(WRITER, Commit(ticket.nonce, (Leg(0, ()),), 1))
+    pair.reader.handle(WRITER, Commit(ticket.nonce, PAGE_TOKENS, (Leg(0, 0, 0, 1, ()),), 1))
     pair.poll()
     assert any(isinstance(message, CommitAck) and message.refused for _, message in pair.inbox)
 
@@ -498,7 +499,7 @@ def test_a_commit_for_a_dead_ticket_is_refused() -> None:
 def test_a_commit_that_does_not_cover_the_tokens_exactly_is_refused(chunks: tuple[tuple[int, ...], ...]) -> None:
     pair = Pair()
     ticket = pair.open(PAGES, TOKENS)
-    pair.reader.handle(WRITER, Commit(ticket.nonce, (Leg(0, tuple(ChunkEntry(*chunk) for chunk in chunks)),), 1))
+    pair.reader.handle(WRITER, Commit(ticket.nonce, PAGE_TOKENS, (Leg(0, 0, 0, 1, tuple(ChunkEntry(*chunk) for chunk in chunks)),), 1))
     pair.run(0.2)
     assert not pair.landed and len(pair.failed) == 1 and pair.reader.counters["bad_commit"] == 1
     assert_idle(pair)
@@ -540,7 +541,7 @@ def test_messages_of_another_boot_are_dropped_and_counted() -> None:
     older_reader, older_writer = Peer(READER.node, "older"), Peer(WRITER.node, "older")
     pair.writer.handle(older_reader, Abort(ticket.nonce, "x", 1.0))
     pair.writer.handle(older_reader, CommitAck(ticket.nonce))
-    pair.reader.handle(older_writer, Commit(ticket.nonce, (Leg(0, ()),), 1))
+    pair.reader.handle(older_writer, Commit(ticket.nonce, PAGE_TOKENS, (Leg(0, 0, 0, 1, ()),), 1))
     pair.reader.handle(older_writer, AbortAck(ticket.nonce, "x"))
     assert pair.writer.counters["foreign_message"] == 2 and pair.reader.counters["foreign_message"] == 2
     pair.writer.push(ticket.nonce, SOURCE, 0, TOKENS)

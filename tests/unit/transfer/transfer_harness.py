@@ -10,6 +10,7 @@ import numpy as np
 from pdcluster.messages import Endpoint, Message, Ticket, TokenLogprobs
 from pdcluster.transfer.base import Peer, Region, Stamp
 from pdcluster.transfer.fake import FakeBackend, FakeNetwork, Fault
+from pdcluster.transfer.geometry import PageShape
 from pdcluster.transfer.reader import Reader
 from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed, Send, Settings
 from pdcluster.transfer.writer import Writer
@@ -70,11 +71,11 @@ class Pair:
             name: FakeNetwork(self.clock, plan=plans.get(name, plan), checks_permits=checks_permits, on_land=on_land) for name in media
         }
         self.source, self.target = Node(WRITER, self.networks, 1), Node(READER, self.networks, 2)
-        shape = {"region": 0, "page_tokens": PAGE_TOKENS, "page_bytes": PAGE_BYTES, "num_layers": num_layers}
+        shape = {"region": 0, "shape": PageShape.plain(PAGE_TOKENS, PAGE_BYTES, num_layers)}
         shape |= {"clock": self.clock, "settings": settings}
-        self.writer = writer_class(WRITER, self.source.backends, media, memory=memoryview(self.source.memory), **shape)
+        self.writer = writer_class(WRITER, self.source.backends, media, memories=[memoryview(self.source.memory)], **shape)
         me = Endpoint(READER.node, READER.incarnation, "d0:1")
-        self.reader = reader_class(me, self.target.backends, media, memory=memoryview(self.target.memory), rng=random.Random(5), **shape)
+        self.reader = reader_class(me, self.target.backends, media, memories=[memoryview(self.target.memory)], rng=random.Random(5), **shape)
         self.inbox: list[tuple[Peer, Message]] = []
         self.writer_events: list[object] = []
         self.reader_events: list[object] = []

@@ -37,7 +37,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     m.Load(*range(len(m.Load.__struct_fields__) - 2), draining=True, steps=1 << 40),
     m.CacheDelta(1, True, bytes(48), b""),
     m.FileChunk("tokenizer.json", 4, 8, b"data"),
-    m.Commit(5, (m.Leg(0, (m.ChunkEntry(0, 0, 32, 0, 4, 65536, 2**64 - 1),)),), 11, LOGPROBS),
+    m.Commit(5, 32, (m.Leg(0, 1, 0, 8, (m.ChunkEntry(0, 0, 32, 0, 4, 65536, 2**64 - 1),)),), 11, LOGPROBS),
     m.CommitAck(5, (0, 3)),
     m.Abort(5, "slot gone", 3.0),
     m.AbortAck(5, "drained"),
@@ -109,7 +109,7 @@ def finished(**changes: object) -> m.AnyMessage:
 
 
 def chunk(*values: int) -> m.Commit:
-    return m.Commit(1, (m.Leg(0, (m.ChunkEntry(*values),)),), 0)
+    return m.Commit(1, 32, (m.Leg(0, 0, 0, 1, (m.ChunkEntry(*values),)),), 0)
 
 
 BAD: tuple[m.AnyMessage, ...] = (
@@ -126,10 +126,11 @@ BAD: tuple[m.AnyMessage, ...] = (
     m.Tokens((m.TokenRow("r", 0, -1, (1,)),)), m.Tokens((m.TokenRow("r", 0, 0, (-1,)),)), m.Tokens((m.TokenRow("r", 0, 0, (1, 2), (LOGPROBS,)),)),
     m.Tokens((m.TokenRow("r", 0, 0, (1,), (m.TokenLogprobs(math.nan),)),)), m.Tokens((m.TokenRow("r", 0, 0, (1,), (m.TokenLogprobs(0.0, (1,)),)),)),
     finished(timings=m.Timings(decode_s=-1.0)), finished(stop_token=-1), finished(num_output=-1),
-    m.Failed("r", 0, "", "", True), work(hash_root=bytes(15)), m.Commit(1, (), 0, round=-1), m.CommitAck(1, round=-1),
+    m.Failed("r", 0, "", "", True), work(hash_root=bytes(15)), m.Commit(1, 32, (), 0, round=-1), m.CommitAck(1, round=-1),
+    m.Commit(1, 0, (), 0), ticket(ranks=0), m.Commit(1, 32, (m.Leg(0, 0, 0, 0, ()),), 0), m.Commit(1, 32, (m.Leg(0, 9999, 0, 1, ()),), 0),
     replace(MESSAGES[16], slots=-1), m.CacheDelta(0, False, bytes(8), b""), m.CacheDelta(0, False, b"", bytes(1)), m.CacheDelta(-1, False, b"", b""),
     m.FileChunk("f", 5, 8, b"data"), chunk(-1, 0, 1, 0, 1, 1, 0), chunk(0, 0, 0, 0, 1, 1, 0), chunk(0, 0, 1, 0, 1, 0, 0), chunk(0, 0, 1, 0, 1, 1, -1),
-    m.Commit(1, (), -1), m.CommitAck(1, (-1,)), m.Abort(-1, "", 1.0), m.Abort(1, "", math.nan), m.AbortAck(1, "x" * 20000),
+    m.Commit(1, 32, (), -1), m.CommitAck(1, (-1,)), m.Abort(-1, "", 1.0), m.Abort(1, "", math.nan), m.AbortAck(1, "x" * 20000),
 )  # fmt: skip
 
 
