@@ -125,7 +125,7 @@ class Store:
         if found:
             raise ConfigError(
                 f"node {card.node!r} does not fit the cluster of node {other.node!r}: {'; '.join(found)}; "
-                "start it with the same model, weights, dtype and page size, or in a cluster of its own"
+                "start it with the same model, weights, dtype and hash block size, or in a cluster of its own"
             )
 
     def _remember_replaced(self, peer: Peer) -> None:
@@ -135,10 +135,11 @@ class Store:
 
 
 def differences(ours: Fingerprint, theirs: Fingerprint) -> Iterator[str]:
-    """The fields in which two fingerprints differ, to be read by a person."""
+    """The fields in which two fingerprints differ and may not, to be read by a person."""
     left, right = asdict(ours), asdict(theirs)
     left |= left.pop("layout")
     right |= right.pop("layout")
+    del left["page_tokens"]
     for name, value in left.items():
         if value != right[name]:
             yield f"{name} {value!r} here, {right[name]!r} there"

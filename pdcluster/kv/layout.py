@@ -47,7 +47,8 @@ def head_range(num_heads: int, rank: int, ranks: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """All that two nodes must agree on before one may attend to the other's KV. Compared when a node joins."""
+    """All that two nodes must agree on before one may attend to the other's KV, but for layout.page_tokens, which may differ (each is a multiple of
+    hash_block_tokens). layout: with the heads of all of a node's ranks. Compared when a node joins."""
 
     model: str
     weights: str

@@ -44,11 +44,12 @@ BOOTSTRAP = "bootstrap"
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """One node to start. cores: empty when it is not pinned."""
+    """One node to start. cores: empty when it is not pinned; tp: its ranks."""
 
     name: str
     role: Role
     cores: tuple[int, ...]
+    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,9 @@ class Cluster:
             "node.drain_s": NODE_STOP_S,
         }
         if plan.cores:
-            own |= {"node.cores": ",".join(map(str, plan.cores)), "node.threads": len(plan.cores)}
+            own |= {"node.cores": ",".join(map(str, plan.cores)), "node.threads": max(1, len(plan.cores) // plan.tp)}
+        if plan.tp > 1:
+            own["node.tp"] = plan.tp
         if self._is_set("up.device"):
             own["node.device"] = self._config.device
         if self._is_set("up.transfer"):
@@ -274,11 +277,15 @@ def make_output(loaded: Loaded[UpConfig]) -> tuple[Output, str]:
 
 def plan_nodes(config: UpConfig, available: set[int]) -> tuple[NodePlan, ...]:
     """Names and roles; every node gets an equal share of the cores when there is at least one for each, the rest is left to the router."""
-    roles: list[tuple[Role, int]] = [("prefill", config.prefill), ("decode", config.decode), ("mixed", config.mixed)]
-    named = [(f"{role}-{index}", role) for role, count in roles for index in range(count)]
+    roles: list[tuple[Role, int, int]] = [
+        ("prefill", config.prefill, config.prefill_tp or config.tp),
+        ("decode", config.decode, config.decode_tp or config.tp),
+        ("mixed", config.mixed, config.tp),
+    ]
+    named = [(f"{role}-{index}", role, tp) for role, count, tp in roles for index in range(count)]
     cores = sorted(available)
     share = len(cores) // len(named) if config.pin and config.device == "cpu" else 0
-    return tuple(NodePlan(name, role, tuple(cores[i * share : (i + 1) * share])) for i, (name, role) in enumerate(named))
+    return tuple(NodePlan(name, role, tuple(cores[i * share : (i + 1) * share]), tp) for i, (name, role, tp) in enumerate(named))
 
 
 def model_directory(model: Path) -> Path:

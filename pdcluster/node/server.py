@@ -16,19 +16,19 @@ import zmq
 from pdcluster.bootstrap.agent import NodeAgent
 from pdcluster.bootstrap.card import NodeCard
 from pdcluster.bundled_model import path as bundled_model
-from pdcluster.config import NodeConfig, cache_directory
-from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.config import NodeConfig
+from pdcluster.engine.engine import Engine
 from pdcluster.errors import ConfigError
 from pdcluster.kv.layout import Fingerprint
 from pdcluster.messages import PROTOCOL_VERSION
 from pdcluster.node.assembly import KV_REGION, Shape, Wiring, assemble
+from pdcluster.node.engines import NodeEngine, start_engine
 from pdcluster.node.files import ModelFiles
 from pdcluster.node.loop import NodeLoop, NodeParts
 from pdcluster.ready import announce
 from pdcluster.scheduler.scheduler import Limits
-from pdcluster.transfer.base import Backend, Peer, Region
+from pdcluster.transfer.base import Backend, Peer
 from pdcluster.transfer.choose import create_backends
-from pdcluster.transfer.geometry import PageShape
 from pdcluster.transfer.session import Settings as TransferSettings
 from pdcluster.wire.sockets import WireSettings
 
@@ -44,8 +44,8 @@ def run(config: NodeConfig) -> int:
     with ExitStack() as stack:
         model_dir = config.model or bundled_model()
         me = Peer(config.name or f"{config.role}-{secrets.token_hex(3)}", secrets.token_hex(8))
-        engine = start_engine(config, model_dir)
-        stack.callback(engine.close)
+        engine = start_engine(config, model_dir, KV_REGION)
+        stack.callback(engine.driver.close)
         files = ModelFiles(model_dir)
         backends = open_backends(config, me)
         for backend in backends.values():
@@ -55,14 +55,14 @@ def run(config: NodeConfig) -> int:
         wiring = Wiring(
             me, config.role, config.listen, context, wire_settings(config), backends, transfer_settings(config), config.transfer.parking_s
         )
-        limits = limits_of(config, engine)
+        limits = limits_of(config, engine.local)
         agent = NodeAgent(config.bootstrap, heartbeat_s=config.heartbeat_s)
         stack.callback(agent.stop)
-        parts = assemble(wiring, shape_of(config, engine), engine, limits, files, agent, clock)
+        parts = assemble(wiring, shape_of(config, engine), engine.driver, limits, files, agent, clock)
         stack.callback(parts.hub.close)
         loop = NodeLoop(parts, report_s=config.report_s, drain_s=config.drain_s, clock=clock)
         on_signals(loop.stop)
-        card = card_of(config, me, engine, parts, files, tuple(backends), model_dir)
+        card = card_of(config, me, engine.local, parts, files, tuple(backends), model_dir)
         agent.start(card, registered=lambda: announce_ready(config, card))
         logger.info("node %s (%s) serves %s at %s over %s", me.node, config.role, card.model, card.address, ", ".join(backends) or "no transfer")
         loop.run()
@@ -88,24 +88,6 @@ def open_backends(config: NodeConfig, me: Peer) -> dict[str, Backend]:
     return create_backends(config.transfer.backend, me, host=config.transfer.host, staging_bytes=config.transfer.staging_bytes)
 
 
-def start_engine(config: NodeConfig, model_dir: Path) -> Engine:
-    engine = Engine(
-        EngineConfig(
-            model_dir=model_dir,
-            cache_dir=cache_directory(),
-            dtype=config.dtype,
-            device=config.device,
-            page_tokens=config.kv.page_tokens,
-            kv_bytes=config.kv.memory_bytes,
-            max_len=config.max_len,
-            threads=config.threads or len(os.sched_getaffinity(0)),
-        )
-    )
-    if config.warmup:
-        engine.warmup()
-    return engine
-
-
 def limits_of(config: NodeConfig, engine: Engine) -> Limits:
     return Limits(
         token_budget=config.scheduler.token_budget,
@@ -121,15 +103,14 @@ def usable_len(engine: Engine) -> int:
     return min(engine.max_len, engine.num_pages * engine.layout.page_tokens)
 
 
-def shape_of(config: NodeConfig, engine: Engine) -> Shape:
-    pool = engine.pool
+def shape_of(config: NodeConfig, engine: NodeEngine) -> Shape:
     return Shape(
-        vocab_size=engine.config.vocab_size,
-        num_pages=engine.num_pages,
+        vocab_size=engine.local.config.vocab_size,
+        num_pages=engine.local.num_pages,
         block_tokens=config.kv.hash_block_tokens,
-        pages=PageShape.of(engine.full_layout, ranks=1),
-        regions=(Region(KV_REGION, pool.address, pool.nbytes, pool.fd),),
-        memories=(pool.view if pool.fd is not None else memoryview(bytearray()),),
+        pages=engine.pages,
+        regions=engine.regions,
+        memories=engine.memories,
     )
 
 
@@ -161,7 +142,7 @@ def card_of(
         role=config.role,
         address=parts.hub.address,
         model=model,
-        fingerprint=Fingerprint(model, engine.weights_digest, PROTOCOL_VERSION, config.kv.hash_block_tokens, engine.layout),
+        fingerprint=Fingerprint(model, engine.weights_digest, PROTOCOL_VERSION, config.kv.hash_block_tokens, engine.full_layout),
         max_len=usable_len(engine),
         vocab_size=engine.config.vocab_size,
         num_pages=engine.num_pages,

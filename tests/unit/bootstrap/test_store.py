@@ -117,7 +117,8 @@ def test_the_last_node_may_come_back_with_another_layout(store: Store) -> None:
 
 def test_differences_name_fields_of_the_layout_too() -> None:
     assert list(differences(FINGERPRINT, FINGERPRINT)) == []
-    assert list(differences(replace(FINGERPRINT, layout=replace(LAYOUT, page_tokens=64)), FINGERPRINT)) == ["page_tokens 64 here, 32 there"]
+    assert list(differences(replace(FINGERPRINT, layout=replace(LAYOUT, head_dim=64)), FINGERPRINT)) == ["head_dim 64 here, 32 there"]
+    assert not list(differences(replace(FINGERPRINT, layout=replace(LAYOUT, page_tokens=64)), FINGERPRINT)), "page sizes may differ"
 
 
 def test_the_number_of_nodes_is_bounded(store: Store) -> None:

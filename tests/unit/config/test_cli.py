@@ -64,7 +64,6 @@ def test_config_check_masks_secrets() -> None:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["up", "--tp", "2"], "tensor parallel is not built yet"),
         (["up", "--grpc", "127.0.0.1:50051"], "--grpc is '127.0.0.1:50051', but the gRPC front door is not built yet"),
         (["up", "--http", "8000"], "--http is '8000', but must be HOST:PORT"),
         (["up", "--set", "node.kv"], "must be KEY=VALUE"),

@@ -123,7 +123,7 @@ def test_a_wrong_value_is_refused_with_its_name_and_the_way_out(path: str, raw: 
 @pytest.mark.parametrize(
     ("values", "what"),
     [
-        ({"up.tp": "2"}, "tensor parallel is not built yet"),
+        ({"up.tp": "0"}, "--tp is '0'"),
         ({"up.grpc": "127.0.0.1:50051"}, "gRPC front door is not built yet"),
         ({"up.transfer": "cuda_ipc"}, "cuda_ipc is not built yet"),
         ({"up.device": "cuda"}, "--mixed 1"),
