@@ -36,7 +36,7 @@ def boolean(raw: object) -> bool:
 def integer(low: int, high: int = 2**31 - 1) -> Kind[int]:
     def parse(raw: object) -> int:
         if isinstance(raw, str) and re.fullmatch(r"[+-]?\d{1,18}", raw.strip()):
-            raw = int(raw)
+            raw = int(raw.strip())
         if not isinstance(raw, int) or isinstance(raw, bool) or not low <= raw <= high:
             raise ValueError(f"must be a whole number from {low} to {high}")
         return raw
