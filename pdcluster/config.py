@@ -166,7 +166,8 @@ class TransferConfig:
     chunk_bytes: int = key(8 * 2**20, size(4096), "aimed size of one chunk")
     staging_bytes: int = key(64 * 2**20, size(2**16), "staging ring of media that cannot fence cheaply")
     digests: Literal["always", "never"] = key("always", choice("always", "never"), "whether chunks carry digests of their bytes")
-    parking_s: float = key(60.0, duration(0.001), "how long a prefill node keeps finished KV that nobody acknowledged")
+    parking_s: float = key(60.0, duration(0.001), "how long a prefill node keeps finished KV for which no decode node has room")
+    parking_percent: int = key(50, integer(1, 100), "share of the KV pool in which finished KV may wait before new remote prefills are refused")
 
 
 @dataclass(frozen=True, slots=True)

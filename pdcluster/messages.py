@@ -219,10 +219,11 @@ class Welcome(Message, frozen=True, array_like=True):
 
 
 class Scheduled(Message, frozen=True, array_like=True):
-    """The prefill node took the request out of its queue: now is the time to reserve."""
+    """The prefill node took the request out of its queue: now is the time to reserve. cached_tokens: found in its cache."""
 
     request: str
     attempt: int
+    cached_tokens: int = 0
 
 
 class Reserved(Message, frozen=True, array_like=True):
@@ -279,8 +280,8 @@ class Failed(Message, frozen=True, array_like=True):
 
 class Load(Message, frozen=True, array_like=True):
     """What a node has to do, sent when it changed, at most every report interval. Pages count the KV pool: free, cached (evictable), quarantined
-    (a writer may still write), the rest in use; pinned ones are read by a write and counted beside. slots: rows the running batch may have,
-    slots_used those taken."""
+    (a writer may still write), the rest in use. Counted beside: pinned ones, which a write reads, and parked ones, which hold finished KV that no
+    decode node has taken yet. slots: rows the running batch may have, slots_used those taken."""
 
     waiting: int
     running: int
@@ -293,6 +294,7 @@ class Load(Message, frozen=True, array_like=True):
     pages_pinned: int
     slots: int
     slots_used: int
+    pages_parked: int = 0
     draining: bool = False
     steps: int = 0
 

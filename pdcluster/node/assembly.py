@@ -15,6 +15,7 @@ from pdcluster.node.grouping import LayerGroups
 from pdcluster.node.legs import EndedLegs
 from pdcluster.node.loop import Neighbours, NodeParts, StepEngine
 from pdcluster.node.outbox import Outbox
+from pdcluster.node.parking import Parking
 from pdcluster.node.prefill import PrefillSide
 from pdcluster.node.sequences import SequenceFactory
 from pdcluster.scheduler.scheduler import Limits, Scheduler
@@ -44,7 +45,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """How the node talks. backends: by name, best first; group_s: what one more group of layers costs (see grouping)."""
+    """How the node talks. backends: by name, best first; group_s: what one more group of layers costs (see grouping); parking_share: how much
+    of the pool finished KV may park in (see parking)."""
 
     me: Peer
     role: Role
@@ -55,6 +57,7 @@ class Wiring:
     transfer: TransferSettings
     parking_s: float
     group_s: float = 0.0004
+    parking_share: float = 0.5
 
 
 def assemble(
@@ -90,6 +93,7 @@ def assemble(
     )
     outbox, ended = Outbox(), EndedLegs()
     groups = LayerGroups(shape.pages.num_layers, shape.pages.page_bytes * shape.pages.ranks, group_s=wiring.group_s)
+    parking = Parking(max(int(shape.num_pages * wiring.parking_share), 1), clock)
     return NodeParts(
         me=wiring.me,
         role=wiring.role,
@@ -104,7 +108,9 @@ def assemble(
         reader=reader,
         outbox=outbox,
         ended=ended,
-        prefill=PrefillSide(scheduler, pages, writer, outbox, ended, groups=groups, parking_s=wiring.parking_s, clock=clock),
+        prefill=PrefillSide(
+            scheduler, pages, writer, outbox, ended, groups=groups, parking=parking, parking_s=wiring.parking_s, clock=clock
+        ),
         decode=DecodeSide(scheduler, pages, reader, outbox, ended, clock=clock),
         files=files,
         neighbours=neighbours,

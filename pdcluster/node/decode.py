@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from pdcluster import errors
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import Failed, Finished, Prefill, Refused, RefusedLeg, Reserve, Reserved, Timings, Work
-from pdcluster.node.legs import Ended, EndedLegs, Output, check_newest, key_of
+from pdcluster.messages import Failed, Finished, Prefill, Reserve, Reserved, Timings, Work
+from pdcluster.node.legs import REFUSALS, Ended, EndedLegs, Output, check_newest, key_of, refusal
 from pdcluster.node.line import Line
 from pdcluster.node.outbox import Outbox
 from pdcluster.scheduler.scheduler import Scheduler, Update
@@ -66,7 +66,7 @@ class DecodeSide:
         try:
             check_newest(work, self._legs.get(work.request))
             self._scheduler.add(sequence)
-        except (errors.Overloaded, errors.BadRequest, errors.ProtocolError) as error:
+        except REFUSALS as error:
             self._outbox.message(router, refusal(work, "prefill", error))
             return
         self._enter(router, work, sequence)
@@ -78,7 +78,7 @@ class DecodeSide:
         try:
             check_newest(work, self._legs.get(work.request))
             pages = self._take_room(work.request, sequence)
-        except (errors.Overloaded, errors.BadRequest, errors.ProtocolError) as error:
+        except REFUSALS as error:
             self._outbox.message(router, refusal(work, "reserve", error))
             return
         leg = self._enter(router, work, sequence)
@@ -214,9 +214,3 @@ class DecodeSide:
             decode_tokens=max(len(leg.output.tokens) - 1, 0),
             cached_tokens=leg.sequence.num_cached,
         )
-
-
-def refusal(work: Work, leg: RefusedLeg, error: errors.Overloaded | errors.BadRequest | errors.ProtocolError) -> Refused:
-    if isinstance(error, errors.Overloaded):
-        return Refused(work.request, work.attempt, leg, str(error), error.retry_after_s)
-    return Refused(work.request, work.attempt, leg, str(error), 0.0, retryable=False)

@@ -10,8 +10,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdcluster.errors import ProtocolError
-from pdcluster.messages import Failed, Finished, TokenLogprobs, TokenRow, Work
+from pdcluster import errors
+from pdcluster.messages import Delivered, Failed, Finished, Refused, RefusedLeg, TokenLogprobs, TokenRow, Work
 from pdcluster.transfer.base import Peer
 
 
@@ -34,6 +34,11 @@ class Output:
     def num_output(self) -> int:
         """Output tokens of the whole request."""
         return self.first_position + len(self.tokens)
+
+    @property
+    def num_numbers(self) -> int:
+        """What the log holds: tokens, logprobs and the alternatives beside them."""
+        return len(self.tokens) + sum(1 + 2 * len(entry.top_ids) for entries in (self.logprobs, self.prompt_logprobs) for entry in entries)
 
     def append(self, token: int, logprobs: TokenLogprobs | None) -> TokenRow:
         """Record a token and give the row that reports it."""
@@ -61,23 +66,40 @@ class Ended:
 
     router: Peer
     output: Output
-    word: Finished | Failed
+    word: Finished | Failed | Delivered
 
 
 class EndedLegs:
-    """The most recent last words, bounded in number."""
+    """The most recent last words, bounded in number and in what their outputs hold (numbers: a token, a logprob)."""
 
-    def __init__(self, capacity: int = 1024) -> None:
+    def __init__(self, capacity: int = 1024, max_numbers: int = 1 << 20) -> None:
         self._capacity = capacity
+        self._max_numbers = max_numbers
+        self._num_numbers = 0
         self._ended: OrderedDict[tuple[str, int], Ended] = OrderedDict()
 
     def add(self, ended: Ended) -> None:
-        self._ended[ended.output.request, ended.output.attempt] = ended
-        while len(self._ended) > self._capacity:
-            self._ended.popitem(last=False)
+        key = ended.output.request, ended.output.attempt
+        self._drop(self._ended.pop(key, None))
+        self._ended[key] = ended
+        self._num_numbers += ended.output.num_numbers
+        while len(self._ended) > self._capacity or self._num_numbers > self._max_numbers:
+            self._drop(self._ended.popitem(last=False)[1])
 
     def get(self, request: str, attempt: int) -> Ended | None:
         return self._ended.get((request, attempt))
+
+    def forget_router(self, router: Peer) -> None:
+        """Its lease ended: nobody will ask."""
+        for key in [key for key, ended in self._ended.items() if ended.router == router]:
+            self._drop(self._ended.pop(key))
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    def _drop(self, ended: Ended | None) -> None:
+        if ended is not None:
+            self._num_numbers -= ended.output.num_numbers
 
 
 def key_of(work: Work) -> str:
@@ -91,4 +113,15 @@ class AnyLeg(Protocol):
 def check_newest(work: Work, leg: AnyLeg | None) -> None:
     """Raises ProtocolError for an attempt that comes after a later one of its request: nobody waits for it any more."""
     if leg is not None and leg.attempt > work.attempt:
-        raise ProtocolError(f"attempt {work.attempt} of {work.request} came after attempt {leg.attempt}, which runs here")
+        raise errors.ProtocolError(f"attempt {work.attempt} of {work.request} came after attempt {leg.attempt}, which runs here")
+
+
+REFUSALS = (errors.Overloaded, errors.BadRequest, errors.ProtocolError)
+"""What may be wrong with work that a router sends; anything else is a mistake of ours."""
+
+
+def refusal(work: Work, leg: RefusedLeg, error: errors.PdclusterError) -> Refused:
+    """The answer to work that was not accepted."""
+    if isinstance(error, errors.Overloaded):
+        return Refused(work.request, work.attempt, leg, str(error), error.retry_after_s)
+    return Refused(work.request, work.attempt, leg, str(error), 0.0, retryable=False)

@@ -321,6 +321,7 @@ class NodeLoop:
     def _lose_router(self, router: Peer) -> None:
         logger.warning("router %s is gone: its requests are cancelled", router.node)
         self._reporter.remove(router)
+        self._parts.ended.forget_router(router)
         self._parts.prefill.cancel_router(router)
         self._parts.decode.cancel_router(router)
 
@@ -447,6 +448,7 @@ class NodeLoop:
             pages_pinned=self._parts.prefill.num_pinned,
             slots=self._parts.max_rows,
             slots_used=scheduler.slots_used,
+            pages_parked=self._parts.prefill.num_parked_pages,
             draining=self._drain_until is not None,
             steps=self._steps,
         )

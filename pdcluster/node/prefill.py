@@ -1,7 +1,8 @@
 """The prefill side of a node: prompts computed for a remote decode node, their KV pushed under that node's ticket, kept parked until it is taken.
 
 A leg's life: Prefill → the scheduler computes chunks → token 1 goes to the router → parked. Deliver may come at any time in between; from then
-on every computed page is pushed. The leg ends with Acked (Delivered to the router), Cancel, Release, or its parking deadline.
+on every computed page is pushed. The leg ends with Acked (Delivered to the router), Cancel, Release, or its parking deadline, which runs while no
+ticket is open: a transfer has clocks of its own.
 
 Pages under a write are pinned here (one reference each per ticket) until the writer says Drained, whatever becomes of the leg: a source page that a
 write may still read is never reused. Owned by the node loop's thread; no sockets here.
@@ -16,8 +17,9 @@ from pdcluster import errors
 from pdcluster.kv.pages import PagePool
 from pdcluster.messages import Deliver, Delivered, Failed, Finished, Prefill, Refused, RefusedLeg, Scheduled, Ticket, Timings, TokenLogprobs
 from pdcluster.node.grouping import LayerGroups
-from pdcluster.node.legs import Ended, EndedLegs, Output, check_newest, key_of
+from pdcluster.node.legs import REFUSALS, Ended, EndedLegs, Output, check_newest, key_of, refusal
 from pdcluster.node.outbox import Outbox
+from pdcluster.node.parking import Parking
 from pdcluster.scheduler.scheduler import Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
 from pdcluster.step import StepPlan
@@ -41,12 +43,15 @@ class PrefillLeg:
     arrived: float
     output: Output
     parking_deadline: float | None = None
+    """Since the last moment at which KV that is finished had a ticket."""
     ticket: Ticket | None = None
     backend: str = ""
     pushed: int = 0
     """Tokens before it were pushed; of those from it on, `layers_pushed` layers were."""
     layers_pushed: int = 0
     source: list[int] = field(default_factory=list)
+    is_finished: bool = False
+    """The writer was told that all of the ticket's tokens were pushed."""
     first_token: int | None = None
     first_logprobs: TokenLogprobs | None = None
     scheduled_at: float | None = None
@@ -70,6 +75,7 @@ class PrefillSide:
         ended: EndedLegs,
         *,
         groups: LayerGroups,
+        parking: Parking,
         parking_s: float,
         clock: Callable[[], float],
     ) -> None:
@@ -79,11 +85,14 @@ class PrefillSide:
         self._outbox = outbox
         self._ended = ended
         self._groups = groups
+        self._parking = parking
         self._parking_s = parking_s
         self._clock = clock
         self._legs: dict[str, PrefillLeg] = {}
         self._by_key: dict[str, PrefillLeg] = {}
         self._by_nonce: dict[int, PrefillLeg] = {}
+        self._queued: dict[str, PrefillLeg] = {}
+        """Legs that the scheduler did not take out of its queue yet."""
         self._pins: dict[int, Pins] = {}
         self._layered: list[PrefillLeg] = []
         """Legs whose last chunk the running step computes, and which send its layers in groups."""
@@ -96,18 +105,16 @@ class PrefillSide:
         self.cancel(work.request, work.attempt, "a newer attempt came")
         try:
             check_newest(work, self._legs.get(work.request))
+            self._check_parking()
             self._scheduler.add(sequence)
-        except errors.Overloaded as error:
-            self._refuse(router, work.request, work.attempt, "prefill", str(error), error.retry_after_s)
-            return
-        except (errors.BadRequest, errors.ProtocolError) as error:
-            self._outbox.message(router, Refused(work.request, work.attempt, "prefill", str(error), 0.0, retryable=False))
+        except REFUSALS as error:
+            self._outbox.message(router, refusal(work, "prefill", error))
             return
         now = self._clock()
         leg = PrefillLeg(
             router, work.request, work.attempt, key_of(work), sequence, len(work.token_ids) // 4, now + work.deadline_s, now, Output.of(work)
         )
-        self._legs[leg.request] = self._by_key[leg.key] = leg
+        self._legs[leg.request] = self._by_key[leg.key] = self._queued[leg.key] = leg
 
     def deliver(self, router: Peer, message: Deliver) -> None:
         """Start pushing under a ticket. An earlier ticket of the request is given up: its decode node is gone or full."""
@@ -130,7 +137,7 @@ class PrefillSide:
             self._refuse(router, ticket.request, ticket.attempt, "deliver", str(error), STOPPED_BY_PEER_S)
             return
         leg.ticket = ticket
-        leg.pushed, leg.layers_pushed = ticket.cached_tokens, 0
+        leg.pushed, leg.layers_pushed, leg.is_finished = ticket.cached_tokens, 0, False
         self._by_nonce[ticket.nonce] = leg
         self._pins[ticket.nonce] = Pins()
         self._advance(leg)
@@ -165,11 +172,11 @@ class PrefillSide:
     def on_launch(self) -> None:
         """After a step was planned: legs that left the queue say so, and push what was cached."""
         now = self._clock()
-        for leg in self._by_key.values():
-            if leg.scheduled_at is None and leg.sequence.first_scheduled is not None:
-                leg.scheduled_at = now
-                self._outbox.message(leg.router, Scheduled(leg.request, leg.attempt))
-                self._advance(leg)
+        for leg in [leg for leg in self._queued.values() if leg.sequence.first_scheduled is not None]:
+            del self._queued[leg.key]
+            leg.scheduled_at = now
+            self._outbox.message(leg.router, Scheduled(leg.request, leg.attempt, leg.sequence.num_cached))
+            self._advance(leg)
 
     def bells(self, plan: StepPlan) -> tuple[int, ...]:
         """Before a step is launched: after which layers of it something can leave. A ticket may still come while the step runs."""
@@ -204,7 +211,6 @@ class PrefillSide:
         leg.output.prompt_logprobs.extend(update.prompt_logprobs)
         leg.first_token, leg.first_logprobs = update.token, update.logprobs
         leg.first_token_at = self._clock()
-        leg.parking_deadline = leg.first_token_at + self._parking_s
         self._outbox.row(leg.router, leg.output.append(update.token, update.logprobs))
         if update.finished is not None:
             word = Finished(leg.request, leg.attempt, update.finished, leg.output.num_output, self._timings(leg), update.stop_token)
@@ -212,6 +218,7 @@ class PrefillSide:
             self._outbox.message(leg.router, word)
             self._end(leg, "finished with its first token")
             return
+        self._park(leg, update.sequence)
         self._advance(leg)
 
     def fail(self, key: str, reason: str) -> None:
@@ -231,10 +238,13 @@ class PrefillSide:
         ticket, leg.ticket = leg.ticket, None
         assert ticket is not None
         if isinstance(event, GaveUp):
+            self._start_parking_clock(leg)
             self._refuse(leg.router, leg.request, ticket.attempt, "deliver", event.reason, STOPPED_BY_PEER_S)
             return
         self._groups.observe(event.stats)
-        self._outbox.message(leg.router, Delivered(leg.request, leg.attempt, self._timings(leg, event.stats)))
+        word = Delivered(leg.request, leg.attempt, self._timings(leg, event.stats))
+        self._ended.add(Ended(leg.router, leg.output, word))
+        self._outbox.message(leg.router, word)
         self._end(leg, "delivered")
 
     # ------------------------------------------------------------ clocks and questions
@@ -243,8 +253,10 @@ class PrefillSide:
         """End legs whose request or parking deadline passed."""
         now = self._clock()
         for leg in [leg for leg in self._legs.values() if now >= self._limit(leg)]:
-            reason = "the request's deadline passed" if now >= leg.deadline else f"nobody took the KV within {self._parking_s:g} s"
-            word = Failed(leg.request, leg.attempt, errors.DeadlineExceeded.code, f"prefill node gave up: {reason}", retryable=now < leg.deadline)
+            is_late = now >= leg.deadline
+            reason = "the request's deadline passed" if is_late else f"no decode node took the KV within {self._parking_s:g} s"
+            code = errors.DeadlineExceeded.code if is_late else errors.Overloaded.code
+            word = Failed(leg.request, leg.attempt, code, f"prefill node gave up: {reason}", retryable=not is_late)
             self._outbox.message(leg.router, word)
             self._end(leg, reason)
 
@@ -266,6 +278,10 @@ class PrefillSide:
     def num_pinned(self) -> int:
         return sum(len(pins.pages) for pins in self._pins.values())
 
+    @property
+    def num_parked_pages(self) -> int:
+        return self._parking.num_pages
+
     # ------------------------------------------------------------ inside
 
     def _advance(self, leg: PrefillLeg) -> None:
@@ -276,7 +292,8 @@ class PrefillSide:
         end = leg.num_tokens if leg.first_token is not None else leg.sequence.num_computed // page_tokens * page_tokens
         if end > leg.pushed:
             self._push(leg, end, (leg.layers_pushed, self._groups.num_layers))
-        if leg.first_token is not None:
+        if leg.first_token is not None and not leg.is_finished:
+            leg.is_finished = True
             self._writer.finish(leg.ticket.nonce, leg.first_token, leg.first_logprobs)
 
     def _push(self, leg: PrefillLeg, end: int, layers: tuple[int, int]) -> None:
@@ -297,14 +314,42 @@ class PrefillSide:
             self._by_nonce.pop(leg.ticket.nonce, None)
             self._writer.abort(leg.ticket.nonce, reason)
             leg.ticket = None
+            self._start_parking_clock(leg)
+
+    # ------------------------------------------------------------ parking
+
+    def _check_parking(self) -> None:
+        parking = self._parking
+        if parking.is_full:
+            raise errors.Overloaded(
+                f"finished KV of {parking.num_requests} requests waits here in {parking.num_pages} pages, {parking.limit_pages} may; "
+                "decode nodes are full, retry later",
+                parking.retry_after_s(),
+            )
+
+    def _park(self, leg: PrefillLeg, sequence: Sequence) -> None:
+        self._parking.enter(leg.key, sequence.pages.tolist())
+        self._scheduler.admit_remote = not self._parking.is_full
+        self._start_parking_clock(leg)
+
+    def _start_parking_clock(self, leg: PrefillLeg) -> None:
+        if leg.first_token is not None:
+            leg.parking_deadline = self._clock() + self._parking_s
+
+    # ------------------------------------------------------------ ends
 
     def _end(self, leg: PrefillLeg, reason: str) -> None:
         self._drop_ticket(leg, reason)
         self._scheduler.cancel(leg.key)
+        self._parking.leave(leg.key)
+        self._scheduler.admit_remote = not self._parking.is_full
+        self._queued.pop(leg.key, None)
         del self._legs[leg.request], self._by_key[leg.key]
 
     def _limit(self, leg: PrefillLeg) -> float:
-        return leg.deadline if leg.parking_deadline is None else min(leg.deadline, leg.parking_deadline)
+        if leg.ticket is not None or leg.parking_deadline is None:
+            return leg.deadline
+        return min(leg.deadline, leg.parking_deadline)
 
     def _refuse(self, router: Peer, request: str, attempt: int, leg: RefusedLeg, reason: str, retry_after_s: float) -> None:
         self._outbox.message(router, Refused(request, attempt, leg, reason, retry_after_s))

@@ -53,7 +53,15 @@ def run(config: NodeConfig) -> int:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.destroy, 0)
         wiring = Wiring(
-            me, config.role, config.listen, context, wire_settings(config), backends, transfer_settings(config), config.transfer.parking_s
+            me,
+            config.role,
+            config.listen,
+            context,
+            wire_settings(config),
+            backends,
+            transfer_settings(config),
+            config.transfer.parking_s,
+            parking_share=config.transfer.parking_percent / 100,
         )
         limits = limits_of(config, engine.local)
         agent = NodeAgent(config.bootstrap, heartbeat_s=config.heartbeat_s)

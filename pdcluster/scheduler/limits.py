@@ -11,7 +11,8 @@ from pdcluster.errors import ConfigError
 class Limits:
     """token_budget: tokens computed in one step at most; max_rows: rows of the running batch and slots together; max_waiting: bound of the queue
     (preempted rows come on top); max_len: prompt and output tokens of one request; reserve_tokens: output tokens of a row for which
-    admission keeps pages available; max_overtakes: how many smaller requests may pass one that waits for pages.
+    admission keeps pages available; max_overtakes: how many smaller requests may pass one that waits for pages; retry_after_s: what a refusal
+    says about coming back while nothing was measured yet.
     """
 
     token_budget: int

@@ -26,6 +26,7 @@ from pdcluster.errors import BadRequest, IntegrityError, Overloaded, ProtocolErr
 from pdcluster.kv.pages import PagePool
 from pdcluster.lifecycle import Residence
 from pdcluster.messages import HASH_BYTES, TokenLogprobs
+from pdcluster.scheduler.forecast import Forecast
 from pdcluster.scheduler.limits import Limits
 from pdcluster.scheduler.rows import Occupancy, Update, finish, make_row
 from pdcluster.scheduler.sequence import Sequence
@@ -59,6 +60,10 @@ class Scheduler:
         """The first waiting sequence, when there were no pages for it."""
         self._plan: StepPlan | None = None
         self._in_flight: list[Sequence] = []
+        self._launched_at = 0.0
+        self._forecast = Forecast(limits.token_budget, limits.retry_after_s)
+        self.admit_remote = True
+        """False: remote prefills stay in the queue, because too much finished KV waits to be taken already. Others pass them."""
         self.num_preemptions = 0
 
     # ------------------------------------------------------------ sequences come and go
@@ -67,9 +72,8 @@ class Scheduler:
         """Queue a sequence: local, or remote prefill. Raises BadRequest when it can never run here, Overloaded when the queue is full."""
         self._accept(sequence)
         if len(self._waiting) >= self._limits.max_waiting:
-            raise Overloaded(
-                f"{len(self._waiting)} requests are waiting, the queue takes {self._limits.max_waiting}; retry later", self._limits.retry_after_s
-            )
+            reason = f"{len(self._waiting)} requests are waiting, the queue takes {self._limits.max_waiting}; retry later"
+            raise Overloaded(reason, self._queue_moves_s())
         self._enter(sequence)
         self._waiting[sequence.key] = sequence
 
@@ -79,14 +83,19 @@ class Scheduler:
         Returns the pages of all tokens, in order. Raises BadRequest when it can never fit, Overloaded when there is no room now.
         """
         self._accept(sequence)
-        limits = self._limits
+        running, forecast = self._running, self._forecast
         if self._num_free_rows == 0:
-            raise Overloaded(f"all {limits.max_rows} rows are taken; retry later", limits.retry_after_s)
+            raise Overloaded(f"all {self._limits.max_rows} rows are taken; retry later", forecast.row_free_s(running))
         if self._blocked is not None and self._blocked.state is Residence.WAITING and self._blocked.num_preempted:
-            raise Overloaded("a preempted request waits for KV pages; retry later", limits.retry_after_s)
+            missing = self._pool.pages_for(self._blocked.num_tokens) + self._pool.pages_for(sequence.num_tokens) - self.num_spare_pages
+            raise Overloaded("a preempted request waits for KV pages; retry later", forecast.pages_free_s(running, missing))
         if not self._take_pages(sequence, sequence.num_tokens // self._pool.page_tokens):
-            available = self._pool.num_available
-            raise Overloaded(f"no room for {sequence.num_tokens} tokens: {available} KV pages are available; retry later", limits.retry_after_s)
+            spare = self.num_spare_pages
+            num_pages = self._pool.pages_for(sequence.num_tokens)
+            missing = num_pages + self._growth(sequence, num_pages) - spare
+            raise Overloaded(
+                f"no room for {sequence.num_tokens} tokens: {spare} KV pages are spare; retry later", forecast.pages_free_s(running, missing)
+            )
         self._enter(sequence)
         sequence.advance("reserve")
         self._num_reserved += 1
@@ -142,6 +151,7 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
         """Take in the results of the step in flight: one Update per row whose sequence still lives, in the plan's order."""
         self._check_results(plan, result)
+        self._forecast.observe(self._clock() - self._launched_at)
         in_flight = self._land()
         return [
             self._apply(sequence, row, answer)
@@ -169,7 +179,8 @@ class Scheduler:
         """Admit waiting sequences in order. When one finds no pages, smaller ones may pass it, but only max_overtakes times, so that it cannot
         starve; a preempted one, whose client has seen tokens, is never passed."""
         self._blocked = None
-        for sequence in list(islice(self._waiting.values(), self._num_free_rows + _LOOKAHEAD)):
+        waiting = (sequence for sequence in self._waiting.values() if self.admit_remote or not sequence.remote)
+        for sequence in list(islice(waiting, self._num_free_rows + _LOOKAHEAD)):
             blocked: Sequence | None = self._blocked
             if step.left == 0 or self._num_free_rows == 0:
                 return
@@ -201,6 +212,7 @@ class Scheduler:
         for sequence in self._in_flight:
             sequence.in_flight = True
         self._plan = step.plan
+        self._launched_at = self._clock()
         return self._plan
 
     def _check_results(self, plan: StepPlan, result: StepResult) -> None:
@@ -392,7 +404,18 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         self._pool.release(sequence.take_pages())
 
+    def _queue_moves_s(self) -> float:
+        """Until some request leaves the full queue."""
+        if self._num_free_rows == 0:
+            return self._forecast.row_free_s(self._running)
+        return self._forecast.prompts_done_s(sum(sequence.num_pending for sequence in self._running) + 1)
+
     # ------------------------------------------------------------ questions
+
+    @property
+    def num_spare_pages(self) -> int:
+        """Pages that can be had without touching what is kept available for the growth of rows."""
+        return max(self._pool.num_available - self._credit, 0)
 
     def is_idle(self) -> bool:
         """No sequence is here and no step in flight."""

@@ -292,6 +292,11 @@ def _check_fetch(message: m.FetchFile) -> None:
     _integer("offset", message.offset, 0, UINT63)
 
 
+def _check_scheduled(message: m.Scheduled) -> None:
+    _attempt(message)
+    _integer("cached_tokens", message.cached_tokens, 0)
+
+
 def _check_refused(message: m.Refused) -> None:
     _attempt(message)
     _text("reason", message.reason)
@@ -392,7 +397,7 @@ _CHECKS: Mapping[type[m.Message], Callable[[Any], None]] = {
     m.Cancel: _check_cancel,
     m.Release: _check_release,
     m.FetchFile: _check_fetch,
-    m.Scheduled: _attempt,
+    m.Scheduled: _check_scheduled,
     m.Refused: _check_refused,
     m.Tokens: _check_tokens,
     m.Delivered: _check_delivered,

@@ -5,7 +5,7 @@ Not here: when to give up altogether, and what the next attempt looks like (`dis
 
 What may happen, and what follows (P is the prefill leg, D the decode leg):
   1. P refuses, fails or is lost before D has spoken → RetryAttempt; D's slot is cancelled at once.
-  2. D refuses → another D, or the same again after its retry_after; P computes on.
+  2. D refuses → another D, or the same again after its retry_after; P computes on. No clock of the transfer runs meanwhile.
   3. D fails or is lost while P still holds the KV → another D under a new attempt number; P sends again without computing.
   4. D fails or is lost later → RetryAttempt, which replays prompt + emitted tokens.
   5. P's first token is held back until D has reserved (or it ends the request), so that what was streamed can go on.
@@ -13,12 +13,12 @@ What may happen, and what follows (P is the prefill leg, D the decode leg):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
 from pdcluster import errors
-from pdcluster.kv.hashing import extend
 from pdcluster.lifecycle import ATTEMPT, advance, is_terminal
 from pdcluster.lifecycle import Attempt as State
 from pdcluster.messages import (
@@ -34,17 +34,16 @@ from pdcluster.messages import (
     Release,
     Reserve,
     Reserved,
-    Sampling,
     Scheduled,
     Ticket,
     Timings,
     TokenRow,
     Work,
-    pack_tokens,
 )
 from pdcluster_router.generation import Chunk, Route
-from pdcluster_router.legs import FromNode, Ledger, Leg, Lost, Rewelcomed
-from pdcluster_router.policy import Choice, Query, pick_decode
+from pdcluster_router.job import Job
+from pdcluster_router.legs import FromNode, Ledger, Leg, Lost, Rewelcomed, attempt_of, error_of, refusal
+from pdcluster_router.policy import Choice, pick_decode
 from pdcluster_router.view import ClusterView, NodeView
 
 
@@ -70,68 +69,30 @@ class Cluster(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HashChain:
-    """How the model's nodes name KV: the key of the first block (kv.hashing.chain_root) and the tokens of a block."""
-
-    root: bytes
-    block_tokens: int
-
-
-@dataclass(slots=True)
-class Job:
-    """One request over all its attempts: what was asked and what was emitted so far."""
-
-    request: str
-    prompt: list[int]
-    sampling: Sampling
-    deadline: float
-    chain: HashChain
-    emitted: list[int] = field(default_factory=list)
-    hashes: bytes = b""
-    attempts: int = 0
-    excluded: set[str] = field(default_factory=set)
-    has_prompt_logprobs: bool = False
-
-    def next_attempt(self) -> int:
-        number = self.attempts
-        self.attempts += 1
-        return number
-
-    def work(self, attempt: int, now: float) -> Work:
-        packed = self._hashed_tokens()
-        return Work(
-            request=self.request,
-            attempt=attempt,
-            token_ids=packed,
-            num_prompt=len(self.prompt),
-            hashes=self.hashes,
-            sampling=self.sampling,
-            deadline_s=max(self.deadline - now, 0.001),
-            hash_root=self.chain.root,
-        )
-
-    def query(self, avoid: Set[str] = frozenset()) -> Query:
-        self._hashed_tokens()
-        return Query(len(self.prompt) + len(self.emitted), self.hashes, frozenset(self.excluded | avoid))
-
-    def _hashed_tokens(self) -> bytes:
-        """All tokens so far, packed; `hashes` covers them afterwards. Blocks that were hashed before are not hashed again."""
-        packed = pack_tokens(self.prompt + self.emitted)
-        self.hashes += extend(self.hashes, packed, root=self.chain.root, block_tokens=self.chain.block_tokens)
-        return packed
-
-
-@dataclass(frozen=True, slots=True)
 class StageDeadlines:
     """Seconds a stage may take. queue: Prefill → Scheduled or a token; liveness: from one row of a decoding request to the next; handshake:
-    Reserve → answer; transfer: first token → the decode node's first frame; hold: between two tries to reserve when no decode node says when to
-    come back."""
+    Reserve → answer; transfer: first token and reservation → the decode node's first frame; hold: the least pause before a node that refused is
+    asked again."""
 
     queue_s: float = 120.0
     liveness_s: float = 30.0
     handshake_s: float = 5.0
     transfer_s: float = 30.0
     hold_s: float = 0.05
+
+
+class Stage(Enum):
+    """What an attempt may be waiting for; each has a clock of its own."""
+
+    QUEUE = auto()
+    ROOM = auto()
+    HANDSHAKE = auto()
+    TRANSFER = auto()
+    LIVENESS = auto()
+
+
+MAX_DECODE_FAILURES = 3
+"""Decode legs that may fail (refusals are none) before the prompt is tried anew."""
 
 
 class Attempt:
@@ -151,15 +112,14 @@ class Attempt:
         self._avoid: set[str] = set()
         self._held: TokenRow | None = None
         self._early: list[TokenRow] = []
+        self._base = len(job.emitted)
+        """Tokens of earlier attempts: what the prefill node computes, and so what every decode node of this attempt gets."""
+        self._has_token = False
         self._is_reserved = False
         self._is_delivered = False
         self._decode_spoke = False
-        self._refused_deliveries = 0
-        self._reserve_at: float | None = None
-        self._answer_by: float | None = None
-        self._commit_by: float | None = None
-        self._scheduled_by: float | None = None
-        self._row_by: float | None = None
+        self._decode_failures = 0
+        self._clocks: dict[Stage, float] = {}
         self.prefill_timings = Timings()
         self.finished: Finished | None = None
         self._finished_by: Leg | None = None
@@ -170,7 +130,7 @@ class Attempt:
 
     def start(self) -> None:
         """Send the first frames. Raises RetryAttempt when a node is already gone."""
-        self._scheduled_by = self._clock() + self._stages.queue_s
+        self._start_clock(Stage.QUEUE, self._stages.queue_s)
         if self._mode == "local":
             assert self._decode_node is not None
             self._decode = self._enter(self._decode_node.endpoint, self._job.next_attempt())
@@ -180,8 +140,9 @@ class Attempt:
         assert self._prefill_node is not None
         self._prefill = self._enter(self._prefill_node.endpoint, self._job.next_attempt())
         self._send(self._prefill, lambda work: Prefill(work, remote=True))
-        if self._decode_node is not None and has_slack(self._decode_node):
-            self._reserve(self._decode_node)
+        node = self._decode_node
+        if node is not None and node.has_slack and not self._job.busy_s(node.endpoint.incarnation, self._clock()):
+            self._reserve(node)
 
     def stop(self, reason: str) -> None:
         """Cancel what still runs. Idempotent; called however the attempt ended."""
@@ -217,10 +178,7 @@ class Attempt:
 
     def next_deadline(self) -> float:
         """The moment at which `expire` has something to do."""
-        return min(moment for moment in (self._job.deadline, *self._clocks()) if moment is not None)
-
-    def _clocks(self) -> tuple[float | None, ...]:
-        return self._reserve_at, self._answer_by, self._commit_by, self._scheduled_by, self._row_by
+        return min((self._job.deadline, *self._clocks.values()))
 
     def expire(self) -> None:
         """Act on the clocks that ran out; raises RetryAttempt or DeadlineExceeded."""
@@ -229,29 +187,41 @@ class Attempt:
             raise errors.DeadlineExceeded(
                 f"request {self._job.request} was not done by its deadline, after {len(self._job.emitted)} tokens", "request"
             )
-        if self._reserve_at is not None and now >= self._reserve_at:
-            self._reserve_at = None
-            self._reserve_anywhere()
-        if self._answer_by is not None and now >= self._answer_by:
-            self._decode_leg_failed(errors.DeadlineExceeded("the decode node did not answer Reserve", "handshake"))
-        if self._scheduled_by is not None and now >= self._scheduled_by:
-            first = self._prefill or self._decode
-            assert first is not None
-            late = errors.DeadlineExceeded(f"node {first.endpoint.node} did not schedule the prompt within {self._stages.queue_s:g} s", "queue")
-            raise RetryAttempt(late, first.endpoint.incarnation)
-        if self._row_by is not None and now >= self._row_by and self._decode is not None:
-            quiet = errors.DeadlineExceeded(f"no token from node {self._decode.endpoint.node} for {self._stages.liveness_s:g} s", "liveness")
-            raise RetryAttempt(quiet, self._decode.endpoint.incarnation)
-        if self._commit_by is not None and now >= self._commit_by:
-            self._decode_leg_failed(errors.DeadlineExceeded("the decode node got no commit", "transfer"))
+        for stage in [stage for stage, moment in self._clocks.items() if now >= moment]:
+            if self._clocks.pop(stage, None) is not None:
+                self._on_clock(stage)
+
+    def _on_clock(self, stage: Stage) -> None:
+        match stage:
+            case Stage.QUEUE:
+                first = self._prefill or self._decode
+                assert first is not None
+                late = f"node {first.endpoint.node} did not schedule the prompt within {self._stages.queue_s:g} s"
+                raise RetryAttempt(errors.DeadlineExceeded(late, "queue"), first.endpoint.incarnation)
+            case Stage.ROOM:
+                self._reserve_anywhere()
+            case Stage.HANDSHAKE:
+                self._decode_leg_failed(errors.DeadlineExceeded("the decode node did not answer Reserve", "handshake"))
+            case Stage.TRANSFER:
+                self._decode_leg_failed(errors.DeadlineExceeded("the decode node got no commit", "transfer"))
+            case Stage.LIVENESS:
+                name = self._decode.endpoint.node if self._decode is not None else "none"
+                self._decode_leg_failed(errors.DeadlineExceeded(f"no token from node {name} for {self._stages.liveness_s:g} s", "liveness"))
+
+    def _start_clock(self, stage: Stage, seconds: float) -> None:
+        self._clocks[stage] = self._clock() + seconds
+
+    def _stop_clocks(self, *stages: Stage) -> None:
+        for stage in stages:
+            self._clocks.pop(stage, None)
 
     # ------------------------------------------------------------ events
 
     def handle(self, event: FromNode) -> list[Chunk]:
-        """What the client may see because of `event`. Answers of legs that are over are ignored."""
+        """What the client may see because of `event`. Answers of legs that are over are ignored, and after the last token all but a report."""
         body = event.body
         leg = self._leg_of(event.incarnation, body)
-        if leg is None:
+        if leg is None or (self.is_done and not isinstance(body, Delivered)):
             return []
         if isinstance(body, TokenRow):
             return self._on_tokens(leg, body)
@@ -259,17 +229,22 @@ class Attempt:
             self.finished, self._finished_by = body, leg
             if leg is self._prefill:
                 self.prefill_timings = body.timings
+            if leg is self._prefill or self._mode == "local":
+                self._job.note_cached(body.timings.cached_tokens)
             return self._emit_held()
         if isinstance(body, Reserved):
             return self._on_reserved(leg, body)
         if isinstance(body, Scheduled):
-            self._scheduled_by = None
-            if self._decode is None and self._reserve_at is None:
+            self._stop_clocks(Stage.QUEUE)
+            self._job.note_cached(body.cached_tokens)
+            if self._decode is None and Stage.ROOM not in self._clocks:
                 self._reserve_anywhere()
         elif isinstance(body, Delivered):
             self.prefill_timings = body.timings
             self._is_delivered = True
-            self._commit_by = None
+            self._stop_clocks(Stage.TRANSFER)
+            if not self.is_done and not self._decode_spoke:
+                self._start_clock(Stage.LIVENESS, self._stages.liveness_s)
             self._cluster.ledger.leave(leg)  # the node is done with it: what decodes elsewhere is not its load
         elif isinstance(body, Refused):
             self._on_refused(leg, body)
@@ -291,34 +266,41 @@ class Attempt:
         return None
 
     def _on_tokens(self, leg: Leg, row: TokenRow) -> list[Chunk]:
-        self._scheduled_by = None
+        if not row.tokens:
+            return []  # a node says again what was lost, and nothing was
+        self._stop_clocks(Stage.QUEUE)
         if self._state is State.PREFILLING:
             self._state = advance(ATTEMPT, self._state, "token")
-        if leg is self._prefill:
-            if self._decode_spoke:
-                return []
-            self._commit_by = self._clock() + self._stages.transfer_s if self._is_reserved else None
-            if not self._is_reserved:
-                self._held = row
-                if self._decode is None and self._reserve_at is None:
-                    self._reserve_anywhere()  # its Scheduled was lost
-                return []
-        else:
+        if leg is not self._prefill:
             self._decode_spoke = True
-            self._commit_by = None
-            self._row_by = self._clock() + self._stages.liveness_s
+            self._stop_clocks(Stage.TRANSFER)
+            self._start_clock(Stage.LIVENESS, self._stages.liveness_s)
+            return self._emit(row)
+        self._has_token = True
+        if self._decode_spoke:
+            return []
+        if not self._is_reserved:
+            self._held = row
+            if self._decode is None and Stage.ROOM not in self._clocks:
+                self._reserve_anywhere()  # its Scheduled was lost
+            return []
+        self._start_transfer_clock()
         return self._emit(row)
 
+    def _start_transfer_clock(self) -> None:
+        """Runs only while a decode node has reserved: who waits for room loses no time of the transfer."""
+        if self._has_token and not self._is_delivered:
+            self._start_clock(Stage.TRANSFER, self._stages.transfer_s)
+
     def _on_reserved(self, leg: Leg, message: Reserved) -> list[Chunk]:
-        self._answer_by = None
         if leg is not self._decode or self._prefill is None:
             return []
+        self._stop_clocks(Stage.HANDSHAKE)
         self._is_reserved = True
         self._ticket_backend = message.ticket.reader.adverts[0][0] if message.ticket.reader.adverts else ""
         self._ticket = message.ticket
         self._deliver(message.ticket)
-        if self._held is not None:
-            self._commit_by = self._clock() + self._stages.transfer_s
+        self._start_transfer_clock()
         return self._emit_held()
 
     def _deliver(self, ticket: Ticket) -> None:
@@ -335,30 +317,32 @@ class Attempt:
 
     def _on_refused(self, leg: Leg, message: Refused) -> None:
         cause = refusal(message)
-        if message.leg == "reserve":
-            self._answer_by = None
-            self._leave_decode()
-            if not message.retryable:
-                raise cause
-            self._avoid.add(leg.endpoint.incarnation)
-            self._reserve_anywhere(message.retry_after_s)
-        elif message.leg == "deliver":
-            self._refused_deliveries += 1
+        if message.leg == "deliver":
             self._decode_leg_failed(errors.TransferError(f"KV could not be handed over: {message.reason}"))
-        elif message.retryable:
-            raise RetryAttempt(cause, leg.endpoint.incarnation)
-        else:
+            return
+        if message.leg == "reserve":
+            self._leave_decode()
+        if not message.retryable:
             raise cause
+        self._leave_alone(leg, message.retry_after_s)
+        if message.leg != "reserve":
+            raise RetryAttempt(cause, leg.endpoint.incarnation)
+        self._reserve_anywhere()
+
+    def _leave_alone(self, leg: Leg, seconds: float) -> None:
+        self._job.busy[leg.endpoint.incarnation] = self._clock() + max(seconds, self._stages.hold_s)
 
     def _on_leg_lost(self, leg: Leg, cause: errors.PdclusterError) -> None:
-        if leg is self._decode and self._mode == "remote":
-            self._decode_leg_failed(cause)
-            return
         if leg is self._prefill and (self._decode_spoke or self._is_delivered):
             self._is_delivered = True
             return
         if not cause.retryable:
             raise cause
+        if leg is self._decode and self._mode == "remote":
+            self._decode_leg_failed(cause)
+            return
+        if isinstance(cause, errors.Overloaded):
+            self._leave_alone(leg, cause.retry_after_s)
         raise RetryAttempt(cause, leg.endpoint.incarnation)
 
     def _decode_leg_failed(self, cause: errors.PdclusterError) -> None:
@@ -366,8 +350,9 @@ class Attempt:
         failed = self._decode
         if failed is None:
             return
-        self._cancel(failed, cause.code)
-        if self._is_delivered or self._decode_spoke or self._prefill is None or self._refused_deliveries >= 3:
+        self._cancel(failed, str(cause))
+        self._decode_failures += 1
+        if self._is_delivered or self._decode_spoke or self._prefill is None or self._decode_failures >= MAX_DECODE_FAILURES:
             raise RetryAttempt(cause, failed.endpoint.incarnation)
         self._avoid.add(failed.endpoint.incarnation)
         self._leave_decode()
@@ -375,27 +360,36 @@ class Attempt:
 
     # ------------------------------------------------------------ reserving
 
-    def _reserve_anywhere(self, retry_after_s: float | None = None) -> None:
-        """Reserve on the best decode node that has not just refused; when all have, ask again later."""
-        prefill = self._prefill_node
-        assert prefill is not None
+    def _reserve_anywhere(self) -> None:
+        """Reserve on the best decode node that has not just refused or failed; when all have, ask again later."""
+        job, now = self._job, self._clock()
         preferred = self._decode_node
-        node = preferred if preferred is not None and preferred.endpoint.incarnation not in self._avoid else None
-        node = node or pick_decode(self._cluster.view(), self._job.query(self._avoid), prefill)
-        if node is not None:
-            self._reserve(node)
-            return
-        self._avoid.clear()
+        if preferred is None or preferred.endpoint.incarnation in self._avoid or job.busy_s(preferred.endpoint.incarnation, now):
+            preferred = self._pick_decode(now)
+        if preferred is None:
+            self._avoid.clear()
+            preferred = self._pick_decode(now)
+            if preferred is None:
+                raise RetryAttempt(errors.Unavailable("no decode node takes work now"), None)
+            self._wait_for_room(self._stages.hold_s)
+        elif job.busy_s(preferred.endpoint.incarnation, now):
+            self._wait_for_room(min(until - now for until in job.busy.values() if until > now))
+        else:
+            self._reserve(preferred)
+
+    def _pick_decode(self, now: float) -> NodeView | None:
+        assert self._prefill_node is not None
+        return pick_decode(self._cluster.view(), self._job.query(now, self._avoid), self._prefill_node)
+
+    def _wait_for_room(self, seconds: float) -> None:
         self._decode_node = None
-        if pick_decode(self._cluster.view(), self._job.query(), prefill) is None:
-            raise RetryAttempt(errors.Unavailable("no decode node takes work now"), None)
-        self._reserve_at = self._clock() + (retry_after_s or self._stages.hold_s)
+        self._start_clock(Stage.ROOM, seconds)
 
     def _reserve(self, node: NodeView) -> None:
         assert self._prefill is not None
         self._decode_node = node
         self._decode = self._enter(node.endpoint, self._job.next_attempt())
-        self._answer_by = self._clock() + self._stages.handshake_s
+        self._start_clock(Stage.HANDSHAKE, self._stages.handshake_s)
         writer = self._prefill.endpoint
         try:
             self._send(self._decode, lambda work: Reserve(work, writer))
@@ -407,7 +401,7 @@ class Attempt:
             self._cluster.ledger.leave(self._decode)
         self._decode = None
         self._is_reserved = False
-        self._answer_by = self._commit_by = None
+        self._stop_clocks(Stage.HANDSHAKE, Stage.TRANSFER)
 
     # ------------------------------------------------------------ sending and emitting
 
@@ -418,7 +412,7 @@ class Attempt:
 
     def _send(self, leg: Leg, make: Callable[[Work], AnyMessage]) -> None:
         try:
-            self._cluster.send(leg.endpoint, make(self._job.work(leg.attempt, self._clock())))
+            self._cluster.send(leg.endpoint, make(self._job.work(leg.attempt, self._clock(), self._base)))
         except errors.NodeLost as error:
             raise RetryAttempt(error, leg.endpoint.incarnation) from error
 
@@ -466,36 +460,3 @@ class Attempt:
             self.first_token_at = now
         if emitted_before <= 1 < len(self._job.emitted):
             self.second_token_at = now
-
-
-def has_slack(node: NodeView) -> bool:
-    """Whether a reservation may sit on the node while the prompt is still computed: fewer running rows than slots, and a quarter of the pages
-    left."""
-    load = node.load
-    return load is not None and load.running < load.slots and 4 * (load.pages_free + load.pages_cached) >= load.pages_total
-
-
-def attempt_of(body: object) -> int | None:
-    """The attempt a message speaks of; None when it is about the whole node."""
-    if isinstance(body, TokenRow | Finished | Scheduled | Delivered | Refused | Failed | Lost):
-        return body.attempt
-    if isinstance(body, Reserved):
-        return body.ticket.attempt
-    return None
-
-
-def refusal(message: Refused) -> errors.PdclusterError:
-    if not message.retryable:
-        return errors.BadRequest(message.reason)
-    return errors.Overloaded(message.reason, message.retry_after_s)
-
-
-def error_of(message: Failed) -> errors.PdclusterError:
-    """The node's error as ours: retryable ones keep their cause as text, others become an internal error or the caller's."""
-    if message.retryable:
-        return errors.TransferError(message.message)
-    if message.code == errors.BadRequest.code:
-        return errors.BadRequest(message.message)
-    if message.code == errors.DeadlineExceeded.code:
-        return errors.DeadlineExceeded(message.message)
-    return errors.PdclusterError(message.message)

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from pdcluster import errors
-from pdcluster_router.attempt import Attempt, Cluster, HashChain, Job, RetryAttempt, StageDeadlines
+from pdcluster.messages import Finished, Timings
+from pdcluster_router.attempt import Attempt, Cluster, RetryAttempt, StageDeadlines
 from pdcluster_router.generation import Chunk, Done, Generation, ModelInfo, Timeline
+from pdcluster_router.job import HashChain, Job
 from pdcluster_router.legs import Inbox
-from pdcluster_router.policy import Force, pick
+from pdcluster_router.policy import Choice, Force, pick
 
 if TYPE_CHECKING:
     from pdcluster.api.text import TextModel
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
     """force: take every request through this mode; retries: new attempts after the first that failed (refusals for want of room do not count,
-    they wait); hold_s: how long a request may wait for room;
+    they wait); hold_s: how long a request may wait for room without getting on;
     late_report_s: how long a finished request waits for the prefill node's report, which only the timeline needs."""
 
     force: Force = "auto"
@@ -74,14 +76,12 @@ class Dispatch:
         started = self._clock()
         job = self._job(generation, started)
         inbox = self._cluster.ledger.open_inbox(job.request)
-        budget = RetryBudget(self._settings, started)
+        budget = RetryBudget(self._settings)
         first_token_at = second_token_at = None
         try:
             while True:
+                attempt = Attempt(job, await self._choose(job), self._cluster, self._settings.stages, self._clock)
                 try:
-                    attempt = Attempt(
-                        job, pick(self._cluster.view(), job.query(), self._settings.force), self._cluster, self._settings.stages, self._clock
-                    )
                     async with aclosing(self._run(attempt, job, inbox)) as chunks:
                         async for chunk in chunks:
                             first_token_at = first_token_at or attempt.first_token_at
@@ -90,8 +90,11 @@ class Dispatch:
                     break
                 except RetryAttempt as failure:
                     second_token_at = second_token_at or attempt.second_token_at
-                    await asyncio.sleep(budget.spend(failure, job, self._clock()))
-            yield self._done(attempt, budget.attempts, started, first_token_at, second_token_at)
+                    attempt.finished = attempt.finished or self._ending(job, generation.model)
+                    if attempt.is_done:
+                        break
+                    budget.spend(failure, job, self._clock())
+            yield self._done(attempt, job, budget.attempts, started, first_token_at, second_token_at)
         finally:
             self._cluster.ledger.close_inbox(job.request)
 
@@ -103,6 +106,24 @@ class Dispatch:
             deadline=now + generation.deadline_s,
             chain=self._models.chain(generation.model, generation.salt),
         )
+
+    async def _choose(self, job: Job) -> Choice:
+        """Nodes for the next attempt, as soon as the first of them does not ask to be left alone."""
+        while True:
+            now = self._clock()
+            if now >= job.deadline:
+                raise errors.DeadlineExceeded(f"request {job.request} found no room by its deadline", "request")
+            choice = pick(self._cluster.view(), job.query(now), self._settings.force)
+            wait_s = job.busy_s((choice.prefill or choice.decode).endpoint.incarnation, now)
+            if not wait_s:
+                return choice
+            await asyncio.sleep(min(wait_s, job.deadline - now))
+
+    def _ending(self, job: Job, model: str) -> Finished | None:
+        """The last word that a lost node did not get out, when its tokens came before it."""
+        info = next((info for info in self._models.models() if info.id == model), None)
+        ending = job.ending(info.eos_token_ids, info.max_len) if info is not None else job.ending((), None)
+        return None if ending is None else Finished(job.request, 0, ending[0], len(job.emitted), Timings(), ending[1])
 
     async def _run(self, attempt: Attempt, job: Job, inbox: Inbox) -> AsyncGenerator[Chunk, None]:
         """Events of one attempt until it is done; whatever ends it, both legs are cancelled if they still run."""
@@ -137,7 +158,7 @@ class Dispatch:
         except TimeoutError:
             logger.debug("no report of the prefill leg within %s s", self._settings.late_report_s)
 
-    def _done(self, attempt: Attempt, attempts: int, started: float, first_token_at: float | None, second_token_at: float | None) -> Done:
+    def _done(self, attempt: Attempt, job: Job, attempts: int, started: float, first_token_at: float | None, second_token_at: float | None) -> Done:
         finished = attempt.finished
         assert finished is not None
         prefill = attempt.prefill_timings if attempt.route().mode == "remote" else finished.timings
@@ -152,15 +173,17 @@ class Dispatch:
             decode_tokens=finished.timings.decode_tokens,
             transfer_bytes=prefill.transfer_bytes,
         )
-        return Done(finished.reason, finished.stop_token, prefill.cached_tokens, attempts, attempt.route(), timeline)
+        return Done(finished.reason, finished.stop_token, job.cached_tokens or 0, attempts, attempt.route(), timeline)
 
 
 class RetryBudget:
-    """Decides after a failed attempt: wait how long, or give up. Refusals for want of room wait, up to hold_s; anything else counts."""
+    """Decides after a failed attempt whether there is another. Refusals for want of room may go on for hold_s from the first one after the last
+    token that was emitted; anything else counts."""
 
-    def __init__(self, settings: DispatchSettings, started: float) -> None:
+    def __init__(self, settings: DispatchSettings) -> None:
         self._settings = settings
-        self._hold_until = started + settings.hold_s
+        self._held_since: float | None = None
+        self._emitted = 0
         self._failures = 0
 
     @property
@@ -168,16 +191,17 @@ class RetryBudget:
         """The one that runs now included; refusals are not attempts."""
         return self._failures + 1
 
-    def spend(self, failure: RetryAttempt, job: Job, now: float) -> float:
-        """Seconds to wait before the next attempt; raises the cause when there must not be one."""
+    def spend(self, failure: RetryAttempt, job: Job, now: float) -> None:
+        """Raises the cause when there must not be another attempt."""
         if isinstance(failure.cause, errors.Overloaded):
-            if now >= min(self._hold_until, job.deadline):
+            if self._held_since is None or len(job.emitted) > self._emitted:
+                self._held_since, self._emitted = now, len(job.emitted)
+            if now >= self._held_since + self._settings.hold_s:
                 raise failure.cause
-            return min(failure.cause.retry_after_s, self._hold_until - now, job.deadline - now)
+            return
         if failure.incarnation is not None:
             job.excluded.add(failure.incarnation)
         self._failures += 1
         if self._failures > self._settings.retries:
             raise errors.Unavailable(f"request {job.request} failed {self._failures} times, last: {failure.cause}") from failure.cause
         logger.warning("request %s: attempt failed (%s), trying again", job.request, failure.cause)
-        return 0.0

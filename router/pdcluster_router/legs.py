@@ -10,7 +10,8 @@ import asyncio
 from collections import defaultdict
 from dataclasses import dataclass
 
-from pdcluster.messages import Endpoint, Message, TokenRow
+from pdcluster import errors
+from pdcluster.messages import Delivered, Endpoint, Failed, Finished, Message, Refused, Reserved, Scheduled, TokenRow
 
 
 @dataclass(slots=True)
@@ -67,9 +68,10 @@ class Ledger:
 
     def leave(self, leg: Leg) -> None:
         """Idempotent; a newer leg of the same request on the same node stays."""
-        legs = self._legs[leg.endpoint.incarnation]
-        if legs.get(leg.request) is leg:
-            del legs[leg.request]
+        legs = self._legs.get(leg.endpoint.incarnation)
+        if legs is None or legs.get(leg.request) is not leg:
+            return
+        del legs[leg.request]
         if not legs:
             del self._legs[leg.endpoint.incarnation]
 
@@ -98,3 +100,31 @@ class Ledger:
     def lose_node(self, incarnation: str, reason: str) -> None:
         for leg in list(self._legs.get(incarnation, {}).values()):
             self.deliver(leg.request, incarnation, Lost(reason))
+
+
+def attempt_of(body: object) -> int | None:
+    """The attempt a message speaks of; None when it is about the whole node."""
+    if isinstance(body, TokenRow | Finished | Scheduled | Delivered | Refused | Failed | Lost):
+        return body.attempt
+    if isinstance(body, Reserved):
+        return body.ticket.attempt
+    return None
+
+
+def refusal(message: Refused) -> errors.PdclusterError:
+    if not message.retryable:
+        return errors.BadRequest(message.reason)
+    return errors.Overloaded(message.reason, message.retry_after_s)
+
+
+def error_of(message: Failed) -> errors.PdclusterError:
+    """The node's error as ours: retryable ones keep their cause as text, others become an internal error or the caller's."""
+    if message.retryable and message.code == errors.Overloaded.code:
+        return errors.Overloaded(message.message, 0.0)
+    if message.retryable:
+        return errors.TransferError(message.message)
+    if message.code == errors.BadRequest.code:
+        return errors.BadRequest(message.message)
+    if message.code == errors.DeadlineExceeded.code:
+        return errors.DeadlineExceeded(message.message)
+    return errors.PdclusterError(message.message)

@@ -19,8 +19,8 @@ from pdcluster.bootstrap.card import NodeCard
 from pdcluster.errors import ModelError, NodeLost, Unavailable, UnknownModel
 from pdcluster.kv.hashing import chain_root
 from pdcluster.messages import FileChunk
-from pdcluster_router.attempt import HashChain
 from pdcluster_router.generation import ModelInfo
+from pdcluster_router.job import HashChain
 
 logger = logging.getLogger(__name__)
 

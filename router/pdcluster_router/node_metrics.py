@@ -35,7 +35,7 @@ def _family(name: str, help_text: str, nodes: tuple[NodeView, ...], value: Calla
 
 
 def _pages(nodes: tuple[NodeView, ...]) -> Metric:
-    """Pinned pages are counted beside the others: they are also used, cached or free."""
+    """Pinned and parked pages are counted beside the others: they are also used, cached or free."""
     family = GaugeMetricFamily("pdcluster_node_kv_pages", "KV pages by state.", labels=(*LABELS, "state"))
     for node in nodes:
         load = node.load
@@ -46,6 +46,7 @@ def _pages(nodes: tuple[NodeView, ...]) -> Metric:
             "cached": load.pages_cached,
             "quarantined": load.pages_quarantined,
             "pinned": load.pages_pinned,
+            "parked": load.pages_parked,
             "used": load.pages_total - load.pages_free - load.pages_cached - load.pages_quarantined,
         }
         for state, count in states.items():

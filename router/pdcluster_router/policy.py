@@ -20,11 +20,13 @@ Force = Literal["auto", "remote", "local"]
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What a choice depends on. excluded: incarnations that failed this request already."""
+    """What a choice depends on. excluded: incarnations that failed this request already; busy: those that said to come back later, which is a
+    reason to prefer another of the same pool, but none to leave the pool."""
 
     num_tokens: int
     hashes: bytes
     excluded: Set[str] = frozenset()
+    busy: Set[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,11 @@ def fresh(nodes: list[NodeView], query: Query) -> list[NodeView]:
     return [node for node in nodes if node.endpoint.incarnation not in query.excluded] or nodes
 
 
+def ready(candidates: list[Candidate], query: Query) -> list[Candidate]:
+    """Those that are not busy; all when all are."""
+    return [c for c in candidates if c.node.endpoint.incarnation not in query.busy] or candidates
+
+
 def pick(view: ClusterView, query: Query, force: Force = "auto") -> Choice:
     """Prefill and decode apart when both pools have a node; local on the best node when one pool is empty or one mixed node is best at both.
 
@@ -76,12 +83,12 @@ def pick(view: ClusterView, query: Query, force: Force = "auto") -> Choice:
     prefills = [score(node, query) for node in fresh([node for node in nodes if node.role != "decode"], query)]
     decodes = [score(node, query) for node in fresh([node for node in nodes if node.role != "prefill"], query)]
     if force == "local" or (force == "auto" and not (prefills and decodes)):
-        return Choice("local", None, best(scored), tuple(scored))
+        return Choice("local", None, best(ready(scored, query)), tuple(scored))
     if not (prefills and decodes):
         raise Unavailable(f"mode remote needs a prefill and a decode node, there are {len(prefills)} and {len(decodes)}; start one or use mode auto")
-    prefill = best(prefills)
-    others = [c for c in decodes if c.node is not prefill and c.node.can_exchange(prefill)]
-    if force == "auto" and (not others or best(decodes) is prefill):
+    prefill = best(ready(prefills, query))
+    others = ready([c for c in decodes if c.node is not prefill and c.node.can_exchange(prefill)], query)
+    if force == "auto" and (not others or best(ready(decodes, query)) is prefill):
         return Choice("local", None, prefill, tuple(scored))
     if not others:
         raise Unavailable(f"mode remote needs a second node that can exchange KV with {prefill.name}; start one or use mode auto")
@@ -93,4 +100,4 @@ def pick_decode(view: ClusterView, query: Query, prefill: NodeView) -> NodeView 
     avoid = {*query.excluded, prefill.endpoint.incarnation}
     able = (node for node in view.nodes if node.accepts_work and node.role != "prefill" and node.can_exchange(prefill))
     nodes = [node for node in able if node.endpoint.incarnation not in avoid]
-    return best([score(node, query) for node in nodes]) if nodes else None
+    return best(ready([score(node, query) for node in nodes], query)) if nodes else None

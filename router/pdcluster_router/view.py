@@ -40,6 +40,12 @@ class NodeView:
         return not self.is_cordoned and not (self.load is not None and self.load.draining)
 
     @property
+    def has_slack(self) -> bool:
+        """Whether a reservation may sit on the node while the prompt is still computed: fewer rows than slots, a quarter of the pages left."""
+        load = self.load
+        return load is not None and load.running < load.slots and 4 * (load.pages_free + load.pages_cached) >= load.pages_total
+
+    @property
     def num_requests(self) -> int:
         """Requests on the node: what it reported, or this router's own count where that is more (a report may be older)."""
         reported = self.load.waiting + self.load.running if self.load is not None else 0

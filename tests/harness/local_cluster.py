@@ -27,10 +27,11 @@ from pdcluster.transfer.fake import FakeBackend, FakeNetwork
 from pdcluster.transfer.geometry import PageShape
 from pdcluster.transfer.session import Settings
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.attempt import HashChain, StageDeadlines
+from pdcluster_router.attempt import StageDeadlines
 from pdcluster_router.cluster import Cluster
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
 from pdcluster_router.generation import Done, Generation
+from pdcluster_router.job import HashChain
 
 BLOCK = 4
 WIRE = WireSettings(heartbeat_s=0.05, lease_s=0.5, rewelcome_s=0.1)

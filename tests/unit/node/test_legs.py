@@ -81,3 +81,31 @@ def test_a_turn_is_one_token_frame_per_router_and_what_follows_the_tokens() -> N
     ]
     outbox.flush(recorder)
     assert len(recorder.sent) == 3, "nothing is sent twice"
+
+
+def long_output(request: str, tokens: int, alternatives: int = 0) -> Output:
+    output = Output(request, 0, 0)
+    for token in range(tokens):
+        output.append(token, TokenLogprobs(-1.0, tuple(range(alternatives)), (-2.0,) * alternatives) if alternatives else None)
+    return output
+
+
+def test_long_outputs_are_forgotten_before_many_short_ones_fill_the_memory() -> None:
+    ended = EndedLegs(capacity=100, max_numbers=50)
+    for index in range(4):
+        ended.add(Ended(ROUTER, long_output(f"r{index}", 20), Finished(f"r{index}", 0, "length", 20, Timings())))
+    assert [ended.get(f"r{index}", 0) is not None for index in range(4)] == [False, False, True, True]
+    ended.add(Ended(ROUTER, long_output("wide", 2, alternatives=20), Finished("wide", 0, "length", 2, Timings())))
+    assert len(ended) == 0, "two tokens with 20 alternatives each hold more than 50 numbers"
+    ended.add(Ended(ROUTER, long_output("r9", 5), Finished("r9", 0, "length", 5, Timings())))
+    assert len(ended) == 1, "what was forgotten no longer counts"
+
+
+def test_a_word_said_twice_counts_once_and_a_router_that_is_gone_asks_no_more() -> None:
+    ended, other = EndedLegs(max_numbers=50), Peer("router-2", "boot")
+    for _ in range(10):
+        ended.add(Ended(ROUTER, long_output("r1", 20), Finished("r1", 0, "length", 20, Timings())))
+    ended.add(Ended(other, long_output("r2", 20), Finished("r2", 0, "length", 20, Timings())))
+    assert len(ended) == 2
+    ended.forget_router(ROUTER)
+    assert ended.get("r1", 0) is None and ended.get("r2", 0) is not None

@@ -12,9 +12,10 @@ from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_node, s
 from pdcluster import errors
 from pdcluster import messages as m
 from pdcluster.kv.hashing import block_hashes, chain_root
-from pdcluster_router.attempt import HashChain, StageDeadlines
+from pdcluster_router.attempt import StageDeadlines
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
 from pdcluster_router.generation import Chunk, Done, Generation
+from pdcluster_router.job import HashChain
 
 
 class NoModels:

@@ -1,0 +1,54 @@
+"""When there will be room: how soon rows and pages come free, told from the rows that run and the steps that ran. Guesses for `retry_after`.
+
+A row's end is known only at the latest, and many end sooner. So a guess is capped: who comes back too early is refused again, which costs one
+message; who comes back too late leaves a slot empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pdcluster.scheduler.sequence import Sequence
+
+SHORTEST_S = 0.005
+LONGEST_S = 2.0
+WEIGHT = 0.2
+
+
+class Forecast:
+    """default_s: the answer while no step was measured, and for what does not end by itself."""
+
+    def __init__(self, token_budget: int, default_s: float) -> None:
+        self._token_budget = token_budget
+        self._default_s = default_s
+        self._step_s: float | None = None
+
+    def observe(self, step_s: float) -> None:
+        """Learn from a step, from its launch to its results."""
+        self._step_s = step_s if self._step_s is None else self._step_s + WEIGHT * (step_s - self._step_s)
+
+    def row_free_s(self, running: Iterable[Sequence]) -> float:
+        """Until the first of these rows ends."""
+        return self._seconds(min(map(self._steps_left, running), default=None))
+
+    def pages_free_s(self, running: Iterable[Sequence], missing: int) -> float:
+        """Until rows that end have given back that many pages: theirs, and those kept available for their growth."""
+        for steps, pages in sorted((self._steps_left(sequence), sequence.num_pages + sequence.credit) for sequence in running if not sequence.remote):
+            missing -= pages
+            if missing <= 0:
+                return self._seconds(steps)
+        return self._default_s
+
+    def prompts_done_s(self, num_tokens: int) -> float:
+        """Until that many prompt tokens are computed."""
+        return self._seconds(-(-num_tokens // self._token_budget))
+
+    def _steps_left(self, sequence: Sequence) -> int:
+        """At most; a remote prefill leaves the batch with its first token."""
+        prompt_steps = -(-sequence.num_pending // self._token_budget)
+        return prompt_steps if sequence.remote else prompt_steps + sequence.max_total - sequence.num_tokens - 1
+
+    def _seconds(self, steps: int | None) -> float:
+        if steps is None or self._step_s is None:
+            return self._default_s
+        return min(max(steps * self._step_s, SHORTEST_S), LONGEST_S)

@@ -1,0 +1,90 @@
+"""One request over all its attempts: what was asked, what was emitted, which nodes to leave alone. Plain state; no waiting, no frames."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Set
+from dataclasses import dataclass, field
+
+from pdcluster.kv.hashing import extend
+from pdcluster.messages import HASH_BYTES, FinishReason, Sampling, Work, pack_tokens
+from pdcluster_router.policy import Query
+
+
+@dataclass(frozen=True, slots=True)
+class HashChain:
+    """How the model's nodes name KV: the key of the first block (kv.hashing.chain_root) and the tokens of a block."""
+
+    root: bytes
+    block_tokens: int
+
+
+@dataclass(slots=True)
+class Job:
+    """excluded: incarnations that failed the request; busy: until when a node asked to be left alone, by incarnation. cached_tokens: of the prompt,
+    found in a cache by the first attempt that got so far."""
+
+    request: str
+    prompt: list[int]
+    sampling: Sampling
+    deadline: float
+    chain: HashChain
+    emitted: list[int] = field(default_factory=list)
+    hashes: bytes = b""
+    attempts: int = 0
+    excluded: set[str] = field(default_factory=set)
+    busy: dict[str, float] = field(default_factory=dict)
+    has_prompt_logprobs: bool = False
+    cached_tokens: int | None = None
+
+    def next_attempt(self) -> int:
+        number = self.attempts
+        self.attempts += 1
+        return number
+
+    def work(self, attempt: int, now: float, num_emitted: int) -> Work:
+        """For nodes: the prompt and the first num_emitted tokens after it."""
+        packed = self._hashed_tokens()
+        num_tokens = len(self.prompt) + num_emitted
+        return Work(
+            request=self.request,
+            attempt=attempt,
+            token_ids=packed[: 4 * num_tokens],
+            num_prompt=len(self.prompt),
+            hashes=self.hashes[: num_tokens // self.chain.block_tokens * HASH_BYTES],
+            sampling=self.sampling,
+            deadline_s=max(self.deadline - now, 0.001),
+            hash_root=self.chain.root,
+        )
+
+    def query(self, now: float, avoid: Set[str] = frozenset()) -> Query:
+        self._hashed_tokens()
+        busy = frozenset(node for node, until in self.busy.items() if until > now)
+        return Query(len(self.prompt) + len(self.emitted), self.hashes, frozenset(self.excluded | avoid), busy)
+
+    def busy_s(self, incarnation: str, now: float) -> float:
+        """How long the node wants to be left alone; 0 when it does not."""
+        return max(self.busy.get(incarnation, now) - now, 0.0)
+
+    def note_cached(self, num_tokens: int) -> None:
+        """A node found that many tokens in its cache. What a later attempt finds was computed for this request, so it does not count."""
+        if self.cached_tokens is None or not self.emitted:
+            self.cached_tokens = min(num_tokens, len(self.prompt))
+
+    def ending(self, eos_token_ids: Collection[int], max_len: int | None) -> tuple[FinishReason, int | None] | None:
+        """Why nothing more may be asked for, by the scheduler's own rule, when its last word was lost: reason and stop token. None: go on."""
+        num_output, sampling = len(self.emitted), self.sampling
+        if num_output > sampling.min_tokens:
+            last = self.emitted[-1]
+            if not sampling.ignore_eos and last in eos_token_ids:
+                return "eos", last
+            if last in sampling.stop_token_ids:
+                return "stop", last
+        if num_output >= sampling.max_tokens or (max_len is not None and len(self.prompt) + num_output >= max_len):
+            return "length", None
+        return None
+
+    def _hashed_tokens(self) -> bytes:
+        """All tokens so far, packed; `hashes` covers them afterwards. Blocks that were hashed before are not hashed again."""
+        packed = pack_tokens(self.prompt + self.emitted)
+        self.hashes += extend(self.hashes, packed, root=self.chain.root, block_tokens=self.chain.block_tokens)
+        return packed
