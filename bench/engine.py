@@ -109,13 +109,13 @@ def measure(engine: Engine, plan: Plan) -> list[Figure]:
     bandwidth = read_ceiling(plan, int(work.decode_bytes(0, 0)))
     figures = [row("ceiling", "matrix product", [flops / 1e9], "GFLOP/s"), row("ceiling", "read", [bandwidth / 1e9], "GB/s")]
     for tokens in plan.prefills:
-        seconds = _repeat(plan, lambda tokens=tokens: engine.step(_prefill(engine, tokens)))  # type: ignore[misc]
+        seconds = _repeat(plan, lambda tokens=tokens: engine.step(prefill_plan(engine, tokens)))  # type: ignore[misc]
         rates = [work.prefill_flop(tokens) / value / 1e9 for value in seconds]
         figures.append(row("prefill", f"{tokens} tokens", [1e3 * value for value in seconds], "ms"))
         figures.append(row("prefill MFU", f"{tokens} tokens", rates, "GFLOP/s", against="matrix product", against_value=flops / 1e9))
     for context in plan.contexts:
         for batch in plan.batches:
-            seconds = _repeat(plan, lambda batch=batch, context=context: engine.step(_decode(engine, batch, context)))  # type: ignore[misc]
+            seconds = _repeat(plan, lambda batch=batch, context=context: engine.step(decode_plan(engine, batch, context)))  # type: ignore[misc]
             rates = [work.decode_bytes(batch, context) / value / 1e9 for value in seconds]
             case = f"batch {batch}, context {context}"
             figures.append(row("decode step", case, [1e3 * value for value in seconds], "ms"))
@@ -179,12 +179,12 @@ def _random_tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def _prefill(engine: Engine, tokens: int) -> StepPlan:
+def prefill_plan(engine: Engine, tokens: int) -> StepPlan:
     ids = np.random.default_rng(0).integers(0, engine.config.vocab_size, tokens).astype(np.int32)
     return StepPlan((Row("prefill", ids, 0, np.arange(engine.layout.num_pages(tokens), dtype=np.int32), GREEDY),))
 
 
-def _decode(engine: Engine, batch: int, context: int) -> StepPlan:
+def decode_plan(engine: Engine, batch: int, context: int) -> StepPlan:
     needed = engine.layout.num_pages(context + 1)
     pages = np.arange(batch * needed, dtype=np.int32).reshape(batch, needed)
     return StepPlan(tuple(Row(str(index), np.ones(1, np.int32), context, pages[index], GREEDY) for index in range(batch)))

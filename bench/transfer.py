@@ -8,20 +8,26 @@ show the fixed cost of a hand-over, and with digests both ends read all bytes on
     shm       one memmove between two warm buffers
     tcp       a plain loopback socket between the two processes, sendall → recv_into, one answer byte
     mooncake  the engine alone, 4 MiB entries, 8 in flight, no copies to or from staging
+
+Each end has a core of its own where there are two. Transfers and ceilings take turns, so that both meet the same neighbours on the machine; a
+ratio is the median over these turns. Then the same with a busy engine beside it, see `bench.transfer_load`.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import socket
+import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from bench import transfer_load
 from bench.report import Row, print_rows, row, write_json
 from bench.transfer_ends import HOST, Address, Near, Shape, Sink
 from pdcluster.transfer.base import WriteStatus
@@ -32,6 +38,7 @@ GOALS = {("shm", False): 0.85, ("shm", True): 0.65, ("tcp", True): 0.9, ("moonca
 GOAL_BYTES = 16 << 20
 ENTRY_BYTES = 4 << 20
 ENTRIES = 8
+TURNS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,39 +149,59 @@ def ceiling(near: Near, case: Case, repeats: int) -> tuple[str, list[float]]:
 # ---------------------------------------------------------------- the runs
 
 
-def measure(near: Near, case: Case, repeats: int, top: tuple[str, list[float]] | None = None) -> tuple[list[Row], tuple[str, list[float]]]:
-    """Rows of one case on one pair of processes, and its ceiling (measured when none is given)."""
+def measure(near: Near, case: Case, repeats: int) -> list[Row]:
+    """Rows of one case on one pair of processes: turns of a few transfers and as many runs of the ceiling."""
     near.move(case.num_pages)  # warm: connection, page tables
-    samples = [near.move(case.num_pages) for _ in range(repeats)]
-    name, times = top if top is not None else ceiling(near, case, repeats)
     rate: Callable[[float], float] = lambda seconds: case.nbytes / seconds / 1e9  # noqa: E731
+    samples: list[float] = []
+    tops: list[float] = []
+    ratios: list[float] = []
+    name = ""
+    for _ in range(TURNS):
+        moves = [near.move(case.num_pages) for _ in range(repeats)]
+        name, times = ceiling(near, case, repeats)
+        samples += moves
+        tops += times
+        ratios.append(statistics.median(times) / statistics.median(moves))
     shape = near.shape
     goal = GOALS.get((shape.backend, shape.digests)) if case.nbytes >= GOAL_BYTES else None
-    best = sorted(rate(seconds) for seconds in times)[len(times) // 2]
     label = f"{case.name}, digests {'on' if shape.digests else 'off'}"
-    rows = [
-        row(f"transfer.{shape.backend}", label, [rate(each) for each in samples], "GB/s", against=name, against_value=best, goal=goal),
-        row(f"handover.{shape.backend}", label, [each * 1e3 for each in samples], "ms"),
-    ]
-    return rows if case.nbytes <= 1 << 20 else rows[:1], (name, times)
+    rates, top = [rate(each) for each in samples], rate(statistics.median(tops))
+    speed = row(f"transfer.{shape.backend}", label, rates, "GB/s", against=name, against_value=top)
+    ratio = statistics.median(ratios)
+    speed = replace(speed, ratio=ratio, goal=goal, holds=None if goal is None else ratio >= goal)
+    whole = row(f"handover.{shape.backend}", label, [each * 1e3 for each in samples], "ms")
+    return [speed, whole] if case.nbytes <= 1 << 20 else [speed]
 
 
 def run(backends: tuple[str, ...], *, quick: bool) -> Iterator[Row]:
     wanted = cases(quick=quick)
-    repeats = 5 if quick else 9
+    repeats = 3 if quick else 5
     for backend in backends:
-        tops: dict[Case, tuple[str, list[float]]] = {}
         for digests in (True, False):
             for page_bytes in dict.fromkeys(case.page_bytes for case in wanted):
                 group = [case for case in wanted if case.page_bytes == page_bytes]
                 num_pages = max(case.num_pages for case in group)
                 near = Near(Shape(backend, page_bytes, num_pages + num_pages % 2, digests))
                 try:
-                    for case in group:
-                        rows, tops[case] = measure(near, case, repeats, tops.get(case))
-                        yield from rows
+                    yield from measure_group(near, group, repeats)
                 finally:
                     near.close()
+        if transfer_load.has_two_cores():
+            yield from transfer_load.rows(backend, quick=quick)
+
+
+def measure_group(near: Near, group: list[Case], repeats: int) -> Iterator[Row]:
+    cores = os.sched_getaffinity(0)
+    near.move(group[0].num_pages)  # all its threads run
+    if transfer_load.has_two_cores():
+        transfer_load.pin(os.getpid(), 0)
+        transfer_load.pin(near.child_pid, 1)
+    try:
+        for case in group:
+            yield from measure(near, case, repeats)
+    finally:
+        transfer_load.unpin(cores)
 
 
 def main() -> None:

@@ -1,0 +1,218 @@
+"""What a busy engine does to a transfer: the same transfers with an engine's steps running and without, in turns, in one run. For `bench.transfer`.
+
+Two cases. Other core: the engine is a process of its own on core 1, both ends of the transfer share core 0. Shared core: the engine is a thread
+of the writer's process, so that it shares core 0 *and* the GIL with the mover; the reader has core 1. There the elapsed time says little, so
+the figures are the bytes that the mover threads move per second of their own CPU time, and how long they wait for the GIL after each stretch
+that they ran without it.
+
+    python -m bench.transfer_load FD     the engine process: it steps until its end of the socket closes
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.report import Row, row
+from bench.transfer_ends import Near, Shape
+
+PAGE_BYTES = 64 << 10
+CASE_BYTES = 64 << 20
+BUSY_GOAL = 0.8
+GIL_GOAL_S = 0.010
+MOVER_THREADS = ("kv-copy", "kv-send", "kv-mooncake")
+
+
+def pin(pid: int, core: int) -> None:
+    """All threads of a process on one core; threads that it starts later too."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), {core})
+
+
+def unpin(cores: set[int]) -> None:
+    """Let all threads of this process run on these cores again."""
+    for thread in os.listdir(f"/proc/{os.getpid()}/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
+def has_two_cores() -> bool:
+    return {0, 1} <= os.sched_getaffinity(0)
+
+
+class Steps:
+    """A real engine that decodes 8 rows of 512 tokens, over and over."""
+
+    def __init__(self) -> None:
+        from bench.engine import CACHE, PAGE_TOKENS, decode_plan, random_checkpoint
+        from pdcluster.engine.engine import Engine, EngineConfig
+
+        checkpoint = random_checkpoint(CACHE / "bench-engine-30m")
+        self._engine = Engine(EngineConfig(checkpoint, CACHE / "kernels", page_tokens=PAGE_TOKENS, num_pages=256, threads=1))
+        self._engine.warmup()
+        self._plan = decode_plan(self._engine, 8, 512)
+        self.count = 0
+
+    def step(self) -> None:
+        self._engine.step(self._plan)
+        self.count += 1
+
+
+class EngineThread:
+    """Steps in a thread of this process, while `going` is set."""
+
+    def __init__(self) -> None:
+        self.steps = Steps()
+        self.going = threading.Event()
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="bench-engine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ending:
+            self.going.wait()
+            self.steps.step()
+
+    def close(self) -> None:
+        self._ending = True
+        self.going.set()
+        self._thread.join()
+
+
+class EngineProcess:
+    """Steps in a process of its own, stopped but for `resume`."""
+
+    def __init__(self, core: int) -> None:
+        self._sock, there = socket.socketpair()
+        self._child = subprocess.Popen([sys.executable, "-m", "bench.transfer_load", str(there.fileno())], pass_fds=[there.fileno()])
+        there.close()
+        if self._sock.recv(1) != b"r":
+            raise RuntimeError("the engine process did not start")
+        pin(self._child.pid, core)
+        self.pause()
+
+    def pause(self) -> None:
+        self._child.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._child.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self._sock.close()
+        self.resume()
+        try:
+            self._child.wait(20)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Of one transfer: elapsed, CPU time of the mover threads."""
+
+    seconds: float
+    mover_seconds: float
+
+
+def mover_cpu() -> float:
+    movers = [thread for thread in threading.enumerate() if thread.name.startswith(MOVER_THREADS) and thread.ident is not None]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in movers if thread.ident is not None)
+
+
+def sample(near: Near) -> Sample:
+    before = mover_cpu()
+    seconds = near.move(CASE_BYTES // PAGE_BYTES)
+    return Sample(seconds, mover_cpu() - before)
+
+
+def start(backend: str, far_core: int) -> Near:
+    near = Near(Shape(backend, PAGE_BYTES, CASE_BYTES // PAGE_BYTES, digests=True))
+    near.move(CASE_BYTES // PAGE_BYTES)
+    pin(os.getpid(), 0)
+    pin(near.child_pid, far_core)
+    near.move(CASE_BYTES // PAGE_BYTES)
+    return near
+
+
+def other_core(backend: str, repeats: int) -> Iterator[Row]:
+    near, engine = start(backend, 0), EngineProcess(1)
+    idle, busy = [], []
+    try:
+        for _ in range(repeats):
+            idle.append(CASE_BYTES / sample(near).seconds / 1e9)
+            engine.resume()
+            time.sleep(0.02)
+            busy.append(CASE_BYTES / sample(near).seconds / 1e9)
+            engine.pause()
+    finally:
+        engine.close()
+        near.close()
+    yield row(f"busy.{backend}", "engine on the other core", busy, "GB/s", against="idle", against_value=float(np.median(idle)), goal=BUSY_GOAL)
+
+
+def shared_core(backend: str, repeats: int) -> Iterator[Row]:
+    near, engine = start(backend, 1), EngineThread()
+    idle: list[Sample] = []
+    busy: list[Sample] = []
+    waits: list[float] = []
+    try:
+        for _ in range(repeats):
+            idle.append(sample(near))
+            near.gil_waits.seconds.clear()
+            engine.going.set()
+            time.sleep(0.02)
+            busy.append(sample(near))
+            engine.going.clear()
+            waits += near.gil_waits.seconds
+            time.sleep(0.05)  # the engine's last step ends
+    finally:
+        engine.close()
+        near.close()
+    efficiency = [CASE_BYTES / each.mover_seconds / 1e9 for each in busy]
+    usual = float(np.median([CASE_BYTES / each.mover_seconds / 1e9 for each in idle]))
+    yield row(f"busy.{backend}", "engine on the mover's core", efficiency, "GB/CPU s", against="idle", against_value=usual, goal=BUSY_GOAL)
+    elapsed = [CASE_BYTES / each.seconds / 1e9 for each in busy]
+    idle_elapsed = float(np.median([CASE_BYTES / each.seconds / 1e9 for each in idle]))
+    yield row(f"busy.{backend}", "engine on the mover's core, elapsed", elapsed, "GB/s", against="idle", against_value=idle_elapsed)
+    for quantile in (50, 99):
+        seconds = float(np.percentile(waits, quantile))
+        limit = GIL_GOAL_S if quantile == 99 else None
+        holds = None if limit is None else seconds <= limit
+        yield Row(f"gil.{backend}", f"mover's wait, p{quantile} of {len(waits)}", seconds * 1e3, "ms", "limit", limit and limit * 1e3, holds=holds)
+
+
+def rows(backend: str, *, quick: bool) -> Iterator[Row]:
+    repeats = 7 if quick else 15
+    cores = os.sched_getaffinity(0)
+    try:
+        yield from other_core(backend, repeats)
+        yield from shared_core(backend, repeats)
+    finally:
+        unpin(cores)
+
+
+def main() -> None:
+    with socket.socket(fileno=int(sys.argv[1])) as sock:
+        steps = Steps()
+        sock.send(b"r")
+        sock.setblocking(False)
+        while True:
+            steps.step()
+            try:
+                sock.recv(1)
+                return
+            except BlockingIOError:
+                continue
+
+
+if __name__ == "__main__":
+    main()

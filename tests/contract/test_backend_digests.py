@@ -1,0 +1,53 @@
+"""Backends that digest on the way: both ends get xxh3-64 of the payload in wire order, only when it was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import xxhash
+from test_backends import NBYTES, REAL, Ends, eventually
+from transfer_peer import READER, WRITER
+
+from pdcluster.transfer.base import Arrival, Permit, Run, Stamp, WriteStatus
+
+RUNS = (Run(4096, 0, 3000), Run(0, 100_000, 65_536), Run(500_001, 300_007, 200_003))
+
+
+@pytest.fixture(params=REAL)
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    ends = Ends(request.param)
+    ends.source.bytes[:] = np.random.default_rng(3).integers(0, 256, NBYTES, dtype=np.uint8)
+    ends.connect()
+    yield ends
+    ends.close()
+
+
+def move(ends: Ends, *, at_writer: bool, at_reader: bool) -> tuple[int | None, Arrival]:
+    ends.reader.permit(Permit(7, WRITER, 0, ((0, NBYTES),), at_reader))
+    handle = ends.writer.write(READER, 0, 0, Stamp(7, 0, 1, sum(run.nbytes for run in RUNS)), RUNS, at_writer)
+    assert ends.result(handle) is WriteStatus.DONE
+    arrivals: list[Arrival] = []
+    eventually(lambda: arrivals.extend(ends.reader.arrivals()) or arrivals, "an arrival")
+    return ends.writer.take_digest(handle), arrivals[0]
+
+
+def test_both_ends_digest_the_same_payload_in_the_order_of_its_runs(ends: Ends) -> None:
+    payload = b"".join(ends.source.bytes[run.source : run.source + run.nbytes].tobytes() for run in RUNS)
+    sent, arrival = move(ends, at_writer=True, at_reader=True)
+    assert sent == arrival.digest == xxhash.xxh3_64(payload).intdigest()
+    landed = b"".join(ends.target.bytes[offset : offset + nbytes].tobytes() for offset, nbytes in arrival.spans)
+    assert landed == payload and arrival.stamp == Stamp(7, 0, 1, len(payload))
+
+
+def test_nothing_is_digested_that_nobody_asked_for(ends: Ends) -> None:
+    sent, arrival = move(ends, at_writer=False, at_reader=False)
+    assert sent is None and arrival.digest is None
+
+
+def test_a_digest_is_given_once(ends: Ends) -> None:
+    ends.reader.permit(Permit(7, WRITER, 0, ((0, NBYTES),), True))
+    handle = ends.writer.write(READER, 0, 0, Stamp(7, 0, 1, 64), (Run(0, 0, 64),), True)
+    assert ends.result(handle) is WriteStatus.DONE
+    assert ends.writer.take_digest(handle) is not None and ends.writer.take_digest(handle) is None

@@ -1,0 +1,103 @@
+"""Payloads: every byte arrives, and the digest is xxhash's own, however the payload is cut and whether or not the compiled loop is there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcluster.transfer import moving
+from pdcluster.transfer.moving import GilWaits, Payload, table_of
+
+SIZE = 1 << 16
+
+
+@pytest.fixture(params=["compiled", "python"])
+def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "python":
+        monkeypatch.setattr(moving, "native", lambda: None)
+    else:
+        assert moving.native() is not None, "numba and xxhash's functions are there in the development environment"
+    return str(request.param)
+
+
+def buffers() -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8), np.zeros(SIZE, dtype=np.uint8)
+
+
+def payload_of(runs: list[tuple[int, int, int]], source: np.ndarray, target: np.ndarray, **options: bool) -> Payload:
+    """runs: offsets of target and source, number of bytes."""
+    return Payload(table_of((target.ctypes.data + to, source.ctypes.data + start, count) for to, start, count in runs), **options)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> list[tuple[int, int, int]]:
+    """Disjoint runs at any alignment, some longer than what is streamed past the caches."""
+    runs, offset = [], draw(st.integers(0, 70))
+    for count in draw(st.lists(st.sampled_from([1, 63, 64, 65, 300, 4095, 4096, 4097, 9000]), min_size=1, max_size=6)):
+        runs.append((offset, draw(st.integers(0, SIZE - count)), count))
+        offset += count + draw(st.integers(0, 70))
+    return runs
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("digests", [False, True])
+def test_bytes_and_digest_are_right_for_any_runs_and_any_steps(loop: str, after: bool, digests: bool) -> None:
+    @settings(max_examples=60, deadline=None)
+    @given(cuts(), st.lists(st.sampled_from([1, 100, 4096, 10000]), max_size=5))
+    def check(runs: list[tuple[int, int, int]], steps: list[int]) -> None:
+        source, target = buffers()
+        wanted, state = target.copy(), xxhash.xxh3_64()
+        for to, start, count in runs:
+            wanted[to : to + count] = source[start : start + count]
+            state.update(source[start : start + count].tobytes())
+        payload = payload_of(runs, source, target, digests=digests, after=after)
+        for step in [*steps, SIZE]:
+            payload.advance(step)
+        assert (target == wanted).all(), "no byte beside the runs is touched"
+        assert not digests or payload.digest() == state.intdigest()
+
+    check()
+
+
+def test_without_a_target_bytes_are_only_digested(loop: str) -> None:
+    source, _ = buffers()
+    payload = Payload(table_of([(0, source.ctypes.data, 100), (0, source.ctypes.data + 500, 5000)]), digests=True)
+    payload.advance(SIZE)
+    assert payload.digest() == xxhash.xxh3_64(source[:100].tobytes() + source[500:5500].tobytes()).intdigest()
+
+
+def test_a_payload_goes_on_with_its_next_piece(loop: str) -> None:
+    source, target = buffers()
+    payload = payload_of([(0, 0, 1000)], source, target, digests=True, after=True)
+    payload.advance(1000)
+    payload.extend(table_of([(target.ctypes.data + 1000, source.ctypes.data + 1000, 24)]))
+    payload.advance(24)
+    assert (target[:1024] == source[:1024]).all() and payload.digest() == xxhash.xxh3_64(source[:1024].tobytes()).intdigest()
+
+
+def test_more_than_there_is_moves_what_there_is(loop: str) -> None:
+    source, target = buffers()
+    payload = payload_of([(0, 0, 10)], source, target, digests=True)
+    payload.advance(1 << 40)
+    payload.advance(1 << 40)
+    assert target[:10].tolist() == source[:10].tolist() and not target[10:].any()
+
+
+def test_waits_for_the_gil_are_noted() -> None:
+    source, target = buffers()
+    waits = GilWaits()
+    payload = Payload(table_of([(target.ctypes.data, source.ctypes.data, SIZE)]), digests=False, waits=waits)
+    for _ in range(4):
+        payload.advance(SIZE // 4)
+    assert len(waits.seconds) == 4 and all(0 <= wait < 60 for wait in waits.seconds)
+
+
+def test_a_machine_without_the_compiled_loop_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ImportError("no numba")
+
+    monkeypatch.setattr(moving, "_Native", fail)
+    assert moving.native.__wrapped__() is None and "no numba" in caplog.text
