@@ -112,7 +112,10 @@ class LocalNode:
         self.loop = NodeLoop(self.parts, report_s=cluster.report_s, drain_s=5.0, clock=cluster.clock)
         self.is_alive = True
         self.is_paused = False
-        self.task = asyncio.create_task(self._run())
+        self.task = self._begin()
+
+    def _begin(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self._run())
 
     def card(self) -> NodeCard:
         shape, address = self.kit.shape, self.parts.hub.address
@@ -156,6 +159,7 @@ class LocalNode:
             self.parts.hub.close()
         self.backend.shutdown()
         self.engine.close()
+        os.close(self.loop._stop_fd)
 
 
 class LocalCluster:

@@ -192,7 +192,7 @@ class SimulatedCluster(LocalCluster):
         node = self.nodes.get(backend.me.node)
         if node is None or node.me != backend.me or not node.is_alive:
             return
-        page_bytes = node.kit.shape.page_bytes
+        page_bytes = node.engine.page_bytes
         for offset, nbytes in spans:
             for page in range(offset // page_bytes, -(-(offset + nbytes) // page_bytes)):
                 writer = node.parts.pages.writer_of(page)

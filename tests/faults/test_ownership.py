@@ -1,0 +1,129 @@
+"""No interleaving of whole nodes breaks ownership; and the same search finds each rule that is broken on purpose."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+from fault_matrix import quiet_logs
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from ownership_machine import Ownership
+
+from pdcluster.errors import IntegrityError
+from pdcluster.node.decode import DecodeLeg, DecodeSide
+from pdcluster.node.prefill import Pins, PrefillSide
+from pdcluster.transfer.reader import Reader
+from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
+from pdcluster.transfer.writer import Writer
+
+LIMITS = settings(max_examples=60, stateful_step_count=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.timeout(600)
+def test_no_history_of_nodes_breaks_ownership() -> None:
+    with quiet_logs():
+        run_state_machine_as_test(Ownership, settings=LIMITS)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_no_history_of_nodes_breaks_ownership_in_thousands_of_runs() -> None:
+    with quiet_logs():
+        run_state_machine_as_test(Ownership, settings=settings(LIMITS, max_examples=4000, derandomize=False))
+
+
+# ---------------------------------------------------------------- broken on purpose
+
+
+class FreesAtAbort(DecodeSide):
+    """Gives the pages of a broken slot back at once, although nobody proved that their writer stopped."""
+
+    def _end(self, leg: DecodeLeg, reason: str) -> None:
+        nonce = leg.nonce
+        super()._end(leg, reason)
+        if nonce is not None:
+            self._pages.detach_writer(nonce)
+
+    def on_event(self, event: Landed | Failed | Reclaimed) -> None:
+        if not (isinstance(event, Reclaimed) and event.nonce not in self._pages._pages_of_writer):
+            super().on_event(event)
+
+
+class ReclaimsByTime(Reader):
+    """Gives a dead ticket's pages back after a while."""
+
+    def _seek_proof(self) -> None:
+        now = self._clock()
+        for incoming in [each for each in self._tickets.values() if each.state.name == "ABORTING" and now > each.opened + 1.0]:
+            self._reclaim(incoming)
+
+
+class TakesAnyBytes(Reader):
+    """Accepts a Commit without digests."""
+
+    def _is_intact(self, *_: object) -> bool:
+        return True
+
+
+class UnpinsAtGaveUp(PrefillSide):
+    """Frees the source pages when a ticket is given up, not when its writes ended."""
+
+    def on_event(self, event: Acked | GaveUp | Drained) -> None:
+        super().on_event(event)
+        if isinstance(event, GaveUp):
+            self._pages.release(self._pins.pop(event.nonce, Pins()).pages)
+
+
+class NeverPins(PrefillSide):
+    """Trusts that the row's own pages outlive the writes that read them."""
+
+    def on_event(self, event: Acked | GaveUp | Drained) -> None:
+        if not isinstance(event, Drained):
+            super().on_event(event)
+
+    def _push(self, leg: object, end: int, layers: tuple[int, int]) -> None:
+        super()._push(leg, end, layers)  # type: ignore[arg-type]
+        for pins in self._pins.values():
+            self._pages.release(pins.pages)
+            pins.pages.clear()
+
+
+class AcknowledgesTooEarly(Writer):
+    """Says that no write can land any more while some are under way."""
+
+    def _drain(self) -> None:
+        for nonce in [nonce for nonce, each in self._open.items() if each.state.name == "DRAINING" and each.in_flight]:
+            self._flights = {key: flight for key, flight in self._flights.items() if flight.nonce != nonce}
+            self._open[nonce].in_flight = 0
+        super()._drain()
+
+
+class BelievesAnyFence(Reader):
+    """Takes a medium's 'cannot fence' for a fence."""
+
+    def _has_fence(self, *_: object) -> bool:
+        return True
+
+
+BROKEN: dict[str, dict[str, type]] = {
+    "pages freed at abort": {"DecodeSide": FreesAtAbort},
+    "pages freed by a timer": {"Reader": ReclaimsByTime},
+    "commit without digests": {"Reader": TakesAnyBytes},
+    "source unpinned when given up": {"PrefillSide": UnpinsAtGaveUp},
+    "source never pinned": {"PrefillSide": NeverPins},
+    "abort acknowledged too early": {"Writer": AcknowledgesTooEarly},
+    "fence without proof": {"Reader": BelievesAnyFence},
+}
+
+
+@pytest.mark.parametrize("rule_broken", BROKEN)
+@pytest.mark.timeout(600)
+def test_a_broken_rule_is_caught(rule_broken: str) -> None:
+    search = settings(LIMITS, max_examples=1500, phases=(Phase.generate,), report_multiple_bugs=False)
+    with ExitStack() as patches, quiet_logs():
+        for name, broken in BROKEN[rule_broken].items():
+            patches.enter_context(mock.patch(f"pdcluster.node.assembly.{name}", broken))
+        with pytest.raises((AssertionError, IntegrityError)):
+            run_state_machine_as_test(Ownership, settings=search)

@@ -1,0 +1,133 @@
+"""Whole nodes without wire, threads or loop: each turn is taken by hand, each message is a letter that the test delivers, loses or repeats."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import zmq
+from local_cluster import LocalNode, oracle_kit
+from simulated_cluster import TimedOracle, Watch
+from virtual_wire import Context, Wire
+
+from pdcluster.messages import AnyMessage, Endpoint, Role
+from pdcluster.node.loop import NodeLoop
+from pdcluster.transfer.base import Peer, Run
+from pdcluster.transfer.fake import FakeBackend, FakeNetwork
+from pdcluster.transfer.session import Settings
+from pdcluster.wire.hub import Received
+from pdcluster.wire.sockets import WireSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    sender: Peer
+    to: Peer
+    message: AnyMessage
+
+
+class LetterBox:
+    """In the place of a Hub. post: takes what the node sends."""
+
+    def __init__(self, me: Peer, address: str, post: Callable[[Letter], None]) -> None:
+        self.me = me
+        self.address = address
+        self.inbox: list[Received] = []
+        self._post = post
+
+    def receive(self) -> list[Received]:
+        received, self.inbox = self.inbox, []
+        return received
+
+    def send(self, to: Endpoint | Peer, message: AnyMessage) -> bool:
+        peer = to if isinstance(to, Peer) else Peer(to.node, to.incarnation)
+        self._post(Letter(self.me, peer, message))
+        return True
+
+    def events(self) -> list[object]:
+        return []
+
+    def tick(self, now: float) -> None:
+        """No leases here."""
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class SteppedNode(LocalNode):
+    cluster: SteppedNodes
+
+    def __init__(self, cluster: SteppedNodes, name: str, role: Role) -> None:
+        super().__init__(cluster, name, role, oracle_kit(cluster.num_pages, lambda count, tokens: TimedOracle(count, tokens, cluster.clock)))  # type: ignore[arg-type]
+        os.close(self.loop._stop_fd)
+        os.close(self.neighbours.wakeup_fd)
+        self.neighbours = Watch()
+        self.box = LetterBox(self.me, self.parts.hub.address, cluster.letters.append)
+        self.parts = replace(self.parts, hub=self.box, neighbours=self.neighbours)
+        self.loop = NodeLoop(self.parts, report_s=1e9, drain_s=5.0, clock=cluster.clock)
+
+    def _begin(self) -> None:  # type: ignore[override]
+        return None
+
+    def turn(self) -> None:
+        self.engine.advance()
+        self.loop.turn()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.me.node, self.me.incarnation, self.parts.hub.address)
+
+    def end(self) -> None:
+        self.backend.shutdown()
+        self.engine.close()
+        os.close(self.loop._stop_fd)
+        os.close(self.neighbours.wakeup_fd)
+
+
+class SteppedNodes:
+    """Stands where a node looks for its LocalCluster. letters: what was sent and not delivered yet."""
+
+    def __init__(self, roles: dict[str, Role], network: FakeNetwork, *, num_pages: int, group_s: float = 0.0004) -> None:
+        self.clock = network.clock
+        self.num_pages = num_pages
+        self.group_s = group_s
+        self.wire = WireSettings()
+        self.report_s = 1e9
+        self.transfer = Settings(chunk_bytes=128, window_bytes=512, verify_bytes=256)
+        self.boots = itertools.count()
+        self.network = network
+        self.letters: list[Letter] = []
+        self._sockets = Wire(None)  # type: ignore[arg-type]  # only bound, never used
+        self.nodes = {name: SteppedNode(self, name, role) for name, role in roles.items()}
+
+    def context_of(self, process: str) -> Context:
+        return self._sockets.context(process)
+
+    def make_backend(self, me: Peer) -> FakeBackend:
+        return FakeBackend(self.network, me)
+
+    def node_of(self, peer: Peer) -> SteppedNode | None:
+        node = self.nodes.get(peer.node)
+        return node if node is not None and node.me == peer and node.is_alive else None
+
+    def living(self) -> list[SteppedNode]:
+        return [node for node in self.nodes.values() if node.is_alive]
+
+    def hand_over(self, letter: Letter, kind: str = "node") -> None:
+        node = self.node_of(letter.to)
+        if node is not None:
+            node.box.inbox.append(Received(letter.sender, kind, letter.message))  # type: ignore[arg-type]
+
+    def end(self) -> None:
+        for node in self.nodes.values():
+            node.end()
+
+
+def pages_of(runs: tuple[Run, ...], page_bytes: int, *, source: bool) -> set[int]:
+    spans = [(run.source if source else run.target, run.nbytes) for run in runs]
+    return {page for offset, nbytes in spans for page in range(offset // page_bytes, -(-(offset + nbytes) // page_bytes))}
