@@ -166,7 +166,8 @@ class TransferConfig:
     chunk_bytes: int = key(8 * 2**20, size(4096), "aimed size of one chunk")
     staging_bytes: int = key(64 * 2**20, size(2**16), "staging ring of media that cannot fence cheaply")
     digests: Literal["always", "never"] = key("always", choice("always", "never"), "whether chunks carry digests of their bytes")
-    parking_s: float = key(60.0, duration(0.001), "how long a prefill node keeps finished KV that nobody acknowledged")
+    parking_s: float = key(60.0, duration(0.001), "how long a prefill node keeps finished KV for which no decode node has room")
+    parking_percent: int = key(50, integer(1, 100), "share of the KV pool in which finished KV may wait before new remote prefills are refused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,8 @@ class NodeConfig(Section):
     served_model_name: str | None = key(None, text, "the model's name in the API; default: the directory's name")
     dtype: DTypeName = key("auto", choice("auto", "float32", "bfloat16"), "computing type; auto: float32 on cpu, bfloat16 on cuda")
     device: Literal["cpu", "cuda"] = key("cpu", choice("cpu", "cuda"), "cpu or cuda")
-    threads: int | None = key(None, integer(1, 1024), "compute threads; default: the number of cores the node may use")
+    tp: int = key(1, integer(1, 64), "ranks that share the model's heads (tensor parallel), each a process of its own")
+    threads: int | None = key(None, integer(1, 1024), "compute threads of one rank; default: its share of the cores the node may use")
     cores: tuple[int, ...] = key((), cores, "CPU cores the node is pinned to, such as 0,2 or 4-7; default: not pinned")
     max_len: int | None = key(None, integer(1, 2**24), "longest prompt plus output in tokens; default: what the model and the KV pool allow")
     deterministic: bool = key(False, boolean, "the same logits whatever else is in the batch (not built yet)")
@@ -257,7 +259,9 @@ class UpConfig(Section):
     prefill: int = key(1, integer(0, 64), "prefill nodes")
     decode: int = key(1, integer(0, 64), "decode nodes")
     mixed: int = key(0, integer(0, 64), "nodes that do both")
-    tp: int = key(1, integer(1, 64), "ranks of one node (only 1 is built yet)")
+    tp: int = key(1, integer(1, 64), "ranks of every node (tensor parallel)")
+    prefill_tp: int | None = key(None, integer(1, 64), "ranks of a prefill node; default: --tp")
+    decode_tp: int | None = key(None, integer(1, 64), "ranks of a decode node; default: --tp")
     transfer: BackendName = key("auto", backend, "auto, shm, tcp, mooncake or nixl")
     http: str = key("127.0.0.1:8000", address, "HOST:PORT of the OpenAI API")
     grpc: None = key(None, no_grpc_yet, "HOST:PORT of the gRPC API (not built yet)")
@@ -269,8 +273,6 @@ class UpConfig(Section):
     log: UpLogConfig = field(default_factory=UpLogConfig)
 
     def __post_init__(self) -> None:
-        if self.tp > 1:
-            raise ConfigError(f"up.tp is {self.tp}, but tensor parallel is not built yet; use 1 and more nodes instead")
         if self.device == "cuda" and self.prefill + self.decode:
             raise ConfigError("up.device is cuda, but KV in GPU memory cannot be moved between nodes yet; use --prefill 0 --decode 0 --mixed 1")
         if self.prefill + self.decode + self.mixed == 0:

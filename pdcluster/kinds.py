@@ -22,7 +22,11 @@ def text(raw: object) -> str:
 
 
 def path(raw: object) -> Path:
-    return Path(text(raw)).expanduser()
+    given = text(raw)
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"must be a path; {given!r} names a home directory that this machine does not know") from error
 
 
 def boolean(raw: object) -> bool:
