@@ -387,13 +387,18 @@ def test_close_ends_the_peers_writes(ends: Ends) -> None:
     assert ends.name == "shm" or not ends.target.bytes.any()
 
 
-def test_a_writer_that_never_connected_is_fenced_by_shutting_it_out() -> None:
+def test_a_writer_that_never_connected_is_fenced_by_refusing_what_it_holds() -> None:
+    """It may only be late: with an advert of a newer ticket it is let in again."""
     ends = Ends("shm")
+    old = ends.reader.advert()
     assert ends.reader.close(WRITER) is Fence.FENCED
     ends.permit()
-    ends.connect()
+    ends.writer.connect(READER, old)
     assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.FAILED
     assert not ends.target.bytes.any()
+    eventually(lambda: writes_again(ends), "a newer advert lets it in")
+    with pytest.raises(PeerUnreachable, match="older than its connection"):
+        ends.writer.connect(READER, old)
     ends.close()
 
 
