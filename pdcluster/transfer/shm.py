@@ -29,6 +29,7 @@ from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside
 from pdcluster.transfer.mapping import MappedMemory
 from pdcluster.transfer.moving import GilWaits, Payload, native, table_of
+from pdcluster.transfer.pidfd import has_exited, pidfd_of
 
 LOG = logging.getLogger(__name__)
 
@@ -43,8 +44,6 @@ MAX_HELLO = 1024
 MAX_REGIONS = 64
 MAX_LINKS = 1024
 UCRED = struct.Struct("3i")
-SO_PEERPIDFD = 77
-"""From Linux 6.5 on; the socket module has no name for it."""
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
 BURST_BYTES = 8 << 20
 
@@ -352,7 +351,7 @@ class ShmBackend:
             for inlet in self._links:
                 if inlet.peer == peer:
                     _shut(inlet.sock)
-            if not all(_has_exited(pidfd) for pidfd in self._met.get(peer, {}).values()):
+            if not all(has_exited(pidfd) for pidfd in self._met.get(peer, {}).values()):
                 return Fence.CANNOT_FENCE
             self._bar(peer)
         return Fence.FENCED
@@ -458,11 +457,11 @@ class ShmBackend:
     def _meet(self, peer: Peer, pid: int, sock: socket.socket) -> None:
         """Keep one pidfd per process; one that has exited is of an earlier process with this pid."""
         pidfds = self._met.setdefault(peer, {})
-        if pid in pidfds and not _has_exited(pidfds[pid]):
+        if pid in pidfds and not has_exited(pidfds[pid]):
             return
         if pid in pidfds:
             os.close(pidfds[pid])
-        pidfds[pid] = _pidfd(sock, pid)
+        pidfds[pid] = pidfd_of(sock, pid)
 
     def _landed(self, peer: Peer, data: bytes) -> None:
         runs_bytes = len(data) - NOTICE.size
@@ -490,17 +489,3 @@ def _shut(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
         return  # it ended by itself
-
-
-def _pidfd(sock: socket.socket, pid: int) -> int:
-    """A descriptor of the very process that connected (its pid alone could have been given to another one by now)."""
-    try:
-        return struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4))[0]  # type: ignore[no-any-return]
-    except OSError:
-        return os.pidfd_open(pid)
-
-
-def _has_exited(pidfd: int) -> bool:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))

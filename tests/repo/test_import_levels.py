@@ -37,6 +37,7 @@ LEVELS: dict[str, float] = {
     "pdcluster.transfer.moving": 3,
     "pdcluster.transfer.moving_kernel": 3,
     "pdcluster.transfer.nixl": 3,
+    "pdcluster.transfer.pidfd": 2,
     "pdcluster.transfer.shm": 3,
     "pdcluster.transfer.staged": 3,
     "pdcluster.transfer.staging": 2,
