@@ -159,6 +159,7 @@ class LocalNode:
             self.parts.hub.close()
         self.backend.shutdown()
         self.engine.close()
+        os.close(self.neighbours.wakeup_fd)
         os.close(self.loop._stop_fd)
 
 

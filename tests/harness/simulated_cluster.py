@@ -132,10 +132,7 @@ class SimulatedNode(LocalNode):
 
     async def close(self) -> None:
         self.wake()
-        try:
-            await super().close()
-        finally:
-            os.close(self.neighbours.wakeup_fd)
+        await super().close()
 
 
 class SimulatedCluster(LocalCluster):
