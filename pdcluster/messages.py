@@ -278,10 +278,26 @@ class Failed(Message, frozen=True, array_like=True):
     retryable: bool
 
 
+class CostReport(Value, frozen=True, array_like=True):
+    """Coefficients of the node's cost model (`cost.NodeCost`), in seconds, and the number of steps they were fitted to."""
+
+    prefill_fixed_s: float
+    prefill_token_s: float
+    prefill_pair_s: float
+    decode_fixed_s: float
+    decode_row_s: float
+    decode_context_s: float
+    chunk_tokens: int
+    samples: int
+
+
 class Load(Message, frozen=True, array_like=True):
     """What a node has to do, sent when it changed, at most every report interval. Pages count the KV pool: free, cached (evictable), quarantined
     (a writer may still write), the rest in use. Counted beside: pinned ones, which a write reads, and parked ones, which hold finished KV that no
-    decode node has taken yet. slots: rows the running batch may have, slots_used those taken."""
+    decode node has taken yet. slots: rows the running batch may have, slots_used those taken.
+
+    waiting_tokens: prompt tokens that are not computed and were not found in the cache, of waiting and of running requests; waiting_pairs: the
+    attention pairs they make (`cost.num_pairs`). cost: None until the node has one."""
 
     waiting: int
     running: int
@@ -297,6 +313,8 @@ class Load(Message, frozen=True, array_like=True):
     pages_parked: int = 0
     draining: bool = False
     steps: int = 0
+    waiting_pairs: int = 0
+    cost: CostReport | None = None
 
 
 class CacheDelta(Message, frozen=True, array_like=True):

@@ -327,7 +327,14 @@ def _check_failed(message: m.Failed) -> None:
 
 
 def _check_load(message: m.Load) -> None:
-    _integers("load", msgspec.structs.astuple(message), high=UINT63)
+    _integers("load", (value for value in msgspec.structs.astuple(message) if isinstance(value, int)), high=UINT63)
+    if message.cost is not None:
+        _check_cost(message.cost)
+
+
+def _check_cost(cost: m.CostReport) -> None:
+    for name, value in msgspec.structs.asdict(cost).items():
+        _number(f"cost.{name}", value, 0.0)
 
 
 def _check_delta(message: m.CacheDelta) -> None:

@@ -40,10 +40,11 @@ from pdcluster.messages import (
     TokenRow,
     Work,
 )
+from pdcluster_router.chooser import Chooser
 from pdcluster_router.generation import Chunk, Route
 from pdcluster_router.job import Job
 from pdcluster_router.legs import FromNode, Ledger, Leg, Lost, Rewelcomed, attempt_of, error_of, refusal
-from pdcluster_router.policy import Choice, pick_decode
+from pdcluster_router.policy.base import Choice
 from pdcluster_router.view import ClusterView, NodeView
 
 
@@ -96,9 +97,10 @@ MAX_DECODE_FAILURES = 3
 
 
 class Attempt:
-    def __init__(self, job: Job, choice: Choice, cluster: Cluster, stages: StageDeadlines, clock: Callable[[], float]) -> None:
+    def __init__(self, job: Job, choice: Choice, cluster: Cluster, chooser: Chooser, stages: StageDeadlines, clock: Callable[[], float]) -> None:
         self._job = job
         self._cluster = cluster
+        self._chooser = chooser
         self._stages = stages
         self._clock = clock
         self._mode = choice.mode
@@ -379,7 +381,7 @@ class Attempt:
 
     def _pick_decode(self, now: float) -> NodeView | None:
         assert self._prefill_node is not None
-        return pick_decode(self._cluster.view(), self._job.query(now, self._avoid), self._prefill_node)
+        return self._chooser.choose_decode(self._job, now, self._prefill_node, self._avoid)
 
     def _wait_for_room(self, seconds: float) -> None:
         self._decode_node = None

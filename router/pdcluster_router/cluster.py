@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
+from pdcluster.cost import NodeCost
 from pdcluster.errors import NodeLost
 from pdcluster.messages import (
     HASH_BYTES,
@@ -219,6 +220,8 @@ class Cluster:
             max_len=card.max_len,
             backends=card.backends,
             is_cordoned=card.draining,
+            cost=NodeCost.of(state.load.cost) if state.load is not None and state.load.cost is not None else None,
+            kv_bytes_per_token=card.fingerprint.layout.token_bytes,
         )
 
     def cards(self) -> list[NodeCard]:

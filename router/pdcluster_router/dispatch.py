@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Protocol
 from pdcluster import errors
 from pdcluster.messages import Finished, Timings
 from pdcluster_router.attempt import Attempt, Cluster, RetryAttempt, StageDeadlines
+from pdcluster_router.chooser import Chooser
 from pdcluster_router.generation import Chunk, Done, Generation, ModelInfo, Timeline
 from pdcluster_router.job import HashChain, Job
 from pdcluster_router.legs import Inbox
-from pdcluster_router.policy import Choice, Force, pick
+from pdcluster_router.policy.base import Choice
 
 if TYPE_CHECKING:
     from pdcluster.api.text import TextModel
@@ -30,11 +31,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
-    """force: take every request through this mode; retries: new attempts after the first that failed (refusals for want of room do not count,
+    """retries: new attempts after the first that failed (refusals for want of room do not count,
     they wait); hold_s: how long a request may wait for room without getting on;
     late_report_s: how long a finished request waits for the prefill node's report, which only the timeline needs."""
 
-    force: Force = "auto"
     retries: int = 3
     hold_s: float = 60.0
     late_report_s: float = 0.02
@@ -56,9 +56,12 @@ class Models(Protocol):
 class Dispatch:
     """Implements generation.Dispatcher over a Cluster. Owned by the router's event loop."""
 
-    def __init__(self, cluster: Cluster, models: Models, settings: DispatchSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, cluster: Cluster, models: Models, chooser: Chooser, settings: DispatchSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._cluster = cluster
         self._models = models
+        self._chooser = chooser
         self._settings = settings
         self._clock = clock
 
@@ -80,7 +83,7 @@ class Dispatch:
         first_token_at = second_token_at = None
         try:
             while True:
-                attempt = Attempt(job, await self._choose(job), self._cluster, self._settings.stages, self._clock)
+                attempt = Attempt(job, await self._choose(job), self._cluster, self._chooser, self._settings.stages, self._clock)
                 try:
                     async with aclosing(self._run(attempt, job, inbox)) as chunks:
                         async for chunk in chunks:
@@ -113,8 +116,8 @@ class Dispatch:
             now = self._clock()
             if now >= job.deadline:
                 raise errors.DeadlineExceeded(f"request {job.request} found no room by its deadline", "request")
-            choice = pick(self._cluster.view(), job.query(now), self._settings.force)
-            wait_s = job.busy_s((choice.prefill or choice.decode).endpoint.incarnation, now)
+            choice = self._chooser.choose(job, now).choice
+            wait_s = job.busy_s(choice.first.endpoint.incarnation, now)
             if not wait_s:
                 return choice
             await asyncio.sleep(min(wait_s, job.deadline - now))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pdcluster.kv.hashing import extend
 from pdcluster.messages import HASH_BYTES, FinishReason, Sampling, Work, pack_tokens
-from pdcluster_router.policy import Query
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +55,10 @@ class Job:
             hash_root=self.chain.root,
         )
 
-    def query(self, now: float, avoid: Set[str] = frozenset()) -> Query:
+    def hashes_so_far(self) -> bytes:
+        """Of the prompt and all that was emitted."""
         self._hashed_tokens()
-        busy = frozenset(node for node, until in self.busy.items() if until > now)
-        return Query(len(self.prompt) + len(self.emitted), self.hashes, frozenset(self.excluded | avoid), busy)
+        return self.hashes
 
     def busy_s(self, incarnation: str, now: float) -> float:
         """How long the node wants to be left alone; 0 when it does not."""

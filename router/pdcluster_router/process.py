@@ -19,10 +19,12 @@ from pdcluster.transfer.base import Peer
 from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.app import create_app
 from pdcluster_router.attempt import StageDeadlines
+from pdcluster_router.chooser import Chooser, PolicyHolder
 from pdcluster_router.cluster import Cluster
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
 from pdcluster_router.models import Models
 from pdcluster_router.node_metrics import NodeCollector
+from pdcluster_router.policy.registry import DEFAULT, make_policy
 from pdcluster_router.server import http_settings, listening, router_metrics
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,8 @@ async def _serve(config: RouterConfig) -> int:
         cluster = Cluster(me, context=context, settings=wire_settings(config))
         stack.callback(cluster.close)
         models = Models(cluster, config.tokenizer)
-        dispatch = Dispatch(cluster, models, dispatch_settings(config))
+        chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), cluster.view, force=config.mode)
+        dispatch = Dispatch(cluster, models, chooser, dispatch_settings(config))
         tasks: list[_running] = []
         for work in (cluster.follow(watch(config.bootstrap)), models.keep_loaded()):
             task = _running(work, stop)
@@ -70,7 +73,7 @@ def wire_settings(config: RouterConfig) -> WireSettings:
 def dispatch_settings(config: RouterConfig) -> DispatchSettings:
     own = config.stages
     stages = StageDeadlines(queue_s=own.queue_s, liveness_s=own.liveness_s, handshake_s=own.handshake_s, transfer_s=own.transfer_s)
-    return DispatchSettings(force=config.mode, retries=config.retry_budget, hold_s=config.stages.queue_s, stages=stages)
+    return DispatchSettings(retries=config.retry_budget, hold_s=config.stages.queue_s, stages=stages)
 
 
 class _running:

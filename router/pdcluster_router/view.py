@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 
+from pdcluster.cost import NodeCost
 from pdcluster.messages import HASH_BYTES, Endpoint, Load, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What this router sent that the node's last report does not count yet; added to the report. prefill_tokens and prefill_pairs: prompt work that
+    is not cached there; context_tokens: KV of the rows, when they decode."""
+
+    requests: int = 0
+    prefill_tokens: int = 0
+    prefill_pairs: int = 0
+    rows: int = 0
+    context_tokens: int = 0
+
+
+NOTHING_PENDING = Pending()
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +31,8 @@ class NodeView:
     in_flight: requests this router has on the node; load: the node's last report, None before the first one.
     backends: transfer media it has; a node without any serves in mode local only.
     cached: hashes of the blocks the node holds; prefix-closed, because nodes evict leaves first.
+    cost: fitted by the node to its own steps, None before its first report of it. bandwidth: bytes/s to other nodes, by incarnation, as far as it was
+    measured. kv_bytes_per_token: 0 where unknown.
     """
 
     endpoint: Endpoint
@@ -26,6 +44,10 @@ class NodeView:
     max_len: int
     backends: tuple[str, ...] = ()
     is_cordoned: bool = False
+    pending: Pending = NOTHING_PENDING
+    cost: NodeCost | None = None
+    bandwidth: Mapping[str, float] = field(default_factory=dict)
+    kv_bytes_per_token: int = 0
 
     @property
     def name(self) -> str:
@@ -50,6 +72,24 @@ class NodeView:
         """Requests on the node: what it reported, or this router's own count where that is more (a report may be older)."""
         reported = self.load.waiting + self.load.running if self.load is not None else 0
         return max(self.in_flight, reported)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that wait for being computed."""
+        return self.pending.prefill_tokens + (self.load.waiting_tokens if self.load is not None else 0)
+
+    @property
+    def prefill_pairs(self) -> int:
+        return self.pending.prefill_pairs + (self.load.waiting_pairs if self.load is not None else 0)
+
+    @property
+    def rows(self) -> int:
+        """Rows taken and reserved on the node."""
+        return self.pending.rows + (self.load.slots_used if self.load is not None else 0)
+
+    @property
+    def context_tokens(self) -> int:
+        return self.pending.context_tokens + (self.load.context_tokens if self.load is not None else 0)
 
     def cached_tokens(self, hashes: bytes) -> int:
         """Tokens of the longest cached prefix, in O(log blocks) probes: holdings are prefix-closed."""

@@ -28,10 +28,12 @@ from pdcluster.transfer.geometry import PageShape
 from pdcluster.transfer.session import Settings
 from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.attempt import StageDeadlines
+from pdcluster_router.chooser import Chooser, PolicyHolder
 from pdcluster_router.cluster import Cluster
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
 from pdcluster_router.generation import Done, Generation
 from pdcluster_router.job import HashChain
+from pdcluster_router.policy.registry import DEFAULT, make_policy
 
 BLOCK = 4
 WIRE = WireSettings(heartbeat_s=0.05, lease_s=0.5, rewelcome_s=0.1)
@@ -206,7 +208,8 @@ class LocalCluster:
         for name, role in self.roles.items():
             self.start(name, role)
         block_tokens = next(iter(self.nodes.values())).kit.shape.block_tokens
-        self.dispatch = Dispatch(self.router, OneModel(block_tokens), DispatchSettings(stages=self.stages, hold_s=5.0), self.clock)
+        chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.router.view)
+        self.dispatch = Dispatch(self.router, OneModel(block_tokens), chooser, DispatchSettings(stages=self.stages, hold_s=5.0), self.clock)
         await self.until(lambda: len(self.router.view().nodes) == len(self.roles))
 
     def context_of(self, process: str) -> zmq.Context[zmq.Socket[bytes]]:

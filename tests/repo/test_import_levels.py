@@ -16,6 +16,7 @@ LEVELS: dict[str, float] = {
     "pdcluster.bundled_model": 1,
     "pdcluster.kinds": 0.5,
     "pdcluster.config": 1,
+    "pdcluster.cost": 1,
     "pdcluster.flags": 1.5,
     "pdcluster.log": 1.5,
     "pdcluster.metrics": 1.5,

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 from pdcluster import messages as m
 from pdcluster.errors import NodeLost
+from pdcluster_router.chooser import Chooser, PolicyHolder
 from pdcluster_router.legs import Ledger
+from pdcluster_router.policy.base import Force
+from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.view import ClusterView, NodeView
 
 EMPTY_LOAD = m.Load(0, 0, 0, 0, 100, 100, 0, 0, 0, 8, 0)
@@ -54,6 +57,10 @@ class FakeCluster:
     def kill(self, node: NodeView, reason: str = "link lost") -> None:
         self.dead.add(node.name)
         self.ledger.lose_node(node.endpoint.incarnation, reason)
+
+
+def make_chooser(cluster: FakeCluster, policy: str = "product", force: Force = "auto") -> Chooser:
+    return Chooser(PolicyHolder(make_policy(policy)), cluster.view, force=force)
 
 
 def row(work_or: m.Work, position: int, tokens: tuple[int, ...]) -> m.TokenRow:

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
-from scripted_cluster import FakeCluster, ScriptedPair, make_node, make_ticket, settle
+from scripted_cluster import FakeCluster, ScriptedPair, make_chooser, make_node, make_ticket, settle
 from test_dispatch import EXPECTED, NoModels, collect, make_dispatch, make_generation, make_pair
 
 from pdcluster import errors
@@ -18,7 +18,7 @@ from pdcluster_router.legs import Lost
 
 
 def with_stages(cluster: FakeCluster, **stages: float) -> Dispatch:
-    return Dispatch(cluster, NoModels(), DispatchSettings(retries=0, stages=StageDeadlines(hold_s=0.01, **stages)))
+    return Dispatch(cluster, NoModels(), make_chooser(cluster), DispatchSettings(retries=0, stages=StageDeadlines(hold_s=0.01, **stages)))
 
 
 async def test_kv_goes_to_another_decode_node_after_its_first_token_was_streamed() -> None:
@@ -109,7 +109,7 @@ async def test_a_stream_that_falls_silent_is_replayed_elsewhere() -> None:
             answer(m.Finished(message.work.request, message.work.attempt, "length", 4, m.Timings()))
 
     cluster.handlers = {"m0": mute, "m1": serve}
-    dispatch = Dispatch(cluster, NoModels(), DispatchSettings(stages=StageDeadlines(liveness_s=0.05)))
+    dispatch = Dispatch(cluster, NoModels(), make_chooser(cluster), DispatchSettings(stages=StageDeadlines(liveness_s=0.05)))
     tokens, done = await collect(dispatch, make_generation())
     assert tokens == EXPECTED and done.attempts == 2
     assert cluster.sent_to("m0", m.Cancel), "a node that only seemed dead does not go on"
@@ -137,7 +137,7 @@ async def test_a_node_that_dies_between_its_last_token_and_its_last_word_is_not_
             cluster.kill(cluster.nodes[0])
 
     cluster.handlers["m0"] = die
-    tokens, done = await collect(Dispatch(cluster, model, DispatchSettings()), make_generation(max_tokens=max_tokens))
+    tokens, done = await collect(Dispatch(cluster, model, make_chooser(cluster), DispatchSettings()), make_generation(max_tokens=max_tokens))
     assert tokens == EXPECTED and (done.reason, done.stop_token) == (reason, stop_token)
     assert not cluster.sent_to("m1", m.Prefill)
 
@@ -200,7 +200,7 @@ async def test_a_refusal_after_a_long_stream_is_held_like_any_other() -> None:
 
     cluster.handlers["m0"] = serve
     settings = DispatchSettings(hold_s=0.2, stages=StageDeadlines(liveness_s=0.3, hold_s=0.01))
-    tokens, done = await collect(Dispatch(cluster, NoModels(), settings), make_generation())
+    tokens, done = await collect(Dispatch(cluster, NoModels(), make_chooser(cluster), settings), make_generation())
     assert tokens == EXPECTED and done.attempts == 2 and len(calls) == 5
 
 

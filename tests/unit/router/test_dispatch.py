@@ -7,7 +7,7 @@ from array import array
 from contextlib import aclosing
 
 import pytest
-from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_node, settle
+from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_chooser, make_node, settle
 
 from pdcluster import errors
 from pdcluster import messages as m
@@ -42,7 +42,7 @@ def make_pair(**knobs) -> tuple[FakeCluster, ScriptedPair, Dispatch]:
 
 def make_dispatch(cluster: FakeCluster, **settings) -> Dispatch:
     stages = StageDeadlines(handshake_s=0.2, transfer_s=0.2, hold_s=0.01)
-    return Dispatch(cluster, NoModels(), DispatchSettings(stages=stages, hold_s=settings.pop("hold_s", 0.3), **settings))
+    return Dispatch(cluster, NoModels(), make_chooser(cluster), DispatchSettings(stages=stages, hold_s=settings.pop("hold_s", 0.3), **settings))
 
 
 async def collect(dispatch: Dispatch, generation: Generation) -> tuple[list[int], Done]:
@@ -210,7 +210,7 @@ async def test_a_node_that_lives_but_says_nothing_is_left(first_row: bool, stage
 
     cluster.handlers = {"m0": stall, "m1": serve}
     stages = StageDeadlines(queue_s=0.05, liveness_s=0.05)
-    tokens, done = await collect(Dispatch(cluster, NoModels(), DispatchSettings(stages=stages)), make_generation())
+    tokens, done = await collect(Dispatch(cluster, NoModels(), make_chooser(cluster), DispatchSettings(stages=stages)), make_generation())
     assert tokens == EXPECTED and done.attempts == 2
     assert stage in cluster.sent_to("m0", m.Cancel)[0].reason
 

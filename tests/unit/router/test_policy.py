@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from scripted_cluster import EMPTY_LOAD, make_node
 
 from pdcluster.errors import Unavailable
-from pdcluster_router.policy import Query, pick, pick_decode
-from pdcluster_router.view import ClusterView
+from pdcluster_router.policy.base import Choice, Force, Query
+from pdcluster_router.policy.registry import make_policy
+from pdcluster_router.view import ClusterView, NodeView
+
+PRODUCT = make_policy("product")
 
 
 def hashes(n: int) -> bytes:
@@ -23,6 +26,16 @@ def view(*nodes) -> ClusterView:
 
 
 QUERY = Query(num_tokens=40, hashes=hashes(10))
+
+
+def pick(nodes: ClusterView, query: Query, force: Force = "auto") -> Choice:
+    """As the router asks it: what is cached comes from the nodes' own blocks."""
+    cached = {node.endpoint.incarnation: node.cached_tokens(query.hashes) for node in nodes.nodes}
+    return PRODUCT.choose(replace(query, cached=cached, force=force), nodes)
+
+
+def pick_decode(nodes: ClusterView, query: Query, prefill: NodeView) -> NodeView | None:
+    return PRODUCT.choose_decode(query, nodes, prefill)
 
 
 def test_a_prefill_and_a_decode_node_make_a_remote_route() -> None:

@@ -34,7 +34,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     m.Delivered("req-1", 0, TIMINGS),
     m.Finished("req-1", 0, "eos", num_output=9, timings=TIMINGS, stop_token=2),
     m.Failed("req-1", 0, "node_lost", "why", True),
-    m.Load(*range(len(m.Load.__struct_fields__) - 2), draining=True, steps=1 << 40),
+    m.Load(*range(12), draining=True, steps=1 << 40, waiting_pairs=1 << 50, cost=m.CostReport(0.01, 1e-4, 1e-9, 0.004, 1e-4, 1e-8, 512, 9)),
     m.CacheDelta(1, True, bytes(48), b""),
     m.FileChunk("tokenizer.json", 4, 8, b"data"),
     m.Commit(5, 32, (m.Leg(0, 1, 0, 8, (m.ChunkEntry(0, 0, 32, 0, 4, 65536, 2**64 - 1),)),), 11, LOGPROBS),

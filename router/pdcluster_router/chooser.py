@@ -1,0 +1,76 @@
+"""Asks the routing policy on behalf of a request: makes the Query, and holds the policy objects, which may be replaced while requests run.
+
+Not here: waiting for room (`dispatch`), what policies do (`policy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+
+from pdcluster_router.generation import Mode
+from pdcluster_router.job import Job
+from pdcluster_router.policy.base import Choice, Fallback, Force, Policy, Query
+from pdcluster_router.view import ClusterView, NodeView
+
+
+@dataclass(slots=True)
+class PolicyHolder:
+    """The policy in force and, if there is one, a shadow whose choices are only looked at. Replaced whole: a decision uses one object throughout."""
+
+    live: Policy
+    shadow: Policy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One choice and what it was made from. shadow: what the shadow would have done, None without one."""
+
+    query: Query
+    choice: Choice
+    shadow: Choice | None = None
+
+
+class Chooser:
+    """force and fallback are the router's own settings; a request may have others. Owned by the router's event loop."""
+
+    def __init__(self, holder: PolicyHolder, view: Callable[[], ClusterView], *, force: Force = "auto", fallback: Fallback = "conditional") -> None:
+        self.holder = holder
+        self._view = view
+        self._force = force
+        self._fallback = fallback
+        self._counter = 0
+        self._previous: Mode | None = None
+
+    def choose(self, job: Job, now: float) -> Decision:
+        """Raises Unavailable when no node may take it."""
+        view = self._view()
+        query = self.query(job, now, view)
+        live, shadow = self.holder.live, self.holder.shadow
+        choice = live.choose(query, view)
+        self._counter += 1
+        self._previous = choice.mode
+        return Decision(query, choice, shadow.choose(query, view) if shadow is not None else None)
+
+    def choose_decode(self, job: Job, now: float, prefill: NodeView, avoid: Set[str]) -> NodeView | None:
+        """For KV that waits on `prefill`."""
+        view = self._view()
+        query = self.query(job, now, view)
+        return self.holder.live.choose_decode(replace(query, excluded=query.excluded | avoid), view, prefill)
+
+    def query(self, job: Job, now: float, view: ClusterView) -> Query:
+        """What a policy is asked for this request; also for dry runs, since asking has no effect."""
+        hashes = job.hashes_so_far()
+        num_tokens = len(job.prompt) + len(job.emitted)
+        return Query(
+            num_tokens=num_tokens,
+            hashes=hashes,
+            cached={node.endpoint.incarnation: node.cached_tokens(hashes) for node in view.nodes},
+            excluded=frozenset(job.excluded),
+            busy=frozenset(node for node, until in job.busy.items() if until > now),
+            expected_output=max(job.sampling.max_tokens - len(job.emitted), 1),
+            force=self._force,
+            fallback=self._fallback,
+            counter=self._counter,
+            previous=self._previous,
+        )

@@ -1,0 +1,108 @@
+"""What a routing policy is asked and what it answers: frozen values and one Protocol.
+
+A policy is a pure function of a Query and a ClusterView: no clock, no I/O, no state, no randomness but Query.counter. So the live router, a dry run,
+a shadow and the replay all call the same object, and two routers with equal views choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from pdcluster_router.generation import Mode
+from pdcluster_router.view import ClusterView, NodeView
+
+Force = Literal["auto", "remote", "local"]
+Fallback = Literal["deny", "on-failure", "conditional"]
+LegName = Literal["prefill", "decode", "local"]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What a choice depends on besides the view.
+
+    num_tokens: the prompt and what was emitted; hashes: its block hashes. cached: tokens of the longest prefix that each node holds, by
+    incarnation (none: 0). excluded: incarnations that failed this request already; busy: those that said to come back later, which is a reason to
+    prefer another of the same pool, but none to leave the pool. expected_output: tokens that are still to come, as far as one can tell.
+    session: key of a conversation, "" for none; without it, policies that need one use the prompt's first blocks.
+    force: the mode that the request must have. fallback: when a request may run on one node though both pools exist. counter: number of this decision
+    on this router, the only source of chance. previous: the mode of the router's last choice, for hysteresis. itl_s: the longest gap between the
+    tokens of running requests that a choice may cause; 0: judged by the batch's own pace.
+    """
+
+    num_tokens: int
+    hashes: bytes = b""
+    cached: Mapping[str, int] = field(default_factory=dict)
+    excluded: Set[str] = frozenset()
+    busy: Set[str] = frozenset()
+    expected_output: int = 256
+    session: str = ""
+    force: Force = "auto"
+    fallback: Fallback = "conditional"
+    counter: int = 0
+    previous: Mode | None = None
+    itl_s: float = 0.0
+
+    def cached_on(self, node: NodeView) -> int:
+        return min(self.cached.get(node.endpoint.incarnation, 0), self.num_tokens)
+
+    def uncached_on(self, node: NodeView) -> int:
+        """At least one token is always computed: the first output token is drawn from its logits."""
+        return max(self.num_tokens - self.cached_on(node), 1)
+
+
+Terms = tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One node for one leg. terms: what its cost is made of, in seconds, or in the policy's own points; they add up to cost unless the policy's
+    docstring says otherwise. rejected_by: the rule that removed it, "" when it was compared."""
+
+    node: NodeView
+    leg: LegName
+    cached_tokens: int
+    terms: Terms = ()
+    cost: float = 0.0
+    rejected_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the policy expects of its choice; None where it has no model in seconds."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """decode is the node that runs the request to its end; prefill is None in mode local. pull: the node from which the computing node first copies
+    the prefix that it holds itself no longer, None for none."""
+
+    mode: Mode
+    prefill: NodeView | None
+    decode: NodeView
+    candidates: tuple[Candidate, ...] = ()
+    predicted: Predicted = Predicted()
+    policy: str = ""
+    pull: NodeView | None = None
+
+    @property
+    def first(self) -> NodeView:
+        """The node that computes the prompt."""
+        return self.prefill or self.decode
+
+
+class Policy(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def choose(self, query: Query, view: ClusterView) -> Choice:
+        """Raises Unavailable when no node may take the request."""
+        ...
+
+    def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
+        """Another decode node for KV that `prefill` holds; None when there is none."""
+        ...

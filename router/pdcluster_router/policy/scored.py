@@ -1,0 +1,68 @@
+"""The frame of every policy that compares nodes by one number: pools, modes and ties are decided here, the number by a Rule.
+
+Which mode: remote when both pools have a node and the two differ; local when a pool is empty, or one mixed node is best at both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pdcluster_router.policy import pools as filters
+from pdcluster_router.policy.base import Candidate, Choice, LegName, Query, Terms
+from pdcluster_router.view import ClusterView, NodeView
+
+
+class Rule(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def score(self, nodes: Sequence[NodeView], leg: LegName, query: Query) -> Sequence[tuple[float, Terms]]:
+        """For each node its cost, least is best, and the terms behind it."""
+        ...
+
+
+class Scored:
+    """Implements Policy. Ties go to the node with fewer requests, then by name."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+
+    @property
+    def name(self) -> str:
+        return self._rule.name
+
+    def choose(self, query: Query, view: ClusterView) -> Choice:
+        found = filters.pools(query, view)
+        if query.force == "local" or (query.force == "auto" and not (found.prefill and found.decode)):
+            return self._local(found, query)
+        prefills = self._rank(filters.ready(found.prefill, query), "prefill", query)
+        prefill = prefills[0].node
+        others = filters.partners(found.decode, prefill)
+        decodes = self._rank(filters.ready(found.decode if query.force == "auto" else others, query), "decode", query)
+        if query.force == "auto" and (not others or decodes[0].node is prefill):
+            alone = Candidate(prefill, "local", prefills[0].cached_tokens, prefills[0].terms, prefills[0].cost)
+            return Choice("local", None, prefill, (alone, *prefills, *decodes, *found.rejected), policy=self.name)
+        if not others:
+            raise filters.no_partner(prefill)
+        apart = self._rank(filters.ready(others, query), "decode", query)
+        return Choice("remote", prefill, apart[0].node, (*prefills, *apart, *found.rejected), policy=self.name)
+
+    def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
+        nodes = filters.partners_of_parked(query, view, prefill)
+        return self._rank(nodes, "decode", query)[0].node if nodes else None
+
+    def _local(self, found: filters.Pools, query: Query) -> Choice:
+        ranked = self._rank(filters.ready(found.local, query), "local", query)
+        return Choice("local", None, ranked[0].node, (*ranked, *found.rejected), policy=self.name)
+
+    def _rank(self, nodes: Sequence[NodeView], leg: LegName, query: Query) -> tuple[Candidate, ...]:
+        if not nodes:
+            return ()
+        scores = self._rule.score(nodes, leg, query)
+        candidates = [Candidate(node, leg, query.cached_on(node), terms, cost) for node, (cost, terms) in zip(nodes, scores, strict=True)]
+        return tuple(sorted(candidates, key=_order))
+
+
+def _order(candidate: Candidate) -> tuple[float, int, str]:
+    return candidate.cost, candidate.node.num_requests, candidate.node.name
