@@ -1,0 +1,228 @@
+"""The hold queue: bounds, expiry, the order in which places are offered, and that nothing is lost or doubled whatever happens."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pdcluster_router.fairness import Held
+from pdcluster_router.hold import Answer, HoldLimits, HoldQueue
+
+
+def held(request: str, tenant: str = "a", *, work: float = 1.0, size_bytes: int = 10, arrived: float = 0.0, deadline: float = math.inf) -> Held:
+    return Held(request, tenant, work, size_bytes, arrived, deadline)
+
+
+def make_queue(**limits) -> HoldQueue:
+    return HoldQueue(HoldLimits(**{"age_s": 60.0, "patience_s": 5.0, "quantum": 4.0, **limits}))
+
+
+def release(queue: HoldQueue, num_places: int, now: float = 0.0) -> list[str]:
+    left = num_places
+
+    def offer(_: Held, __: Sequence[Held]) -> Answer:
+        nonlocal left
+        left -= 1
+        return Answer.PLACED if left >= 0 else Answer.FULL
+
+    return [one.request for one in queue.release(offer, now)]
+
+
+def push_all(queue: HoldQueue, *requests: Held) -> None:
+    for one in requests:
+        assert queue.lacks_room(one) is None
+        queue.push(one)
+
+
+def test_requests_go_when_places_free_and_in_order() -> None:
+    queue = make_queue()
+    push_all(queue, held("r1"), held("r2"), held("r3"))
+    assert release(queue, 0) == []
+    assert release(queue, 2) == ["r1", "r2"]
+    assert release(queue, 2) == ["r3"]
+    assert len(queue) == queue.num_bytes == 0
+    queue.check_integrity()
+
+
+@pytest.mark.parametrize(("limits", "bound"), [({"count": 3}, "count"), ({"size_bytes": 35}, "bytes")])
+def test_the_queue_is_bounded(limits: dict[str, int], bound: str) -> None:
+    queue = make_queue(**limits)
+    push_all(queue, held("r1"), held("r2"), held("r3"))
+    assert queue.lacks_room(held("r4")) == bound
+    queue.remove("r2")
+    assert queue.lacks_room(held("r4")) is None
+
+
+def test_a_flood_of_one_tenant_leaves_room_for_another() -> None:
+    queue = make_queue(count=100, is_shared=True)
+    number = 0
+    while queue.lacks_room(one := held(f"f{number}", "flood")) is None:
+        queue.push(one)
+        number += 1
+    assert number == 80
+    push_all(queue, held("r1", "other"))
+    assert "r1" in release(queue, 5)
+
+
+def test_a_client_that_leaves_frees_its_place_at_once() -> None:
+    queue = make_queue()
+    push_all(queue, held("r1"), held("r2"))
+    assert queue.remove("r1") == held("r1")
+    assert queue.remove("r1") is None and "r1" not in queue
+    assert release(queue, 1) == ["r2"]
+
+
+def test_who_waits_too_long_or_past_its_deadline_is_taken_out() -> None:
+    queue = make_queue(age_s=10.0)
+    push_all(queue, held("r1", deadline=4.0), held("r2"), held("r3", arrived=3.0))
+    assert queue.next_expiry() == 4.0
+    assert [(one.held.request, one.reason) for one in queue.expire(4.0)] == [("r1", "deadline")]
+    assert queue.expire(9.9) == []
+    assert [(one.held.request, one.reason) for one in queue.expire(10.0)] == [("r2", "age")]
+    assert queue.next_expiry() == 13.0
+    assert release(queue, 5) == ["r3"] and queue.next_expiry() is None
+
+
+def test_deadlines_come_first_until_others_have_waited_long_enough() -> None:
+    """So that a stream of requests with deadlines does not starve one without."""
+    queue = make_queue(patience_s=5.0)
+    push_all(queue, held("old", arrived=0.0))
+    push_all(queue, held("urgent", arrived=1.0, deadline=4.0), held("later", arrived=1.0, deadline=5.5))
+    assert release(queue, 3) == ["urgent", "old", "later"]
+
+
+def test_a_request_that_cannot_use_what_is_free_is_passed_but_not_for_ever() -> None:
+    queue = make_queue(patience_s=5.0)
+    push_all(queue, held("choosy"), held("r1"), held("r2"))
+    claims_seen: list[tuple[str, list[str]]] = []
+
+    def offer(one: Held, claims: Sequence[Held]) -> Answer:
+        claims_seen.append((one.request, [claim.request for claim in claims]))
+        return Answer.ELSEWHERE if one.request == "choosy" or claims else Answer.PLACED
+
+    assert [one.request for one in queue.release(offer, 4.0)] == ["r1", "r2"]
+    queue.push(held("r3", arrived=5.0))
+    assert queue.release(offer, 6.0) == []
+    assert claims_seen[-2:] == [("choosy", []), ("r3", ["choosy"])], "what comes after it must leave its nodes alone"
+
+
+def test_only_so_many_are_passed_over() -> None:
+    queue, offered = make_queue(look_ahead=3), []
+    push_all(queue, *(held(f"r{number}") for number in range(10)))
+
+    def refuse(one: Held, _: Sequence[Held]) -> Answer:
+        offered.append(one.request)
+        return Answer.ELSEWHERE
+
+    assert queue.release(refuse, 0.0) == []
+    assert offered == ["r0", "r1", "r2", "r3"]
+
+
+def test_who_comes_back_is_let_in_even_when_the_queue_is_full() -> None:
+    queue = make_queue(count=1)
+    push_all(queue, held("r1"))
+    back = Held("r0", "a", 50.0, 10, -1.0, math.inf, is_paid=True)
+    assert queue.lacks_room(back) is None
+    queue.push(back)
+    queue.check_integrity()
+    assert release(queue, 1) == ["r0"]
+
+
+class HoldMachine(RuleBasedStateMachine):
+    """Requests come, go, leave and expire in any order, beside a model that only counts. Works are integers so that sums are exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits = HoldLimits(count=24, size_bytes=200, age_s=50.0, patience_s=10.0, look_ahead=4, quantum=4.0, floor=0.25, is_shared=True)
+        self.queue = HoldQueue(self.limits)
+        self.now = 0.0
+        self.inside: dict[str, Held] = {}
+        self.gone: set[str] = set()
+        self.number = 0
+
+    @rule(
+        tenant=st.sampled_from("abc"),
+        work=st.integers(1, 10),
+        size=st.integers(0, 40),
+        patience=st.one_of(st.none(), st.integers(1, 60)),
+        priority=st.sampled_from([0, 0, 0, -1, 2]),
+    )
+    def come(self, tenant: str, work: int, size: int, patience: int | None, priority: int) -> None:
+        self.number += 1
+        deadline = math.inf if patience is None else self.now + patience
+        one = Held(f"r{self.number}", tenant, work, size, self.now, deadline, {"a": 1.0, "b": 2.0, "c": 0.5}[tenant], priority)
+        bound = self.queue.lacks_room(one)
+        if bound is None:
+            self.queue.push(one)
+            self.inside[one.request] = one
+        assert bound != "count" or any(held.tenant == tenant for held in self.inside.values()), "a newcomer finds a place"
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.inside)
+    def leave(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(sorted(self.inside)))
+        assert self.queue.remove(request) == self.inside.pop(request)
+        self.gone.add(request)
+
+    @rule(num_places=st.integers(0, 4), picky=st.sets(st.integers(1, 60), max_size=6))
+    def places_free(self, num_places: int, picky: set[int]) -> None:
+        """Some requests cannot use what is free."""
+        left = num_places
+
+        def offer(one: Held, claims: Sequence[Held]) -> Answer:
+            nonlocal left
+            assert one.request in self.inside
+            assert all(self.now >= claim.arrived + self.limits.patience_s for claim in claims)
+            if left == 0:
+                return Answer.FULL
+            if int(one.request[1:]) in picky:
+                return Answer.ELSEWHERE
+            left -= 1
+            return Answer.PLACED
+
+        before = dict(self.inside)
+        placed = self.queue.release(offer, self.now)
+        for one in placed:
+            assert self.inside.pop(one.request) == one and one.request not in self.gone, "nothing goes twice"
+            self.gone.add(one.request)
+            self._check_order(one, before, picky)
+            del before[one.request]
+
+    def _check_order(self, one: Held, before: dict[str, Held], picky: set[int]) -> None:
+        """Of its tenant's requests in its tier none was due earlier, but for those that could not go."""
+
+        def due(held: Held) -> tuple[float, int]:
+            return min(held.deadline, held.arrived + self.limits.patience_s), int(held.request[1:])
+
+        same = [held for held in before.values() if (held.tenant, held.priority) == (one.tenant, one.priority) and int(held.request[1:]) not in picky]
+        assert due(one) == min(due(held) for held in same)
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 11.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        due = {name for name, one in self.inside.items() if self.now >= min(one.deadline, one.arrived + self.limits.age_s)}
+        expired = self.queue.expire(self.now)
+        assert {one.held.request for one in expired} == due
+        for one in expired:
+            assert one.reason == ("deadline" if self.now >= one.held.deadline else "age")
+            del self.inside[one.held.request]
+            self.gone.add(one.held.request)
+
+    @invariant()
+    def nothing_is_lost_and_the_bounds_hold(self) -> None:
+        self.queue.check_integrity()
+        assert {one.request for one in self.queue.waiting()} == set(self.inside)
+        assert len(self.queue) <= self.limits.count and self.queue.num_bytes <= self.limits.size_bytes
+
+    def teardown(self) -> None:
+        """Whatever state it is in, all go when there are places: nobody is starved."""
+        expected = set(self.inside)
+        assert set(release(self.queue, len(expected) + 1, self.now)) == expected
+        assert len(self.queue) == 0 and self.queue.num_bytes == 0
+
+
+HoldMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHoldMachine = HoldMachine.TestCase
