@@ -19,12 +19,13 @@ def num_pairs(new: float, cached: float) -> float:
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
     """Seconds of prompt tokens alone in their steps: fixed_s a step, token_s a token, pair_s an attention pair. chunk_tokens: most tokens of one
-    step; 0: a prompt is one step."""
+    step; 0: a prompt is one step. samples: steps it was fitted to; 0: nothing was measured, the numbers are a guess."""
 
     fixed_s: float
     token_s: float
     pair_s: float = 0.0
     chunk_tokens: int = 0
+    samples: int = 0
 
     def seconds(self, new: float, cached: float = 0.0) -> float:
         """T(new, cached); 0 when there is nothing to compute."""
@@ -40,11 +41,13 @@ class PrefillCost:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """Seconds of a step of decode rows: fixed_s, row_s a row, context_s a token of KV that some row attends to."""
+    """Seconds of a step of decode rows: fixed_s, row_s a row, context_s a token of KV that some row attends to.
+    samples: as in PrefillCost."""
 
     fixed_s: float
     row_s: float
     context_s: float = 0.0
+    samples: int = 0
 
     def seconds(self, rows: float, context_tokens: float) -> float:
         """TPOT of a batch."""
@@ -57,18 +60,14 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """samples: steps it was fitted to; 0 says that nothing was measured and the numbers are a prior."""
-
     prefill: PrefillCost
     decode: DecodeCost
-    samples: int = 0
 
     @classmethod
     def of(cls, report: CostReport) -> NodeCost:
         return cls(
-            PrefillCost(report.prefill_fixed_s, report.prefill_token_s, report.prefill_pair_s, report.chunk_tokens),
-            DecodeCost(report.decode_fixed_s, report.decode_row_s, report.decode_context_s),
-            report.samples,
+            PrefillCost(report.prefill_fixed_s, report.prefill_token_s, report.prefill_pair_s, report.chunk_tokens, report.prefill_samples),
+            DecodeCost(report.decode_fixed_s, report.decode_row_s, report.decode_context_s, report.decode_samples),
         )
 
     def report(self) -> CostReport:
@@ -81,5 +80,6 @@ class NodeCost:
             decode.row_s,
             decode.context_s,
             prefill.chunk_tokens,
-            self.samples,
+            prefill.samples,
+            decode.samples,
         )

@@ -279,7 +279,7 @@ class Failed(Message, frozen=True, array_like=True):
 
 
 class CostReport(Value, frozen=True, array_like=True):
-    """Coefficients of the node's cost model (`cost.NodeCost`), in seconds, and the number of steps they were fitted to."""
+    """Coefficients of the node's cost model (`cost.NodeCost`), in seconds, and the numbers of steps they were fitted to."""
 
     prefill_fixed_s: float
     prefill_token_s: float
@@ -288,7 +288,8 @@ class CostReport(Value, frozen=True, array_like=True):
     decode_row_s: float
     decode_context_s: float
     chunk_tokens: int
-    samples: int
+    prefill_samples: int
+    decode_samples: int
 
 
 class Load(Message, frozen=True, array_like=True):

@@ -18,6 +18,7 @@ from pdcluster.node.outbox import Outbox
 from pdcluster.node.parking import Parking
 from pdcluster.node.prefill import PrefillSide
 from pdcluster.node.sequences import SequenceFactory
+from pdcluster.node.stopwatch import Stopwatch
 from pdcluster.scheduler.scheduler import Limits, Scheduler
 from pdcluster.transfer.base import Backend, Peer, Region
 from pdcluster.transfer.geometry import PageShape
@@ -113,5 +114,6 @@ def assemble(
         ),
         decode=DecodeSide(scheduler, pages, reader, outbox, ended, clock=clock),
         files=files,
+        stopwatch=Stopwatch(limits.token_budget, clock),
         neighbours=neighbours,
     )

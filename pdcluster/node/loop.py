@@ -46,6 +46,7 @@ from pdcluster.node.outbox import Outbox
 from pdcluster.node.prefill import PrefillSide
 from pdcluster.node.report import Reporter
 from pdcluster.node.sequences import SequenceFactory
+from pdcluster.node.stopwatch import Stopwatch
 from pdcluster.scheduler.scheduler import Scheduler
 from pdcluster.scheduler.sequence import Sequence
 from pdcluster.step import StepPlan, StepResult
@@ -125,6 +126,7 @@ class NodeParts:
     prefill: PrefillSide
     decode: DecodeSide
     files: ModelFiles
+    stopwatch: Stopwatch
     neighbours: Neighbours
 
 
@@ -355,6 +357,7 @@ class NodeLoop:
             self._fail_step(plan, error)
             return
         self._running = None
+        parts.stopwatch.done(plan)
         self._failures = 0
         self._steps += 1
         for update in parts.scheduler.update(plan, result):
@@ -378,8 +381,10 @@ class NodeLoop:
     def _launch(self) -> None:
         if self._running is not None:
             return
+        self._parts.stopwatch.ready()
         plan = self._parts.scheduler.schedule()
         if plan is not None:
+            self._parts.stopwatch.launched()
             self._parts.engine.launch(replace(plan, bells=self._parts.prefill.bells(plan)))
             self._running = plan
         self._parts.prefill.on_launch()
@@ -440,6 +445,7 @@ class NodeLoop:
             waiting=scheduler.waiting,
             running=scheduler.running,
             waiting_tokens=scheduler.waiting_tokens,
+            waiting_pairs=scheduler.waiting_pairs,
             context_tokens=scheduler.context_tokens,
             pages_total=pages.num_pages,
             pages_free=pages.num_free,
@@ -451,6 +457,7 @@ class NodeLoop:
             pages_parked=self._parts.prefill.num_parked_pages,
             draining=self._drain_until is not None,
             steps=self._steps,
+            cost=self._parts.stopwatch.report(),
         )
 
     def _tell(self, router: Peer, message: AnyMessage) -> None:

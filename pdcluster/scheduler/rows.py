@@ -33,11 +33,13 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """The scheduler's part of messages.Load. waiting_tokens: those of prompts not computed yet; context_tokens: KV that running rows attend to."""
+    """The scheduler's part of messages.Load. waiting_tokens, waiting_pairs: of prompts not computed yet; context_tokens: KV that running rows
+    attend to."""
 
     waiting: int
     running: int
     waiting_tokens: int
+    waiting_pairs: int
     context_tokens: int
     slots_used: int
     reserved: int

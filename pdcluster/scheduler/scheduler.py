@@ -26,6 +26,7 @@ from pdcluster.errors import BadRequest, IntegrityError, Overloaded, ProtocolErr
 from pdcluster.kv.pages import PagePool
 from pdcluster.lifecycle import Residence
 from pdcluster.messages import HASH_BYTES, TokenLogprobs
+from pdcluster.scheduler.backlog import backlog
 from pdcluster.scheduler.forecast import Forecast
 from pdcluster.scheduler.limits import Limits
 from pdcluster.scheduler.rows import Occupancy, Update, finish, make_row
@@ -75,6 +76,7 @@ class Scheduler:
             reason = f"{len(self._waiting)} requests are waiting, the queue takes {self._limits.max_waiting}; retry later"
             raise Overloaded(reason, self._queue_moves_s())
         self._enter(sequence)
+        sequence.num_cached = self._pool.match_length(sequence.hashes) * self._pool.page_tokens
         self._waiting[sequence.key] = sequence
 
     def reserve(self, sequence: Sequence) -> list[int]:
@@ -426,11 +428,10 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     def load(self) -> Occupancy:
-        prompts_left = sum(sequence.num_pending for sequence in self._running if sequence.num_pending > 1)
         return Occupancy(
-            waiting=len(self._waiting),
-            running=len(self._running),
-            waiting_tokens=prompts_left + sum(sequence.num_tokens for sequence in self._waiting.values()),
+            len(self._waiting),
+            len(self._running),
+            *backlog(self._running, self._waiting.values()),
             context_tokens=sum(sequence.num_computed for sequence in self._running),
             slots_used=len(self._running) + self._num_reserved,
             reserved=self._num_reserved,

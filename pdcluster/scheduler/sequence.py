@@ -80,7 +80,7 @@ class Sequence:
         self.num_published = 0
         """Pages, from the first on, whose contents are in the prefix cache."""
         self.num_cached = 0
-        """Tokens whose KV was found here when the sequence first got pages."""
+        """Tokens whose KV was found here when the sequence first got pages; until then, when it came."""
         self.credit = 0
         """Pages that it does not hold but that admission keeps available for its growth."""
         self.max_total = 0

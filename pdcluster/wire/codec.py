@@ -334,7 +334,7 @@ def _check_load(message: m.Load) -> None:
 
 def _check_cost(cost: m.CostReport) -> None:
     for name, value in msgspec.structs.asdict(cost).items():
-        _number(f"cost.{name}", value, 0.0)
+        _number(f"cost.{name}", value, 0.0, UINT63 if isinstance(value, int) else MAX_SECONDS)
 
 
 def _check_delta(message: m.CacheDelta) -> None:

@@ -17,6 +17,7 @@ LEVELS: dict[str, float] = {
     "pdcluster.kinds": 0.5,
     "pdcluster.config": 1,
     "pdcluster.cost": 1,
+    "pdcluster.fit": 1.5,
     "pdcluster.flags": 1.5,
     "pdcluster.log": 1.5,
     "pdcluster.metrics": 1.5,

@@ -34,7 +34,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     m.Delivered("req-1", 0, TIMINGS),
     m.Finished("req-1", 0, "eos", num_output=9, timings=TIMINGS, stop_token=2),
     m.Failed("req-1", 0, "node_lost", "why", True),
-    m.Load(*range(12), draining=True, steps=1 << 40, waiting_pairs=1 << 50, cost=m.CostReport(0.01, 1e-4, 1e-9, 0.004, 1e-4, 1e-8, 512, 9)),
+    m.Load(*range(12), draining=True, steps=1 << 40, waiting_pairs=1 << 50, cost=m.CostReport(0.01, 1e-4, 1e-9, 0.004, 1e-4, 1e-8, 512, 9, 1 << 40)),
     m.CacheDelta(1, True, bytes(48), b""),
     m.FileChunk("tokenizer.json", 4, 8, b"data"),
     m.Commit(5, 32, (m.Leg(0, 1, 0, 8, (m.ChunkEntry(0, 0, 32, 0, 4, 65536, 2**64 - 1),)),), 11, LOGPROBS),
@@ -108,6 +108,10 @@ def finished(**changes: object) -> m.AnyMessage:
     return replace(MESSAGES[14], **changes)
 
 
+def cost(**changes: float) -> m.AnyMessage:
+    return replace(MESSAGES[16], cost=replace(MESSAGES[16].cost, **changes))
+
+
 def chunk(*values: int) -> m.Commit:
     return m.Commit(1, 32, (m.Leg(0, 0, 0, 1, (m.ChunkEntry(*values),)),), 0)
 
@@ -128,7 +132,9 @@ BAD: tuple[m.AnyMessage, ...] = (
     finished(timings=m.Timings(decode_s=-1.0)), finished(stop_token=-1), finished(num_output=-1),
     m.Failed("r", 0, "", "", True), work(hash_root=bytes(15)), m.Commit(1, 32, (), 0, round=-1), m.CommitAck(1, round=-1),
     m.Commit(1, 0, (), 0), ticket(ranks=0), m.Commit(1, 32, (m.Leg(0, 0, 0, 0, ()),), 0), m.Commit(1, 32, (m.Leg(0, 9999, 0, 1, ()),), 0),
-    replace(MESSAGES[16], slots=-1), m.CacheDelta(0, False, bytes(8), b""), m.CacheDelta(0, False, b"", bytes(1)), m.CacheDelta(-1, False, b"", b""),
+    cost(prefill_token_s=math.nan), cost(decode_fixed_s=-1e-9), cost(decode_row_s=math.inf), cost(chunk_tokens=-1), cost(prefill_samples=-1),
+    replace(MESSAGES[16], slots=-1), replace(MESSAGES[16], waiting_pairs=-1),
+    m.CacheDelta(0, False, bytes(8), b""), m.CacheDelta(0, False, b"", bytes(1)), m.CacheDelta(-1, False, b"", b""),
     m.FileChunk("f", 5, 8, b"data"), chunk(-1, 0, 1, 0, 1, 1, 0), chunk(0, 0, 0, 0, 1, 1, 0), chunk(0, 0, 1, 0, 1, 0, 0), chunk(0, 0, 1, 0, 1, 1, -1),
     m.Commit(1, 32, (), -1), m.CommitAck(1, (-1,)), m.Abort(-1, "", 1.0), m.Abort(1, "", math.nan), m.AbortAck(1, "x" * 20000),
 )  # fmt: skip

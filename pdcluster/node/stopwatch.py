@@ -1,0 +1,39 @@
+"""Times the node's own steps and fits its cost model to them. Owned by the node loop's thread.
+
+A step lasts from its launch until the loop is ready for the next launch, so that what the loop does between two steps is in the model: requests wait
+for that too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdcluster.fit import Fit, step_of
+from pdcluster.messages import CostReport
+from pdcluster.step import StepPlan
+
+
+class Stopwatch:
+    def __init__(self, chunk_tokens: int, clock: Callable[[], float]) -> None:
+        self._fit = Fit(chunk_tokens)
+        self._clock = clock
+        self._launched_at = 0.0
+        self._done: StepPlan | None = None
+
+    def done(self, plan: StepPlan) -> None:
+        """The step's results are taken in."""
+        self._done = plan
+
+    def ready(self) -> None:
+        """The next step may be launched now."""
+        if self._done is not None:
+            rows = [(len(row.tokens), row.start) for row in self._done.rows]
+            self._fit.observe(step_of(rows, self._clock() - self._launched_at))
+            self._done = None
+
+    def launched(self) -> None:
+        self._launched_at = self._clock()
+
+    def report(self) -> CostReport | None:
+        """None before the first step."""
+        return self._fit.cost().report() if self._fit.samples else None

@@ -1,0 +1,152 @@
+"""The fit finds what steps cost, from mixed steps too, and is not led astray by outliers, by silence or by what it has not seen."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcluster.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
+from pdcluster.fit import Fit, Step, least_nonnegative, step_of
+
+TRUE = NodeCost(PrefillCost(5e-3, 5e-5, 2e-9), DecodeCost(8e-3, 1e-4, 3e-8))
+
+
+def seconds(step: Step, cost: NodeCost = TRUE) -> float:
+    added = cost.decode.added_s(step.rows, step.context_tokens)
+    return cost.prefill.work_s(step.tokens, step.pairs) + added if step.tokens else cost.decode.fixed_s + added
+
+
+def make_step(rng: random.Random, kind: str = "any") -> Step:
+    rows = [(1, rng.randrange(100, 8000)) for _ in range(rng.randrange(1, 33))] if kind != "prefill" else []
+    if kind == "prefill" or (kind == "any" and rng.random() < 0.4):
+        rows.append((rng.randrange(16, 513), rng.randrange(0, 20_000)))
+    return step_of(rows, 1.0)
+
+
+def run(fit: Fit, num: int, *, kind: str = "any", noise: float = 0.0, seed: int = 0, cost: NodeCost = TRUE) -> None:
+    rng = random.Random(seed)
+    for _ in range(num):
+        step = make_step(rng, kind)
+        took = seconds(step, cost) * (1 + noise * rng.uniform(-1, 1))
+        fit.observe(Step(step.tokens, step.pairs, step.rows, step.context_tokens, took))
+
+
+def assert_close(found: NodeCost, wanted: NodeCost = TRUE, within: float = 0.1) -> None:
+    for new, cached in ((64, 0), (512, 0), (512, 16_000)):
+        assert found.prefill.seconds(new, cached) == pytest.approx(wanted.prefill.seconds(new, cached), rel=within)
+    for rows, context in ((1, 500), (8, 20_000), (32, 100_000)):
+        assert found.decode.seconds(rows, context) == pytest.approx(wanted.decode.seconds(rows, context), rel=within)
+
+
+def test_rows_of_one_token_are_decodes_and_the_others_chunks() -> None:
+    assert step_of([(1, 10), (1, 20), (64, 32)], 0.5) == Step(64, num_pairs(64, 32), 2, 32, 0.5)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+@pytest.mark.parametrize("seed", range(3))
+def test_mixed_steps_teach_both_halves(noise: float, seed: int) -> None:
+    fit = Fit()
+    run(fit, 600, noise=noise, seed=seed)
+    assert_close(fit.cost(), within=0.04 + noise / 2)
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1.0, 1e3])
+def test_the_prior_is_scaled_by_the_first_step_so_that_any_machine_is_learned(factor: float) -> None:
+    prefill, decode = TRUE.prefill, TRUE.decode
+    cost = NodeCost(
+        PrefillCost(prefill.fixed_s * factor, prefill.token_s * factor, prefill.pair_s * factor),
+        DecodeCost(decode.fixed_s * factor, decode.row_s * factor, decode.context_s * factor),
+    )
+    fit = Fit()
+    run(fit, 300, cost=cost)
+    assert_close(fit.cost(), cost)
+
+
+def test_a_few_steps_give_the_right_order_of_magnitude() -> None:
+    fit = Fit()
+    run(fit, 4)
+    assert fit.cost().decode.seconds(8, 20_000) == pytest.approx(TRUE.decode.seconds(8, 20_000), rel=1.0)
+
+
+def test_outliers_are_clipped() -> None:
+    fit = Fit()
+    run(fit, 200)
+    for seed in range(10):
+        run(fit, 20, seed=seed)
+        fit.observe(Step(0, 0.0, 8, 20_000, 3.0))
+    assert_close(fit.cost(), within=0.25)
+
+
+def test_a_machine_that_became_slower_is_followed() -> None:
+    fit = Fit()
+    run(fit, 300)
+    slower = NodeCost(PrefillCost(15e-3, 15e-5, 6e-9), DecodeCost(24e-3, 3e-4, 9e-8))
+    run(fit, 1500, cost=slower, seed=1)
+    assert_close(fit.cost(), slower, within=0.15)
+
+
+def test_what_prefill_costs_is_not_forgotten_while_only_decodes_run() -> None:
+    fit = Fit()
+    run(fit, 300)
+    run(fit, 5000, kind="decode", seed=1)
+    assert_close(fit.cost())
+
+
+def test_long_contexts_are_not_forgotten_while_only_short_prompts_come() -> None:
+    fit = Fit()
+    run(fit, 600)
+    for _ in range(1500):
+        step = step_of([(200, 0)], 1.0)
+        fit.observe(Step(step.tokens, step.pairs, 0, 0, seconds(step)))
+    assert fit.cost().prefill.seconds(512, 16_000) == pytest.approx(TRUE.prefill.seconds(512, 16_000), rel=0.3)
+
+
+def test_samples_are_counted_by_kind_and_nonsense_is_not_counted() -> None:
+    fit = Fit(512)
+    run(fit, 5, kind="prefill")
+    fit.observe(Step(10, 50.0, 0, 0, 0.0))
+    fit.observe(Step(0, 0.0, 0, 0, 1.0))
+    cost = fit.cost()
+    assert (cost.prefill.samples, cost.decode.samples, cost.prefill.chunk_tokens) == (5, 0, 512)
+
+
+steps = st.builds(
+    Step, st.integers(0, 10_000), st.floats(0, 1e9), st.integers(0, 512), st.integers(0, 10_000_000), st.floats(1e-9, 1e4, allow_nan=False)
+)
+
+
+@settings(max_examples=60)
+@given(observed=st.lists(steps, max_size=40))
+def test_whatever_steps_come_the_coefficients_are_finite_and_never_negative(observed: list[Step]) -> None:
+    fit = Fit()
+    for step in observed:
+        fit.observe(step)
+    cost = fit.cost()
+    values = (
+        cost.prefill.fixed_s,
+        cost.prefill.token_s,
+        cost.prefill.pair_s,
+        cost.decode.fixed_s,
+        cost.decode.row_s,
+        cost.decode.context_s,
+    )
+    assert all(np.isfinite(value) and value >= 0 for value in values)
+
+
+three = st.lists(st.floats(-3, 3), min_size=3, max_size=3)
+
+
+@given(data=st.lists(three, min_size=4, max_size=4), moment=three)
+def test_the_least_nonnegative_point_cannot_be_improved(data: list[list[float]], moment: list[float]) -> None:
+    rows = np.array(data)
+    gram = rows.T @ rows + 0.1 * np.eye(3)
+    wanted = np.array(moment)
+    x = least_nonnegative(gram, wanted)
+    slope = wanted - gram @ x
+    assert (x >= 0).all()
+    assert (slope <= 1e-6).all(), "moving up helps nowhere"
+    assert np.allclose(slope[x > 0], 0, atol=1e-6), "where x is free its slope is zero"
