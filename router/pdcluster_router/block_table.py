@@ -1,0 +1,139 @@
+"""An open-addressing table from block hashes to the ids of holder sets, in three flat numpy arrays: 20 bytes a slot, no object per row.
+
+Fixed in size; `index` moves rows into a larger one piece by piece. Linear probing from the hash itself, which is uniform (BLAKE2). Many rows are
+probed at once with numpy; the few that are left after a few rounds, and single lookups, go row by row through memoryviews.
+
+What the set ids mean is not known here, but for two of them: FREE was never used and ends a probe, GONE (a row that was removed) does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdcluster.messages import HASH_BYTES
+
+FREE = 0
+GONE = 1
+SLOT_BYTES = HASH_BYTES + 4
+
+FEW = 24
+"""Rows that cost less one by one than another round over arrays."""
+
+Words = NDArray[np.uint64]
+Slots = NDArray[np.int64]
+Sets = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Block hashes as two words each."""
+
+    low: Words
+    high: Words
+
+    @classmethod
+    def of(cls, hashes: bytes) -> Keys:
+        """Raises ValueError when that is no whole number of hashes."""
+        if len(hashes) % HASH_BYTES:
+            raise ValueError(f"{len(hashes)} bytes are no whole number of block hashes of {HASH_BYTES} bytes")
+        words = np.frombuffer(hashes, np.uint64).reshape(-1, 2)
+        return cls(words[:, 0], words[:, 1])
+
+    def __len__(self) -> int:
+        return len(self.low)
+
+    def take(self, chosen: NDArray[np.bool_] | Slots) -> Keys:
+        return Keys(self.low[chosen], self.high[chosen])
+
+
+class BlockTable:
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.num_rows = 0
+        """Slots that are not FREE, GONE ones too: they make probes longer all the same."""
+        self._low: Words = np.zeros(num_slots, np.uint64)
+        self._high: Words = np.zeros(num_slots, np.uint64)
+        self.sets: Sets = np.zeros(num_slots, np.uint32)
+        self._low_view = self._low.data
+        self._high_view = self._high.data
+        self._sets_view = self.sets.data
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * SLOT_BYTES
+
+    def set_of(self, low: int, high: int) -> int:
+        """The set id of one block, GONE when it has no row."""
+        slot, size = low % self.num_slots, self.num_slots
+        lows, highs, sets = self._low_view, self._high_view, self._sets_view
+        while found := sets[slot]:
+            if lows[slot] == low and highs[slot] == high and found != GONE:
+                return found
+            slot = slot + 1 if slot + 1 < size else 0
+        return GONE
+
+    def find(self, keys: Keys) -> Slots:
+        """The slot of each key, -1 for those without a row."""
+        slots = (keys.low % np.uint64(self.num_slots)).astype(np.int64)
+        result: Slots = np.full(len(keys), -1, np.int64)
+        left = np.arange(len(keys))
+        while len(left) > FEW:
+            at = slots[left]
+            held = self.sets[at]
+            is_here = (self._low[at] == keys.low[left]) & (self._high[at] == keys.high[left]) & (held != GONE)
+            result[left[is_here]] = at[is_here]
+            left = left[~is_here & (held != FREE)]
+            slots[left] = (slots[left] + 1) % self.num_slots
+        for row in left.tolist():
+            result[row] = self._find_one(int(keys.low[row]), int(keys.high[row]), int(slots[row]))
+        return result
+
+    def _find_one(self, low: int, high: int, slot: int) -> int:
+        lows, highs, sets = self._low_view, self._high_view, self._sets_view
+        while found := sets[slot]:
+            if lows[slot] == low and highs[slot] == high and found != GONE:
+                return slot
+            slot = (slot + 1) % self.num_slots
+        return -1
+
+    def insert(self, keys: Keys, sets: Sets) -> int:
+        """New rows for keys that have none; the number of rows made. A key that comes twice gets one row."""
+        before = self.num_rows
+        slots = (keys.low % np.uint64(self.num_slots)).astype(np.int64)
+        left = np.arange(len(keys))
+        made = 0
+        while len(left) > FEW:
+            at = slots[left]
+            held = self.sets[at]
+            is_open = held <= GONE
+            claimed, into = left[is_open], at[is_open]
+            # Of several keys that claim one slot the last one written wins; the others see so when they look, and go on.
+            self._low[into], self._high[into], self.sets[into] = keys.low[claimed], keys.high[claimed], sets[claimed]
+            unique, first = np.unique(into, return_index=True)
+            made += len(unique)
+            self.num_rows += int(np.count_nonzero(held[is_open][first] == FREE))
+            is_here = (self._low[at] == keys.low[left]) & (self._high[at] == keys.high[left])
+            left = left[~is_here]
+            slots[left] = (slots[left] + 1) % self.num_slots
+        for row in left.tolist():
+            made += self._insert_one(int(keys.low[row]), int(keys.high[row]), int(slots[row]), int(sets[row]))
+        assert self.num_rows >= before
+        return made
+
+    def _insert_one(self, low: int, high: int, slot: int, set_id: int) -> int:
+        lows, highs, sets = self._low_view, self._high_view, self._sets_view
+        while (found := sets[slot]) > GONE:
+            if lows[slot] == low and highs[slot] == high:
+                return 0
+            slot = (slot + 1) % self.num_slots
+        self.num_rows += found == FREE
+        lows[slot], highs[slot], sets[slot] = low, high, set_id
+        return 1
+
+    def rows(self, start: int, stop: int) -> tuple[Slots, Keys]:
+        """Slots from start up to stop that hold a row, and their keys."""
+        slots = np.flatnonzero(self.sets[start:stop] > GONE) + start
+        return slots, Keys(self._low[slots], self._high[slots])
