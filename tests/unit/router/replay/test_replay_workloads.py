@@ -1,0 +1,61 @@
+"""The generator: one (kind, size, seed) is one trace, and each kind shares what its name says."""
+
+import pytest
+
+from pdcluster.errors import ConfigError
+from pdcluster_router.replay.trace import Trace
+from pdcluster_router.replay.workloads import KINDS, generate
+
+
+def _ideal_hit(trace: Trace) -> float:
+    """With a cache without end."""
+    seen: set[bytes] = set()
+    hits = blocks = 0
+    for request in trace.requests:
+        hits += sum(block in seen for block in request.blocks)
+        blocks += len(request.blocks)
+        seen.update(request.grown)
+    return hits / max(blocks, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trace_is_well_formed_and_the_same_for_the_same_seed(kind: str) -> None:
+    trace = generate(kind, 300, seed=3)
+    assert len(trace.requests) == 300 and trace == generate(kind, 300, seed=3) and trace != generate(kind, 300, seed=4)
+    arrivals = [request.arrival_s for request in trace.requests]
+    assert arrivals[0] == 0 and arrivals == sorted(arrivals)
+    for request in trace.requests:
+        assert len(request.blocks) == request.num_tokens // trace.block_tokens
+        assert len(request.grown) == (request.num_tokens + request.num_output) // trace.block_tokens
+        assert request.grown[: len(request.blocks)] == request.blocks
+
+
+def test_kinds_share_what_they_promise() -> None:
+    hits = {kind: _ideal_hit(generate(kind, 600, seed=0)) for kind in ("chat", "agent", "rag", "no-reuse")}
+    assert hits["no-reuse"] == 0
+    assert 0.3 < hits["rag"] < hits["chat"] < hits["agent"] < 1
+
+
+def test_a_conversation_grows_by_what_was_said() -> None:
+    turns: dict[int, list[int]] = {}
+    for request in generate("chat", 500, seed=0).requests:
+        turns.setdefault(request.session, []).append(request.num_tokens)
+    assert max(map(len, turns.values())) > 3
+    assert all(lengths == sorted(lengths) for lengths in turns.values())
+
+
+def test_a_mix_holds_its_kinds_by_share_and_they_share_nothing_with_each_other() -> None:
+    trace = generate("everything", 1000, seed=0)
+    by_kind: dict[str, list[set[bytes]]] = {}
+    for request in trace.requests:
+        by_kind.setdefault(request.kind, []).append(set(request.blocks))
+    assert {kind: len(found) for kind, found in by_kind.items()} == {"chat": 400, "agent": 300, "rag": 200, "no-reuse": 100}
+    chat, agent = (set().union(*by_kind[kind]) for kind in ("chat", "agent"))
+    assert not chat & agent
+
+
+def test_unknown_kinds_and_sizes_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="'talk'; use one of chat"):
+        generate("talk", 10, seed=0)
+    with pytest.raises(ConfigError, match="not 0"):
+        generate("chat", 0, seed=0)
