@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
 from pdcluster.errors import ConfigError
-from pdcluster.kinds import Kind, address, addresses, boolean, choice, cores, duration, integer, nearest, path, size, text
+from pdcluster.kinds import Kind, address, address_or_none, addresses, boolean, choice, cores, duration, integer, nearest, path, size, text
 from pdcluster.messages import Role
 
 T = TypeVar("T")
@@ -75,10 +75,6 @@ def backend(raw: object) -> BackendName:
     if raw == "cuda_ipc":
         raise ValueError("cuda_ipc is not built yet; use auto, shm, tcp, mooncake or nixl")
     return cast(BackendName, choice("auto", "shm", "tcp", "mooncake", "nixl")(raw))
-
-
-def no_grpc_yet(raw: object) -> None:
-    raise ValueError("the gRPC front door is not built yet; leave it out and use HTTP")
 
 
 # ---------------------------------------------------------------- parts
@@ -220,7 +216,7 @@ class RouterConfig(Section):
 
     name: str | None = key(None, text, "the router's name; default: router and a random suffix")
     http: str = key("127.0.0.1:8000", address, "HOST:PORT of the OpenAI API")
-    grpc: None = key(None, no_grpc_yet, "HOST:PORT of the gRPC API (not built yet)")
+    grpc: str | None = key(cast("str | None", "127.0.0.1:50051"), address_or_none, "HOST:PORT of the gRPC API; none: no gRPC")
     bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
     tokenizer: Path | None = key(None, path, "directory with tokenizer.json and the chat template; default: asked from a node")
     mode: Mode = key("auto", choice("auto", "remote", "local"), "remote: prefill and decode on two nodes, local: on one; auto chooses per request")
@@ -264,7 +260,7 @@ class UpConfig(Section):
     decode_tp: int | None = key(None, integer(1, 64), "ranks of a decode node; default: --tp")
     transfer: BackendName = key("auto", backend, "auto, shm, tcp, mooncake or nixl")
     http: str = key("127.0.0.1:8000", address, "HOST:PORT of the OpenAI API")
-    grpc: None = key(None, no_grpc_yet, "HOST:PORT of the gRPC API (not built yet)")
+    grpc: str | None = key(cast("str | None", "127.0.0.1:50051"), address_or_none, "HOST:PORT of the gRPC API; none: no gRPC")
     device: Literal["cpu", "cuda"] = key("cpu", choice("cpu", "cuda"), "cpu or cuda")
     pin: bool = key(True, boolean, "pin each node to a share of the cores when there are enough")
     ready_s: float = key(120.0, duration(0.1), "longest time for a process to become ready")

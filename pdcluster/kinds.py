@@ -97,6 +97,11 @@ def address(raw: object) -> str:
     return match[0]
 
 
+def address_or_none(raw: object) -> str | None:
+    """HOST:PORT, or the word none."""
+    return None if raw == "none" else address(raw)
+
+
 def addresses(raw: object) -> tuple[str, ...]:
     """Comma-separated text or a TOML list of HOST:PORT."""
     parts = raw.split(",") if isinstance(raw, str) else raw

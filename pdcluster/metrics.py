@@ -30,6 +30,7 @@ class RouterMetrics:
 
         self.http_requests = counter("http_requests", "HTTP requests by endpoint and status (499: the client left).", "endpoint", "status")
         self.http_requests_open = Gauge("pdcluster_http_requests_open", "HTTP requests being worked on.", registry=registry)
+        self.grpc_requests = counter("grpc_requests", "Calls of the gRPC API by method and status code.", "method", "code")
         self.request_seconds = seconds("request", "From a request's arrival to its last byte.", "endpoint")
         self.errors = counter("errors", "Requests that ended in an error, by its code.", "code")
         self.disconnects = counter("client_disconnects", "Requests whose client left or stalled before the end.")

@@ -202,7 +202,15 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def decode_chat(body: bytes) -> ChatRequest:
-    request = validate.decode(body, _CHAT, {"": ChatRequest, **NESTED})
+    return _checked_chat(validate.decode(body, _CHAT, {"": ChatRequest, **NESTED}))
+
+
+def chat_of(fields: Mapping[str, object]) -> ChatRequest:
+    """The same from plain values, for other protocols than JSON over HTTP."""
+    return _checked_chat(validate.convert(fields, ChatRequest, {"": ChatRequest, **NESTED}))
+
+
+def _checked_chat(request: ChatRequest) -> ChatRequest:
     _check_unsupported(request, _CHAT_UNSUPPORTED, request.n)
     _check_common(request)
     if request.top_logprobs is not None and not request.logprobs:
@@ -213,7 +221,15 @@ def decode_chat(body: bytes) -> ChatRequest:
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
-    request = validate.decode(body, _COMPLETION, {"": CompletionRequest, **NESTED})
+    return _checked_completion(validate.decode(body, _COMPLETION, {"": CompletionRequest, **NESTED}))
+
+
+def completion_of(fields: Mapping[str, object]) -> CompletionRequest:
+    """The same from plain values, for other protocols than JSON over HTTP."""
+    return _checked_completion(validate.convert(fields, CompletionRequest, {"": CompletionRequest, **NESTED}))
+
+
+def _checked_completion(request: CompletionRequest) -> CompletionRequest:
     _check_unsupported(request, _COMPLETION_UNSUPPORTED, request.n)
     _check_common(request)
     return request

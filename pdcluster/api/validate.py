@@ -42,6 +42,14 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T], schemas: Mapping[str, 
         raise BadRequest(HALF_A_PAIR) from error
 
 
+def convert(fields: Mapping[str, object], kind: type[T], schemas: Mapping[str, type[msgspec.Struct]]) -> T:
+    """As `decode`, from plain values that another protocol brought."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), fields, schemas) from error
+
+
 def closest(name: str, known: Iterable[str]) -> str:
     """" (did you mean X?)", or "" when nothing is near."""
     near = difflib.get_close_matches(name, list(known), n=1)

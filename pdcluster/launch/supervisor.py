@@ -54,12 +54,12 @@ class GaveUp(PdclusterError):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What to run. address_flag: a restart passes the first start's address by it, so that others still find the child."""
+    """What to run. address_flags: (fact, flag) pairs; a restart passes the first start's addresses by them, so that others still find the child."""
 
     name: str
     argv: tuple[str, ...]
     drain_s: float
-    address_flag: str = ""
+    address_flags: tuple[tuple[str, str], ...] = ()
 
 
 class RestartPolicy:
@@ -93,8 +93,8 @@ class Child:
     output: asyncio.Task[None] | None = None
 
     def argv(self) -> tuple[str, ...]:
-        address = self.facts.get("address")
-        return (*self.spec.argv, self.spec.address_flag, str(address)) if self.spec.address_flag and address else self.spec.argv
+        known = [(flag, str(self.facts[fact])) for fact, flag in self.spec.address_flags if self.facts.get(fact)]
+        return (*self.spec.argv, *(part for pair in known for part in pair))
 
 
 class Supervisor:

@@ -62,13 +62,15 @@ class Serving:
     nodes: tuple[str, ...]
     transfer: str
     seconds: float
+    grpc: str | None = None
 
     @property
     def url(self) -> str:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def line(self) -> str:
-        return f"ready in {self.seconds:.1f} s: {self.url}/v1  model {self.model}  nodes {' '.join(self.nodes)}  transfer {self.transfer}"
+        grpc = f"  grpc {self.grpc}" if self.grpc is not None else ""
+        return f"ready in {self.seconds:.1f} s: {self.url}/v1{grpc}  model {self.model}  nodes {' '.join(self.nodes)}  transfer {self.transfer}"
 
 
 class Output:
@@ -117,7 +119,9 @@ class Cluster:
         *nodes, router = await _all_or_nothing([self.supervisor.start(spec) for spec in specs])
         host, port = split_address(str(router["address"]))
         model = await self._answers(host, port)
-        return Serving(host, port, model, tuple(plan.name for plan in self._nodes), _transfer(nodes), time.monotonic() - began)
+        grpc = router.get("grpc")
+        names = tuple(plan.name for plan in self._nodes)
+        return Serving(host, port, model, names, _transfer(nodes), time.monotonic() - began, None if grpc is None else str(grpc))
 
     async def stop(self) -> bool:
         """Drain and stop everything, the router first; True when nothing had to be killed."""
@@ -134,7 +138,9 @@ class Cluster:
             model_directory(self._config.model)
         elif self._node_settings.config.model is None:
             bundled_model.path()
-        check_free(self._config.http)
+        check_free("http", self._config.http)
+        if self._config.grpc is not None:
+            check_free("grpc", self._config.grpc)
 
     @cached_property
     def _node_settings(self) -> Loaded[NodeConfig]:
@@ -157,7 +163,7 @@ class Cluster:
     def _bootstrap_spec(self) -> Spec:
         own: dict[str, object] = {"bootstrap.listen": "127.0.0.1:0"}
         argv = self._argv(BootstrapConfig, ("pdcluster.cli", "bootstrap"), own)
-        return Spec(BOOTSTRAP, argv, BOOTSTRAP_STOP_S, address_flag="--listen")
+        return Spec(BOOTSTRAP, argv, BOOTSTRAP_STOP_S, address_flags=(("address", "--listen"),))
 
     def _node_spec(self, plan: NodePlan, bootstrap: str) -> Spec:
         own: dict[str, object] = {
@@ -184,8 +190,9 @@ class Cluster:
 
     def _router_spec(self, bootstrap: str) -> Spec:
         own: dict[str, object] = {"router.http": self._config.http, "router.bootstrap": bootstrap, "router.drain_s": self._config.drain_s}
+        own["router.grpc"] = self._config.grpc or "none"
         argv = self._argv(RouterConfig, ("pdcluster_router.cli",), own)
-        return Spec(ROUTER, argv, self._config.drain_s + KILL_GRACE_S, address_flag="--http")
+        return Spec(ROUTER, argv, self._config.drain_s + KILL_GRACE_S, address_flags=(("address", "--http"), ("grpc", "--grpc")))
 
     def _argv(self, cls: type[Section], module: tuple[str, ...], own: dict[str, object]) -> tuple[str, ...]:
         """The child's command line. `own` wins over what the user set for the section."""
@@ -297,8 +304,8 @@ def model_directory(model: Path) -> Path:
     return model
 
 
-def check_free(address: str) -> None:
-    """Refuse an HTTP address that the router could not listen on, before anything starts."""
+def check_free(name: str, address: str) -> None:
+    """Refuse an address that the router could not listen on, before anything starts."""
     host, port = split_address(address)
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -307,7 +314,7 @@ def check_free(address: str) -> None:
             probe.bind(where)
             probe.listen(1)
     except OSError as error:
-        raise ConfigError(f"up.http {address} cannot be used: {error.strerror}; stop what holds it, or choose another with --http") from error
+        raise ConfigError(f"up.{name} {address} cannot be used: {error.strerror}; stop what holds it, or choose another with --{name}") from error
 
 
 def _transfer(nodes: list[Facts]) -> str:

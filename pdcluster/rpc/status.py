@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import grpc
 
-from pdcluster.errors import BadRequest, Cancelled, ConfigError, DeadlineExceeded, Overloaded, PdclusterError, Unavailable, UnknownModel
+from pdcluster.errors import BadRequest, Cancelled, ConfigError, DeadlineExceeded, NodeLost, Overloaded, PdclusterError, Unavailable, UnknownModel
 
+RETRY_AFTER = "retry-after-s"
 _CODES: tuple[tuple[type[PdclusterError], grpc.StatusCode], ...] = (
     # The first that fits, so that subclasses come before their bases.
     (UnknownModel, grpc.StatusCode.NOT_FOUND),
@@ -14,6 +15,7 @@ _CODES: tuple[tuple[type[PdclusterError], grpc.StatusCode], ...] = (
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (Cancelled, grpc.StatusCode.CANCELLED),
+    (NodeLost, grpc.StatusCode.UNAVAILABLE),
     (Unavailable, grpc.StatusCode.UNAVAILABLE),
 )
 _ERRORS: dict[grpc.StatusCode, type[PdclusterError]] = {code: error for error, code in _CODES}
@@ -28,4 +30,18 @@ def error_of(error: grpc.RpcError, who: str) -> PdclusterError:
     if not isinstance(error, grpc.Call) and not isinstance(error, grpc.aio.AioRpcError):
         return Unavailable(f"{who}: {error}")
     kind = _ERRORS.get(error.code(), Unavailable)
-    return kind(f"{who} answered {error.code().name}: {error.details()}")
+    message = f"{who} answered {error.code().name}: {error.details()}"
+    return Overloaded(message, _retry_after_s(error)) if kind is Overloaded else kind(message)
+
+
+def retry_metadata(error: PdclusterError) -> tuple[tuple[str, str], ...]:
+    """Trailing metadata that says when to come back, where that is known."""
+    return ((RETRY_AFTER, f"{error.retry_after_s:.3f}"),) if isinstance(error, Overloaded) else ()
+
+
+def _retry_after_s(error: grpc.Call | grpc.aio.AioRpcError) -> float:
+    given = next((value for key, value in error.trailing_metadata() or () if key == RETRY_AFTER), None)
+    try:
+        return max(float(given), 0.0) if given is not None else 1.0
+    except ValueError:  # a stranger's metadata
+        return 1.0

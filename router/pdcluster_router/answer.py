@@ -29,7 +29,7 @@ async def answer(exchange: Exchange, prepared: Prepared, dispatcher: Dispatcher,
             else:
                 await _whole(exchange, prepared, pieces)
     finally:
-        _record(prepared.choices, metrics)
+        record(prepared.choices, metrics)
 
 
 # ---------------------------------------------------------------- whole
@@ -39,7 +39,7 @@ async def _whole(exchange: Exchange, prepared: Prepared, pieces: AsyncGenerator[
     collected = [Piece() for _ in prepared.choices]
     async for index, piece in pieces:
         _append(collected[index], piece)
-    body = prepared.format.whole(collected, _usage(prepared))
+    body = prepared.format.whole(collected, usage_of(prepared))
     await exchange.reply(200, body, (JSON, *_route_headers(prepared.choices[0].route)))
 
 
@@ -68,7 +68,7 @@ async def _stream(exchange: Exchange, prepared: Prepared, pieces: AsyncGenerator
             data += prepared.format.chunk(index, piece)
         if data:
             await exchange.write(data)
-    ending = prepared.format.usage_chunk(_usage(prepared)) if prepared.include_usage else b""
+    ending = prepared.format.usage_chunk(usage_of(prepared)) if prepared.include_usage else b""
     await exchange.write(ending + sse.DONE, last=True)
 
 
@@ -83,7 +83,7 @@ def _route_headers(route: Route | None) -> tuple[Header, ...]:
     return tuple((b"x-pdcluster-" + name.encode(), value.encode("latin-1", "replace")) for name, value in named if value)
 
 
-def _usage(prepared: Prepared) -> Usage:
+def usage_of(prepared: Prepared) -> Usage:
     """Every prompt counts once, however many choices it has; cached tokens likewise, when the nodes reported them."""
     choices = prepared.choices
     firsts = choices[:: len(choices) // prepared.num_prompts]
@@ -96,15 +96,15 @@ def _usage(prepared: Prepared) -> Usage:
 
 def _report(choices: Sequence[Choice]) -> RouteReport:
     """The first choice's route; with several, all of them under `choices`."""
-    reports = [_route_report(choice) for choice in choices]
+    reports = [route_report(choice) for choice in choices]
     report = reports[0]
     if len(reports) > 1:
-        report = _route_report(choices[0])
+        report = route_report(choices[0])
         report.choices = reports
     return report
 
 
-def _route_report(choice: Choice) -> RouteReport:
+def route_report(choice: Choice) -> RouteReport:
     route, timeline = choice.route, choice.timeline
     assert route is not None and timeline is not None  # set before a choice's last piece
     report = TimelineReport(
@@ -124,7 +124,7 @@ def _route_report(choice: Choice) -> RouteReport:
 # ---------------------------------------------------------------- metrics
 
 
-def _record(choices: Sequence[Choice], metrics: RouterMetrics) -> None:
+def record(choices: Sequence[Choice], metrics: RouterMetrics) -> None:
     for choice in choices:
         metrics.output_tokens.inc(choice.text.num_tokens)
         if choice.route is None:

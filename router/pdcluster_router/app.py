@@ -6,8 +6,7 @@ A raw ASGI application without a framework. Preparing and answering generations 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
 
@@ -17,11 +16,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pdcluster.api import limits, openai
 from pdcluster.api.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
 from pdcluster.api.validate import closest
-from pdcluster.errors import Cancelled, Overloaded, PdclusterError, Unavailable
+from pdcluster.errors import Cancelled, PdclusterError, Unavailable
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.answer import answer
 from pdcluster_router.asgi import Exchange, MethodNotAllowed, NotFound, Receive, Scope, Send
 from pdcluster_router.generation import Dispatcher, ModelInfo
+from pdcluster_router.places import Places
 from pdcluster_router.prepare import Terms, encode, encode_chat, find_model, prepare_chat, prepare_completion
 
 log = logging.getLogger(__name__)
@@ -43,18 +43,19 @@ class HttpSettings:
     stall_s: float = 60.0
 
 
-def create_app(dispatcher: Dispatcher, settings: HttpSettings, metrics: RouterMetrics) -> App:
-    return App(dispatcher, settings, metrics)
+def create_app(dispatcher: Dispatcher, settings: HttpSettings, metrics: RouterMetrics, places: Places | None = None) -> App:
+    """places: shared with other front doors; None for its own."""
+    return App(dispatcher, settings, metrics, places or Places(settings.max_requests))
 
 
 class App:
     """Lives in one event loop, as all its exchanges do."""
 
-    def __init__(self, dispatcher: Dispatcher, settings: HttpSettings, metrics: RouterMetrics) -> None:
+    def __init__(self, dispatcher: Dispatcher, settings: HttpSettings, metrics: RouterMetrics, places: Places) -> None:
         self._dispatcher = dispatcher
         self._settings = settings
         self._metrics = metrics
-        self._num_working = 0
+        self._places = places
         self._get: Mapping[str, Handler] = {
             "/health": self._health,
             "/ready": self._ready,
@@ -132,13 +133,13 @@ class App:
     # ------------------------------------------------ generations
 
     async def _chat(self, exchange: Exchange) -> None:
-        with self._place():
+        with self._places.taken():
             request = openai.decode_chat(await self._body(exchange))
             prepared = await prepare_chat(request, self._dispatcher, self._terms(exchange))
             await answer(exchange, prepared, self._dispatcher, self._metrics)
 
     async def _completion(self, exchange: Exchange) -> None:
-        with self._place():
+        with self._places.taken():
             request = openai.decode_completion(await self._body(exchange))
             prepared = await prepare_completion(request, self._dispatcher, self._terms(exchange))
             await answer(exchange, prepared, self._dispatcher, self._metrics)
@@ -149,21 +150,10 @@ class App:
     async def _body(self, exchange: Exchange) -> bytes:
         return await exchange.read_json(self._settings.max_body_bytes, self._settings.body_s)
 
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        """One of the `max_requests` places: taken before the body is read, given back whatever happens."""
-        if self._num_working >= self._settings.max_requests:
-            raise Overloaded(f"{self._num_working} requests are being worked on, as many as --max-requests allows; retry later")
-        self._num_working += 1
-        try:
-            yield
-        finally:
-            self._num_working -= 1
-
     # ------------------------------------------------ tokens
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        with self._place():
+        with self._places.taken():
             request = openai.decode_tokenize(await self._body(exchange))
             model = find_model(self._dispatcher, request.model)
             if request.prompt is not None:
@@ -177,7 +167,7 @@ class App:
             await exchange.reply(200, msgspec.json.encode(reply))
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        with self._place():
+        with self._places.taken():
             request = openai.decode_detokenize(await self._body(exchange))
             model = find_model(self._dispatcher, request.model)
             token_ids = limits.check_token_ids(request.tokens, model.info.vocab_size, "tokens")

@@ -1,4 +1,4 @@
-"""The router process: bootstrap, links, dispatch and HTTP put together, served until SIGTERM or SIGINT, then drained."""
+"""The router process: bootstrap, links, dispatch HTTP and gRPC put together, served until SIGTERM or SIGINT, then drained."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import asyncio
 import logging
 import secrets
 import signal
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import uvloop
 import zmq
 
 from pdcluster.bootstrap.agent import watch
 from pdcluster.config import RouterConfig
+from pdcluster.metrics import RouterMetrics
 from pdcluster.ready import announce
 from pdcluster.transfer.base import Peer
 from pdcluster.wire.sockets import WireSettings
@@ -24,6 +25,7 @@ from pdcluster_router.cluster import Cluster
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
 from pdcluster_router.models import Models
 from pdcluster_router.node_metrics import NodeCollector
+from pdcluster_router.places import Places
 from pdcluster_router.policy.registry import DEFAULT, make_policy
 from pdcluster_router.server import http_settings, listening, router_metrics
 
@@ -56,14 +58,36 @@ async def _serve(config: RouterConfig) -> int:
             await stack.enter_async_context(task)
         metrics = router_metrics()
         metrics.registry.register(NodeCollector(cluster))
-        app = create_app(dispatch, http_settings(config), metrics)
-        address = await stack.enter_async_context(listening(app, config.http, drain_s=config.drain_s))
-        announce(config.ready_fd, address, name=name)
-        logger.info("router %s serves http://%s", name, address)
+        address, grpc_address = await stack.enter_async_context(_front_doors(config, dispatch, metrics))
+        announce(config.ready_fd, address, name=name, grpc=grpc_address)
+        logger.info("router %s serves http://%s%s", name, address, f" and grpc://{grpc_address}" if grpc_address else "")
         await stop.wait()
         failed = any(task.failed for task in tasks)
         logger.info("draining: %d requests are open", cluster.ledger.num_requests())
     return 1 if failed else 0
+
+
+@asynccontextmanager
+async def _front_doors(config: RouterConfig, dispatch: Dispatch, metrics: RouterMetrics) -> AsyncIterator[tuple[str, str | None]]:
+    """HTTP and gRPC while the block runs; both drain at the same time."""
+    places = Places(config.max_requests)
+    app = create_app(dispatch, http_settings(config), metrics, places)
+    doors = [AsyncExitStack()]
+    try:
+        address = await doors[0].enter_async_context(listening(app, config.http, drain_s=config.drain_s))
+        grpc_address = None
+        if config.grpc is not None:
+            from pdcluster_router import grpc_api  # half the router's start, and not everybody wants it
+
+            doors.append(AsyncExitStack())
+            settings = grpc_api.GrpcSettings(max_message_bytes=config.max_body_bytes, deadline_s=config.deadline_s)
+            servicer = grpc_api.Inference(dispatch, settings, metrics, places)
+            grpc_address = await doors[1].enter_async_context(
+                grpc_api.listening(servicer, dispatch, config.grpc, settings, drain_s=config.drain_s)
+            )
+        yield address, grpc_address
+    finally:
+        await asyncio.gather(*(door.aclose() for door in doors))
 
 
 def wire_settings(config: RouterConfig) -> WireSettings:

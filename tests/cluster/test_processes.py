@@ -20,8 +20,10 @@ from driver import Driver, greedy
 from processes import Up, listening_ports, running, shared_memory
 
 from pdcluster import bundled_model
+from pdcluster import client as api
 from pdcluster.config import cache_directory
 from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.errors import DeadlineExceeded
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -67,6 +69,22 @@ def make_prompts(count: int, seed: int, vocab: int = 500) -> list[list[int]]:
 def ask(up: Up, prompt: list[int], count: int, **fields: object) -> tuple[list[int], dict]:
     reply = up.complete(prompt, count, **fields)
     return reply["choices"][0]["token_ids"], reply
+
+
+def test_grpc_gives_the_tokens_of_http_over_the_same_two_nodes(two_pairs: Up) -> None:
+    prompt = make_prompts(1, seed=7)[0]
+    with api.Client(two_pairs.grpc) as client:
+        outputs = list(client.generate(prompt, max_tokens=20, temperature=0.0, ignore_eos=True, timeout_s=60.0))
+    tokens = [token for output in outputs for token in output.token_ids]
+    assert tokens == ask(two_pairs, prompt, 20)[0]
+    assert outputs[0].route is not None and outputs[0].route.mode == "remote" and outputs[0].route.decode.startswith("decode-")
+    assert outputs[-1].timings is not None and outputs[-1].timings.transfer_bytes
+
+
+def test_a_grpc_deadline_ends_the_request_on_both_nodes(two_pairs: Up) -> None:
+    with api.Client(two_pairs.grpc) as client, pytest.raises(DeadlineExceeded):
+        client.complete(make_prompts(1, seed=8)[0], max_tokens=1500, ignore_eos=True, timeout_s=0.3)
+    two_pairs.wait_idle()
 
 
 def test_two_hundred_requests_sixteen_at_a_time_equal_the_reference_and_leave_nothing(two_pairs: Up, reference) -> None:

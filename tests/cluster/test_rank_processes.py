@@ -86,7 +86,7 @@ def test_nodes_of_different_ranks_serve_together_and_leave_nothing(one_engine: R
 
 
 def test_ranks_that_cannot_share_the_heads_are_refused_with_what_can() -> None:
-    argv = [sys.executable, "-m", "pdcluster.cli", "up", "--tp", "3", "--http", f"127.0.0.1:{free_port()}"]
+    argv = [sys.executable, "-m", "pdcluster.cli", "up", "--tp", "3", "--http", f"127.0.0.1:{free_port()}", "--grpc", "none"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "over 3 ranks cannot deal out 4 attention heads and 2 kv heads evenly; use --tp 1 or 2 or 4" in done.stdout + done.stderr

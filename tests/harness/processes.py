@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-READY = re.compile(r"ready in [\d.]+ s: (http://\S+)/v1\s+model (\S+)")
+READY = re.compile(r"ready in [\d.]+ s: (http://\S+)/v1\s+grpc (\S+)\s+model (\S+)")
 READY_S = 120.0
 
 
@@ -25,7 +25,7 @@ class Up:
     """One running `pdcluster up`. Its output is kept in `lines`."""
 
     def __init__(self, *arguments: str) -> None:
-        argv = [sys.executable, "-m", "pdcluster.cli", "up", "--http", f"127.0.0.1:{free_port()}", *arguments]
+        argv = [sys.executable, "-m", "pdcluster.cli", "up", "--http", f"127.0.0.1:{free_port()}", "--grpc", "127.0.0.1:0", *arguments]
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parents[2])
         self.lines: list[str] = []
         self._ready = threading.Event()
@@ -35,7 +35,7 @@ class Up:
             self.stop()
             raise AssertionError("up did not become ready:\n" + self.output())
         match = next(found for line in self.lines if (found := READY.search(line)))
-        self.url, self.model = match[1], match[2]
+        self.url, self.grpc, self.model = match[1], match[2], match[3]
         self.client = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
 
     def _read(self) -> None:

@@ -48,6 +48,7 @@ LEVELS: dict[str, float] = {
     "pdcluster.rpc": 3,
     # 4: services on top of them
     "pdcluster.bootstrap": 4,
+    "pdcluster.client": 4,
     "pdcluster.engine": 4,
     # 5, 6, 7: the processes
     "pdcluster.node": 5,

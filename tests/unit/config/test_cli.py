@@ -64,7 +64,7 @@ def test_config_check_masks_secrets() -> None:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["up", "--grpc", "127.0.0.1:50051"], "--grpc is '127.0.0.1:50051', but the gRPC front door is not built yet"),
+        (["up", "--grpc", "50051"], "--grpc is '50051', but must be HOST:PORT"),
         (["up", "--http", "8000"], "--http is '8000', but must be HOST:PORT"),
         (["up", "--set", "node.kv"], "must be KEY=VALUE"),
         (["up", "--set", "node.memory=3"], "there is no key node.memory"),

@@ -124,7 +124,7 @@ def test_a_wrong_value_is_refused_with_its_name_and_the_way_out(path: str, raw: 
     ("values", "what"),
     [
         ({"up.tp": "0"}, "--tp is '0'"),
-        ({"up.grpc": "127.0.0.1:50051"}, "gRPC front door is not built yet"),
+        ({"up.grpc": "50051"}, "must be HOST:PORT"),
         ({"up.transfer": "cuda_ipc"}, "cuda_ipc is not built yet"),
         ({"up.device": "cuda"}, "--mixed 1"),
         ({"up.prefill": "0", "up.decode": "0"}, "at least one node"),

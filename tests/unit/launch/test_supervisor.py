@@ -25,8 +25,8 @@ class Stage:
         self.output: list[tuple[str, str]] = []
         self.supervisor = Supervisor(self.said.append, lambda name, line: self.output.append((name, line)), ready_s, restarts)
 
-    def spec(self, name: str, *options: str, drain_s: float = 20.0, address_flag: str = "") -> Spec:
-        return Spec(name, (sys.executable, "-I", "-S", str(FAKE), name, str(self.journal_file), *options), drain_s, address_flag)
+    def spec(self, name: str, *options: str, drain_s: float = 20.0, address_flags: tuple[tuple[str, str], ...] = ()) -> Spec:
+        return Spec(name, (sys.executable, "-I", "-S", str(FAKE), name, str(self.journal_file), *options), drain_s, address_flags)
 
     def journal(self) -> list[str]:
         return self.journal_file.read_text().splitlines()
@@ -94,7 +94,7 @@ async def test_a_crashed_child_is_started_again(tmp_path: Path) -> None:
 
 async def test_a_killed_child_is_started_again_and_keeps_its_address(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
-    facts = await stage.supervisor.start(stage.spec("a", "--address", "127.0.0.1:55", address_flag="--address"))
+    facts = await stage.supervisor.start(stage.spec("a", "--address", "127.0.0.1:55", address_flags=(("address", "--address"),)))
     os.kill(int(str(facts["pid"])), signal.SIGKILL)
     await stage.until("a is back")
     assert any("a crashed (killed by SIGKILL)" in line for line in stage.said)

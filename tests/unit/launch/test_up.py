@@ -97,8 +97,8 @@ async def test_the_config_file_is_handed_on(tmp_path: Path) -> None:
 
 async def test_bootstrap_and_router_keep_their_addresses_over_restarts() -> None:
     found = cluster()
-    assert found._bootstrap_spec().address_flag == "--listen"
-    assert found._router_spec("a:1").address_flag == "--http"
+    assert found._bootstrap_spec().address_flags == (("address", "--listen"),)
+    assert found._router_spec("a:1").address_flags == (("address", "--http"), ("grpc", "--grpc"))
 
 
 async def test_the_bundled_model_gets_a_small_pool_unless_a_size_or_a_model_is_given(tmp_path: Path) -> None:
@@ -117,13 +117,13 @@ def test_a_busy_port_is_refused_with_the_way_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"up\.http 127\.0\.0\.1:{port} cannot be used: Address already in use.*--http"):
-            check_free(f"127.0.0.1:{port}")
-    check_free(f"127.0.0.1:{port}")
+            check_free("http", f"127.0.0.1:{port}")
+    check_free("http", f"127.0.0.1:{port}")
 
 
 def test_a_host_that_is_not_ours_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"up\.http"):
-        check_free("192.0.2.1:0")
+        check_free("http", "192.0.2.1:0")
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,295 @@
+"""A typed client of the gRPC API, `Client` for threads and `AsyncClient` for asyncio.
+
+    with Client("127.0.0.1:50051") as client:
+        for output in client.generate("def add(a, b):", max_tokens=32, temperature=0.0):
+            print(output.text, end="")
+
+Both raise the errors of `pdcluster.errors`, as the server meant them. Leaving the iteration early cancels the request on every node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+from contextlib import aclosing, closing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self, TypedDict, Unpack
+
+import grpc
+
+from pdcluster.errors import BadRequest
+from pdcluster.rpc import inference_pb2 as pb
+from pdcluster.rpc import inference_pb2_grpc as stubs
+from pdcluster.rpc.status import error_of
+
+MAX_REPLY_BYTES = 64 << 20
+_CHANNEL = (
+    ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.enable_http_proxy", 0),
+)
+FinishReason = Literal["stop", "length"]
+_FINISH: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat; role: system, developer, user, assistant or tool."""
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or the turns of a chat."""
+
+
+class Options(TypedDict, total=False):
+    """What a request may set; the meaning is that of the HTTP API's field of the same name. logprobs: number of alternatives beside each token."""
+
+    model: str
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    n: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    skip_special_tokens: bool
+    add_special_tokens: bool
+    logprobs: int
+    echo: bool
+    cache_salt: str
+    return_prompt_token_ids: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """logprob None: nothing predicts a prompt's first token."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """prefill is "" in mode local, transfer "" where no KV moves."""
+
+    mode: str
+    prefill: str
+    decode: str
+    transfer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds; None where it is not known (yet)."""
+
+    ttft_s: float | None
+    ttst_s: float | None
+    queue_s: float | None
+    prefill_s: float | None
+    transfer_s: float | None
+    exposed_s: float | None
+    decode_s: float | None
+    transfer_bytes: int | None
+    attempts: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One message of the stream: what became certain of one choice. route and timings come with a choice's first and last output,
+    finish_reason with its last, usage with the last of all."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    position: int
+    logprobs: tuple[Logprobs, ...]
+    finish_reason: FinishReason | None
+    route: Route | None
+    timings: Timings | None
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[Logprobs, ...]
+    usage: Usage | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole request: the text of each choice, and how each ended."""
+
+    texts: tuple[str, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    finish_reasons: tuple[FinishReason, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """created: Unix seconds; max_len: prompt and output tokens together."""
+
+    id: str
+    created: int
+    max_len: int
+    vocab_size: int
+
+
+class Client:
+    """Safe to use from several threads. timeout_s of a call is its deadline, which the server honours on every node."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = grpc.insecure_channel(address, _CHANNEL)
+        self._stub = stubs.InferenceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def models(self, timeout_s: float = 10.0) -> list[Model]:
+        try:
+            return _models(self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise error_of(error, self._address) from error
+
+    def generate(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Generator[Output, None, None]:
+        """Outputs as they come; close the generator to cancel."""
+        call = self._stub.Generate(_request(prompt, options), timeout=timeout_s)
+        try:
+            for reply in call:
+                yield _output(reply)
+        except grpc.RpcError as error:
+            raise error_of(error, self._address) from error
+        finally:
+            call.cancel()
+
+    def complete(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Completion:
+        with closing(self.generate(prompt, timeout_s=timeout_s, **options)) as outputs:
+            return _whole(list(outputs))
+
+
+class AsyncClient:
+    """As `Client`, for the event loop it was made in."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = grpc.aio.insecure_channel(address, _CHANNEL)
+        self._stub = stubs.InferenceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def models(self, timeout_s: float = 10.0) -> list[Model]:
+        try:
+            return _models(await self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise error_of(error, self._address) from error
+
+    async def generate(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> AsyncGenerator[Output, None]:
+        """Outputs as they come; close the generator to cancel."""
+        call = self._stub.Generate(_request(prompt, options), timeout=timeout_s)
+        try:
+            async for reply in call:
+                yield _output(reply)
+        except grpc.RpcError as error:
+            raise error_of(error, self._address) from error
+        finally:
+            call.cancel()
+
+    async def complete(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Completion:
+        async with aclosing(self.generate(prompt, timeout_s=timeout_s, **options)) as outputs:
+            return _whole([output async for output in outputs])
+
+
+# ---------------------------------------------------------------- to and from protobuf
+
+
+def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
+    try:
+        request = pb.GenerateRequest(**options)
+        if isinstance(prompt, str):
+            request.text = prompt
+        elif all(isinstance(part, int) for part in prompt):
+            request.token_ids.ids.extend(part for part in prompt if isinstance(part, int))
+            request.token_ids.SetInParent()
+        else:
+            request.chat.messages.extend(pb.ChatMessage(role=said.role, content=said.content) for said in _turns(prompt))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadRequest(f"the request cannot be sent: {error}; see pdcluster.client.Options for what may be set") from error
+    return request
+
+
+def _turns(prompt: Iterable[object]) -> list[Message]:
+    turns = [part for part in prompt if isinstance(part, Message)]
+    if len(turns) != len(list(prompt)):
+        raise BadRequest("the prompt mixes kinds; send a string, token ids, or a list of Message", "prompt")
+    return turns
+
+
+def _models(reply: pb.ListModelsReply) -> list[Model]:
+    return [Model(model.id, model.created, model.max_len, model.vocab_size) for model in reply.models]
+
+
+def _output(reply: pb.GenerateReply) -> Output:
+    return Output(
+        index=reply.index,
+        text=reply.text,
+        token_ids=tuple(reply.token_ids),
+        position=reply.position,
+        logprobs=_logprobs(reply.logprobs),
+        finish_reason=_FINISH.get(reply.finish_reason),
+        route=Route(reply.route.mode, reply.route.prefill, reply.route.decode, reply.route.transfer) if reply.HasField("route") else None,
+        timings=_timings(reply.timings) if reply.HasField("timings") else None,
+        prompt_token_ids=tuple(reply.prompt_token_ids),
+        prompt_logprobs=_logprobs(reply.prompt_logprobs),
+        usage=_usage(reply.usage) if reply.HasField("usage") else None,
+    )
+
+
+def _logprobs(tokens: Iterable[pb.TokenLogprobs]) -> tuple[Logprobs, ...]:
+    return tuple(
+        Logprobs(token.token_id, token.logprob if token.HasField("logprob") else None, tuple(zip(token.top_ids, token.top_logprobs, strict=True)))
+        for token in tokens
+    )
+
+
+def _timings(timings: pb.Timings) -> Timings:
+    return Timings(**{name: getattr(timings, name) if timings.HasField(name) else None for name in Timings.__slots__})
+
+
+def _usage(usage: pb.Usage) -> Usage:
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens if usage.HasField("cached_tokens") else None)
+
+
+def _whole(outputs: Sequence[Output]) -> Completion:
+    num_choices = max(output.index for output in outputs) + 1
+    of = [[output for output in outputs if output.index == index] for index in range(num_choices)]
+    reasons = [next(output.finish_reason for output in choice if output.finish_reason) for choice in of]
+    usage = next(output.usage for output in outputs if output.usage)
+    texts = tuple("".join(output.text for output in choice) for choice in of)
+    tokens = tuple(tuple(token_id for output in choice for token_id in output.token_ids) for choice in of)
+    return Completion(texts, tokens, tuple(reasons), usage)

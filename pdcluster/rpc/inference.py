@@ -1,0 +1,110 @@
+"""Generate's protobuf messages as the requests and replies that the HTTP API has, so that both mean the same. No calls, no dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.message import Message as Proto
+
+from pdcluster.api import openai
+from pdcluster.api.choice import Piece, Token
+from pdcluster.api.replies import RouteReport, Usage
+from pdcluster.errors import BadRequest
+from pdcluster.rpc import inference_pb2 as pb
+
+_SAME_NAME = (
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n",
+    "ignore_eos", "skip_special_tokens", "add_special_tokens", "cache_salt",
+)  # fmt: skip
+"""Optional fields that are called and mean the same over HTTP."""
+
+_FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+
+
+def request_from_proto(message: pb.GenerateRequest, model: str) -> openai.ChatRequest | openai.CompletionRequest:
+    """model: for a request that names none. Raises BadRequest naming the field, as for a JSON body."""
+    fields: dict[str, object] = {name: getattr(message, name) for name in _SAME_NAME if message.HasField(name)}
+    fields |= {"model": message.model or model, "stop": list(message.stop), "stop_token_ids": list(message.stop_token_ids)}
+    fields["return_token_ids"] = message.return_prompt_token_ids
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise BadRequest("the request has no prompt; set text, token_ids or chat", "prompt")
+    return openai.chat_of(fields | _chat_fields(message)) if kind == "chat" else openai.completion_of(fields | _plain_fields(message, kind))
+
+
+def _chat_fields(message: pb.GenerateRequest) -> dict[str, object]:
+    if message.HasField("echo"):
+        raise BadRequest("echo is for text and token_ids, not for chat; leave it out", "echo")
+    chat = message.chat
+    fields: dict[str, object] = {"messages": [{"role": said.role, "content": said.content} for said in chat.messages]}
+    fields |= {name: getattr(chat, name) for name in ("add_generation_prompt", "continue_final_message") if chat.HasField(name)}
+    return fields | ({"logprobs": True, "top_logprobs": message.logprobs} if message.HasField("logprobs") else {})
+
+
+def _plain_fields(message: pb.GenerateRequest, kind: str) -> dict[str, object]:
+    if kind == "token_ids" and not message.token_ids.ids:
+        raise BadRequest("token_ids is empty; send at least one token id", "token_ids")
+    fields: dict[str, object] = {"prompt": message.text if kind == "text" else list(message.token_ids.ids)}
+    return fields | {name: getattr(message, name) for name in ("logprobs", "echo") if message.HasField(name)}
+
+
+def piece_to_proto(index: int, piece: Piece, position: int, *, logprobs: bool) -> pb.GenerateReply:
+    """position: of the piece's first output token."""
+    reply = pb.GenerateReply(
+        index=index, text=piece.text, token_ids=[token.id for token in piece.tokens], position=position,
+        finish_reason=_FINISH[piece.finish] if piece.finish else None, prompt_token_ids=piece.prompt_token_ids or (),
+    )  # fmt: skip
+    if logprobs:
+        reply.logprobs.extend(_logprobs(piece.tokens))
+    reply.prompt_logprobs.extend(_logprobs(piece.echo))
+    return reply
+
+
+def _logprobs(tokens: Iterable[Token]) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(token_id=token.id)
+        if token.logprobs is None
+        else pb.TokenLogprobs(
+            token_id=token.id, logprob=token.logprobs.logprob, top_ids=token.logprobs.top_ids, top_logprobs=token.logprobs.top_logprobs
+        )
+        for token in tokens
+    ]
+
+
+def add_route(reply: pb.GenerateReply, mode: str, prefill: str | None, decode: str | None, transfer: str) -> None:
+    reply.route.CopyFrom(pb.Route(mode=mode, prefill=prefill or "", decode=decode or "", transfer=transfer))
+
+
+def add_first_timings(reply: pb.GenerateReply, ttft_s: float | None) -> None:
+    _set(reply.timings, ttft_s=ttft_s)
+
+
+def add_report(reply: pb.GenerateReply, report: RouteReport) -> None:
+    """Where a choice that ended ran, and how long what took."""
+    add_route(reply, report.mode, report.prefill, report.decode, report.transfer)
+    _set(reply.timings, attempts=report.attempts)
+    if (timeline := report.timeline) is not None:
+        _set(
+            reply.timings, ttft_s=timeline.ttft_s, ttst_s=timeline.ttst_s, queue_s=timeline.queue_s, prefill_s=timeline.prefill_s,
+            transfer_s=timeline.transfer_s, exposed_s=timeline.exposed_s, decode_s=timeline.decode_s, transfer_bytes=timeline.transfer_bytes,
+        )  # fmt: skip
+
+
+def add_usage(reply: pb.GenerateReply, usage: Usage) -> None:
+    _set(reply.usage, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+    if usage.prompt_tokens_details is not None:
+        _set(reply.usage, cached_tokens=usage.prompt_tokens_details.cached_tokens)
+
+
+def _set(message: Proto, **values: float | int | None) -> None:
+    message.SetInParent()
+    for name, value in values.items():
+        if value is not None:
+            setattr(message, name, value)
+
+
+def models_to_proto(models: Sequence[tuple[str, int, int, int]]) -> pb.ListModelsReply:
+    """(id, created, max_len, vocab_size) of each."""
+    return pb.ListModelsReply(
+        models=[pb.Model(id=name, created=created, max_len=max_len, vocab_size=vocab) for name, created, max_len, vocab in models]
+    )
