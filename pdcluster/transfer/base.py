@@ -8,9 +8,10 @@ Requirements every backend meets (tests/contract/test_backends.py runs them over
  1. A write lands only in ranges that the reader `permit`ted for its nonce, or the reader's own copy step discards it. Media where the writer
     reaches memory directly (shm, RDMA) cannot check at the receiver: for these `close` must say CANNOT_FENCE until proof exists.
  2. `arrivals` names a stamp only after all its payload is readable in the destination region.
- 3. FAILED means that the write neither reads the source nor can land any more. LOST means that it no longer reads the source but may have
+ 3. FAILED means that the write neither reads the source nor can land any more. REFUSED is FAILED by the reader's own word: it permits no such
+    write, so the ticket, not the path, is at fault. LOST means that it no longer reads the source but may have
     landed, or may still land. UNKNOWN means that it may still read the source and may still land; it is no final answer: the handle
-    stays and turns DONE, FAILED or LOST when there is proof, which `close` may bring about.
+    stays and turns DONE, FAILED, REFUSED or LOST when there is proof, which `close` may bring about.
  4. `close` and `revoke` answer FENCED only with the medium's own proof: that no byte of that peer, or of that nonce, can land from now on.
  5. Sizes and ranges that come from a peer are checked before anything is allocated or written; a bad one is dropped and counted.
 """
@@ -29,6 +30,7 @@ class WriteStatus(Enum):
     PENDING = auto()
     DONE = auto()
     FAILED = auto()
+    REFUSED = auto()
     LOST = auto()
     UNKNOWN = auto()
 
@@ -126,7 +128,7 @@ class Backend(Protocol):
         mover can."""
 
     def poll(self, handle: Handle) -> WriteStatus:
-        """State of a write; a final answer (DONE, FAILED, LOST) is given once, then the handle is forgotten."""
+        """State of a write; a final answer (DONE, FAILED, REFUSED, LOST) is given once, then the handle is forgotten."""
 
     def take_digest(self, handle: Handle) -> int | None:
         """xxh3-64 of the payload of a write that `poll` just said is DONE; once. None when the mover did not digest it."""

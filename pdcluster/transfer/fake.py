@@ -207,12 +207,14 @@ class FakeBackend:
 
     def _finish(self, write: _Write, start: int) -> None:
         fault = write.fault
+        reached = not write.cut and fault.status is not WriteStatus.FAILED and write.target in self.network.backends
         landed = self._land(write, start, write.stamp.nbytes)
         if landed:
             target = self.network.backends[write.target]
             for _ in range(fault.arrivals):
                 self.network.at(fault.arrival_s, lambda: target._arrivals.add(write.stamp, region=write.region))
-        status = WriteStatus.FAILED if fault.status is WriteStatus.DONE and not landed else fault.status
+        refused = WriteStatus.REFUSED if reached else WriteStatus.FAILED
+        status = refused if fault.status is WriteStatus.DONE and not landed else fault.status
         self.network.at(fault.answer_s, lambda: self.settle(write, status))
 
     def _land(self, write: _Write, start: int, end: int) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 from pdcluster.transfer.base import Arrival, Handle, Peer, Permit, Region, Stamp, WriteStatus
 
-FINAL = frozenset({WriteStatus.DONE, WriteStatus.FAILED, WriteStatus.LOST})
+FINAL = frozenset({WriteStatus.DONE, WriteStatus.FAILED, WriteStatus.REFUSED, WriteStatus.LOST})
 
 
 class Doorbell:

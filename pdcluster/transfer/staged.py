@@ -76,6 +76,7 @@ class _Write:
     noticed: int = 0
     """Pieces whose notice was sent and not answered: they may be copied to the pages."""
     failed: bool = False
+    refused: bool = False
 
 
 @dataclass(slots=True)
@@ -251,6 +252,7 @@ class _Pump:
                 raise ProtocolError(f"an answer for block {block} came that was not asked for")
             piece.write.noticed -= 1
             self._free.append(block)
+            piece.write.refused = piece.write.refused or not copied
             self._answered(piece, copied=bool(copied))
 
     def _answered(self, piece: _Piece, *, copied: bool) -> None:
@@ -263,7 +265,7 @@ class _Pump:
                 self._queue.remove(write)
         if not write.unanswered and not write.pieces:
             if write.failed:
-                self._writes.settle(write.handle, WriteStatus.FAILED)
+                self._writes.settle(write.handle, WriteStatus.REFUSED if write.refused else WriteStatus.FAILED)
             else:
                 self._writes.settle(write.handle, WriteStatus.DONE, write.payload.digest() if write.digests else None)
 

@@ -183,7 +183,7 @@ class _Lane:
         if landed:
             self._writes.settle(write.handle, WriteStatus.DONE, write.digest())
         else:
-            self._writes.settle(write.handle, WriteStatus.FAILED)
+            self._writes.settle(write.handle, WriteStatus.REFUSED)
 
 
 @dataclass(slots=True)

@@ -244,7 +244,7 @@ def test_a_write_without_a_permit_changes_nothing_and_is_counted(name: str, case
         assert ends.reader.revoke(7) is Fence.FENCED
     run = {"outside its pages": Run(0, 4000, 4096), "outside the region": Run(0, NBYTES - 8, 4096)}.get(case, Run(0, 4096, 4096))
     handle = ends.write(run, nonce=8 if case == "unknown nonce" else 7, region=3 if case == "unknown region" else 0)
-    assert ends.result(handle) is WriteStatus.FAILED
+    assert ends.result(handle) is WriteStatus.REFUSED
     assert ends.reader.arrivals() == [] and not ends.target.bytes.any() and ends.reader.counters[reason] >= 1
     ends.permit()
     assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE, "the connection goes on"
@@ -294,7 +294,7 @@ def test_a_revoke_in_the_middle_of_a_stream_of_writes_stops_it_at_once() -> None
         ends.target.bytes[:] = 0
         results = [ends.result(handle) for handle in handles]
         assert not ends.target.bytes.any()
-        assert results[-1] is WriteStatus.FAILED
+        assert results[-1] is WriteStatus.REFUSED
         ends.close()
 
 
@@ -383,7 +383,7 @@ def test_close_ends_the_peers_writes(ends: Ends) -> None:
         status = ends.result(ends.write(Run(0, 0, 64)))
     except PeerUnreachable:
         status = WriteStatus.FAILED
-    assert status in (WriteStatus.FAILED, WriteStatus.LOST) or ends.name == "shm"
+    assert status in (WriteStatus.FAILED, WriteStatus.REFUSED, WriteStatus.LOST) or ends.name == "shm"
     assert ends.name == "shm" or not ends.target.bytes.any()
 
 
