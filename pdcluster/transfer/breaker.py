@@ -105,6 +105,9 @@ class Breakers:
         usable = [name for name in backends if self._at(peer, name).has_room(now)]
         return usable or [min(backends, key=lambda name: self._at(peer, name).opens_until)]
 
+    def has_room(self, peer: Peer, backend: str, now: float) -> bool:
+        return self._at(peer, backend).has_room(now)
+
     def begin(self, peer: Peer, backend: str, now: float) -> None:
         breaker = self._at(peer, backend)
         if breaker.state(now) is BreakerState.HALF_OPEN:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -29,8 +29,14 @@ class Chunk:
     runs: tuple[Run, ...]
     nbytes: int
     trial: int = 0
+    path: str = ""
+    """The backend that wrote it last; began: when; tries_here: how often in a row. See ladder."""
+    began: float = 0.0
     tries_here: int = 0
-    """Tries on the ticket's present backend."""
+    spent: set[str] = field(default_factory=set)
+    """Backends that are not tried again for it."""
+    retries: str = ""
+    """Why it must be written again, until it is."""
     digest: int = 0
     done: bool = False
 
@@ -58,11 +64,13 @@ class Flight:
     backend: str
     nbytes: int
     runs: int
+    is_unknown: bool = False
 
 
 @dataclass(slots=True)
 class Outgoing:
-    """One ticket. `backends`: what both ends have, best first; the first is in use. `theirs`: the reader's pages; `block_tokens`: see geometry."""
+    """One ticket. `backends`: what both ends have, best first; a chunk may go by any of them. `theirs`: the reader's pages; `block_tokens`: see
+    geometry."""
 
     ticket: Ticket
     peer: Peer
@@ -82,7 +90,6 @@ class Outgoing:
     waiting: deque[int] = field(default_factory=deque)
     in_flight: int = 0
     lost: bool = False
-    unknown: bool = False
     reason: str = ""
     finished: tuple[int, TokenLogprobs | None] | None = None
     round: int = 0
@@ -95,6 +102,13 @@ class Outgoing:
     first_write: float | None = None
     last_write: float = 0.0
     finish_time: float = 0.0
+
+    def main_path(self) -> str:
+        """The backend that carried most of it."""
+        carried: Counter[str] = Counter()
+        for chunk in self.chunks:
+            carried[chunk.path] += chunk.nbytes
+        return max(carried, key=lambda name: carried[name], default=self.backends[0])
 
     def legs(self) -> tuple[Leg, ...]:
         """What the Commit says: every leg with its chunks."""

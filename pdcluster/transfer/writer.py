@@ -13,6 +13,8 @@ from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Ticket, Token
 from pdcluster.transfer.base import Backend, Handle, Peer, Stamp, WriteStatus
 from pdcluster.transfer.chunks import digest
 from pdcluster.transfer.geometry import Course, PageShape, common_block, part_bytes, plan_courses
+from pdcluster.transfer.ladder import Ladder
+from pdcluster.transfer.measure import Paths
 from pdcluster.transfer.outgoing import Chunk, Flight, Outgoing, Push, checked_pages, checked_shape, cut
 from pdcluster.transfer.session import Acked, Clock, Drained, GaveUp, Send, Settings, TransferStats, WriterEvent, earliest, peer_of, reply_to
 
@@ -36,9 +38,10 @@ class Writer:
         memories: Sequence[memoryview],
         clock: Clock,
         settings: Settings,
+        paths: Paths | None = None,
     ) -> None:
         """region: id of rank 0's region, those of other ranks follow; memories: their bytes (for digests), in the order of ranks; order: backend
-        names, best first."""
+        names, best first; paths: which of them carries what; default: as measured, with the usual settings."""
         self._me = me
         self._backends = backends
         self._order = tuple(order)
@@ -48,6 +51,8 @@ class Writer:
         self._num_pages = min(map(len, self._memories)) // shape.page_bytes
         self._clock = clock
         self._settings = settings
+        self.paths = paths if paths is not None else Paths(order, clock)
+        self.ladder = Ladder(self.paths, settings.trials)
         self._open: dict[int, Outgoing] = {}
         self._flights: dict[tuple[str, Handle], Flight] = {}
         self._tombstones: dict[int, float] = {}
@@ -63,7 +68,7 @@ class Writer:
     # ------------------------------------------------------------ what the node asks for
 
     def open(self, ticket: Ticket) -> str:
-        """Accept a ticket and choose its backend, whose name is returned; raises TransferError, and then nothing is held."""
+        """Accept a ticket; returns the name of the backend that would carry most of it now; raises TransferError, and then nothing is held."""
         self._forget_old()
         if self._tombstones.get(ticket.nonce, 0.0) > self._clock():
             raise TransferError(f"ticket {ticket.nonce:x} was aborted by its reader before it came; a new attempt needs a new ticket")
@@ -77,7 +82,8 @@ class Writer:
         block_tokens = common_block(self._shape, theirs.page_tokens)
         self._open[ticket.nonce] = Outgoing(ticket, peer, pages, backends, deadline, theirs, block_tokens, courses, ticket.cached_tokens)
         self._turns.setdefault(peer, deque()).append(ticket.nonce)
-        return backends[0]
+        self.paths.meet(peer, backends)
+        return self.paths.best(peer, backends)
 
     def push(self, nonce: int, source_pages: Sequence[int], first_token: int, num_tokens: int, layers: tuple[int, int] | None = None) -> None:
         """The KV of tokens [first_token, first_token + num_tokens) is ready in these local pages, the first of which holds first_token. In token
@@ -139,6 +145,7 @@ class Writer:
             backend.close(peer)
         for outgoing in [each for each in self._open.values() if each.peer == peer]:
             self._give_up(outgoing, f"node {peer.node} is gone")
+        self.paths.forget(peer)
 
     def poll(self) -> list[WriterEvent]:
         """Take results, start writes, send and repeat Commits; never blocks."""
@@ -263,8 +270,7 @@ class Writer:
         outgoing.round += 1
         outgoing.commit_at = outgoing.give_up_at = None
         for index in sorted(set(indexes)):
-            chunk = outgoing.chunks[index]
-            chunk.done, chunk.tries_here = False, 0
+            self.ladder.not_verified(outgoing, outgoing.chunks[index])
             outgoing.resent += 1
             outgoing.waiting.append(index)
         self.counters["resent_chunks"] += len(set(indexes))
@@ -274,7 +280,7 @@ class Writer:
         outgoing.state = advance(WRITING, outgoing.state, "ack")
         started = outgoing.last_write if outgoing.first_write is None else outgoing.first_write
         stats = TransferStats(
-            backend=outgoing.backends[0],
+            backend=outgoing.main_path(),
             nbytes=sum(chunk.nbytes for chunk in outgoing.chunks),
             chunks=len(outgoing.chunks),
             resent=outgoing.resent,
@@ -322,48 +328,57 @@ class Writer:
             if status is WriteStatus.PENDING:
                 continue
             outgoing = self._open[flight.nonce]
+            chunk = outgoing.chunks[flight.chunk]
             if status is WriteStatus.UNKNOWN:
-                outgoing.unknown = True
-                self._give_up(outgoing, f"a write by {flight.backend} has no known outcome")  # R1; it stays in flight, R4
+                self._keep_unknown(outgoing, chunk, flight)
                 continue
             del self._flights[key]
             outgoing.in_flight -= 1
             outgoing.last_write = self._clock()
             if not outgoing.in_flight:
                 outgoing.busy_s += outgoing.last_write - outgoing.busy_from
-            chunk = outgoing.chunks[flight.chunk]
-            if status is WriteStatus.DONE and self._settings.digests:
-                chunk.digest = self._digest(chunk, self._backends[flight.backend].take_digest(key[1]))
-            self._settle(outgoing, chunk, status, flight.backend)
+            if status is WriteStatus.DONE:
+                self._done(outgoing, chunk, flight, key[1])
+            else:
+                self._ended_badly(outgoing, chunk, status, flight)
+
+    def _keep_unknown(self, outgoing: Outgoing, chunk: Chunk, flight: Flight) -> None:
+        """R1; it stays in flight, R4."""
+        if not flight.is_unknown:
+            flight.is_unknown = True
+            self.ladder.ended_badly(outgoing.peer, chunk, WriteStatus.UNKNOWN)
+        self._give_up(outgoing, f"a write by {flight.backend} has no known outcome")
+
+    def _done(self, outgoing: Outgoing, chunk: Chunk, flight: Flight, handle: Handle) -> None:
+        backend = self._backends[flight.backend]
+        digest, seconds = backend.take_digest(handle), backend.take_duration(handle)
+        if flight.is_unknown:
+            return  # proved too late: the ticket is given up
+        if self._settings.digests:
+            chunk.digest = self._digest(chunk, digest)
+        self.ladder.done(outgoing.peer, chunk, seconds)
 
     def _digest(self, chunk: Chunk, taken: int | None) -> int:
         """taken: by the mover, on the way. The source is pinned and does not change, so that it can still be taken now."""
         return taken if taken is not None else digest(self._memories[chunk.course.writer_rank], [(run.source, run.nbytes) for run in chunk.runs])
 
-    def _settle(self, outgoing: Outgoing, chunk: Chunk, status: WriteStatus, backend: str) -> None:
-        if status is WriteStatus.DONE:
-            chunk.done = True
-        elif status is WriteStatus.LOST:
+    def _ended_badly(self, outgoing: Outgoing, chunk: Chunk, status: WriteStatus, flight: Flight) -> None:
+        if not flight.is_unknown:
+            self.ladder.ended_badly(outgoing.peer, chunk, status)
+        if status is WriteStatus.LOST:
             outgoing.lost = True
             self.counters["lost_writes"] += 1
-            self._give_up(outgoing, f"the connection by {backend} was lost during a write")
-        else:
-            self._retry(outgoing, chunk, backend)
+            self._give_up(outgoing, f"the connection by {flight.backend} was lost during a write")
+        elif status is WriteStatus.REFUSED:
+            self._give_up(outgoing, f"the reader permits no more writes (chunk {chunk.index} by {flight.backend})")
+        elif outgoing.state is Writing.OPEN:
+            self._write_again(outgoing, chunk)
 
-    def _retry(self, outgoing: Outgoing, chunk: Chunk, backend: str) -> None:
-        """After a definite failure: again, then by the next backend, then give up."""
-        self.counters["failed_writes"] += 1
-        if outgoing.state is not Writing.OPEN:
-            return
-        if chunk.tries_here >= self._settings.trials and backend == outgoing.backends[0]:
-            if len(outgoing.backends) == 1:
-                self._give_up(outgoing, f"chunk {chunk.index} failed {chunk.trial} times, the last time by {backend}")
-                return
-            outgoing.backends.pop(0)
-            self.counters["backend_changed"] += 1
-            for each in outgoing.chunks:
-                each.tries_here = 0
-        outgoing.waiting.appendleft(chunk.index)
+    def _write_again(self, outgoing: Outgoing, chunk: Chunk) -> None:
+        if self.ladder.next_path(outgoing, chunk) is None:
+            self._give_up(outgoing, f"chunk {chunk.index} failed {chunk.trial} times, the last time by {chunk.path}")
+        else:
+            outgoing.waiting.appendleft(chunk.index)
 
     def _expire(self) -> None:
         now = self._clock()
@@ -387,7 +402,7 @@ class Writer:
                     continue
                 chunk = outgoing.chunks[outgoing.waiting[0]]
                 full = nbytes + chunk.nbytes > self._settings.window_bytes or runs + len(chunk.runs) > self._settings.window_runs
-                if full and nbytes:
+                if nbytes and (full or self.paths.is_measuring(peer, outgoing.backends, chunk.nbytes)):
                     turns.rotate(1)
                     break
                 idle = 0
@@ -396,17 +411,18 @@ class Writer:
                 nbytes, runs = nbytes + chunk.nbytes, runs + len(chunk.runs)
 
     def _write(self, outgoing: Outgoing, chunk: Chunk) -> None:
-        name, ticket, course = outgoing.backends[0], outgoing.ticket, chunk.course
+        name, ticket, course = self.ladder.next_path(outgoing, chunk), outgoing.ticket, chunk.course
+        assert name is not None  # a chunk whose ladder ended does not wait
         source, target = self._region + course.writer_rank, ticket.region + course.reader_rank
         if outgoing.first_write is None:
             outgoing.first_write = self._clock()
-        chunk.trial += 1
-        chunk.tries_here += 1
+        self.ladder.begin(outgoing, chunk, name)
         stamp = Stamp(ticket.nonce, chunk.index, chunk.trial, chunk.nbytes)
         try:
             handle = self._backends[name].write(outgoing.peer, source, target, stamp, chunk.runs, self._settings.digests)
         except PeerUnreachable:
-            self._retry(outgoing, chunk, name)
+            self.ladder.unreachable(outgoing.peer, chunk)
+            self._write_again(outgoing, chunk)
             return
         self._flights[name, handle] = Flight(ticket.nonce, chunk.index, name, chunk.nbytes, len(chunk.runs))
         if not outgoing.in_flight:
@@ -439,12 +455,11 @@ class Writer:
             self._end(outgoing)
 
     def _seek_proof(self) -> None:
-        """A write of unknown outcome past its ticket's deadline: end the connections, which may settle it. Not earlier: it hurts others."""
-        now = self._clock()
-        late = {each.peer for each in self._open.values() if each.unknown and each.in_flight and now >= each.deadline}
+        """A write of unknown outcome past its ticket's deadline: end its connections, which may settle it. Not earlier: it hurts others."""
+        now, unknown = self._clock(), [flight for flight in self._flights.values() if flight.is_unknown]
+        late = {(self._open[flight.nonce].peer, flight.backend) for flight in unknown if now >= self._open[flight.nonce].deadline}
         if not late or (self._proof_at is not None and now < self._proof_at):
             return
         self._proof_at = now + self._settings.proof_s
-        for peer in late:
-            for backend in self._backends.values():
-                backend.close(peer)
+        for peer, name in late:
+            self._backends[name].close(peer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 
@@ -38,7 +39,7 @@ class Rig:
         self.paths.meet(PEER, list(speeds))
 
     def write(self, peer: Peer = PEER, nbytes: int = CHUNK) -> str:
-        name = self.paths.best(peer, list(self.speeds))
+        name = self.paths.best(peer, list(self.speeds), nbytes)
         began = self.paths.begin(peer, name)
         seconds = nbytes / self.speeds[name] + (1.0 if not self.used[name] else 0.0)
         self.used[name] += 1
@@ -51,7 +52,7 @@ class Rig:
 
     @property
     def is_measuring(self) -> bool:
-        return self.paths.is_measuring(PEER, list(self.speeds))
+        return self.paths.is_measuring(PEER, list(self.speeds), CHUNK)
 
 
 def test_a_new_pair_is_measured_once_and_then_the_fastest_carries_everything() -> None:
@@ -60,6 +61,7 @@ def test_a_new_pair_is_measured_once_and_then_the_fastest_carries_everything() -
         rig.write()
     assert rig.used == {"shm": 4, "nixl": 4, "tcp": 4}
     assert {rig.write() for _ in range(50)} == {"nixl"}
+    rig.paths.meet(REBORN, list(rig.speeds))
     assert rig.write(REBORN) == "shm", "another boot is another pair"
 
 
@@ -95,7 +97,7 @@ def test_one_backend_alone_needs_no_measuring() -> None:
 def test_backends_that_cannot_say_how_long_a_write_took_keep_their_order() -> None:
     rig = Rig(shm=1e9, tcp=9e9)
     for _ in range(20):
-        name = rig.paths.best(PEER, ["shm", "tcp"])
+        name = rig.paths.best(PEER, ["shm", "tcp"], CHUNK)
         rig.paths.succeeded(PEER, name, rig.paths.begin(PEER, name), CHUNK, None)
     assert not rig.is_measuring and rig.paths.best(PEER, ["tcp", "shm"]) == "shm"
 
@@ -169,3 +171,75 @@ def test_there_is_always_a_choice_and_measuring_always_ends(speeds: dict[str, fl
     rates = {report.backend: report.bytes_s for report in rig.paths.report()}
     (chosen,) = {report.backend for report in rig.paths.report() if report.is_chosen}
     assert all(rates[chosen] * 1.2 >= rate for rate in rates.values())
+
+
+def test_small_writes_go_by_the_nodes_order_and_measure_nothing() -> None:
+    rig = Rig(shm=1e9, tcp=9e9)
+    assert {rig.write(nbytes=100) for _ in range(20)} == {"shm"} and rig.is_measuring
+    assert rig.write() == "shm" and rig.write() == "tcp"
+
+
+def test_a_sample_that_takes_too_long_does_not_hold_up_the_others() -> None:
+    rig = Rig(shm=1e9, tcp=1e9)
+    stuck = rig.paths.best(PEER, ["shm", "tcp"], CHUNK)
+    rig.paths.begin(PEER, stuck)
+    assert rig.is_measuring
+    rig.clock.now += 0.6
+    while rig.is_measuring:
+        assert rig.write() == "tcp"
+    assert rig.paths.best(PEER, ["shm", "tcp"], CHUNK) == "tcp"
+
+
+def test_the_pause_before_a_path_that_fails_is_measured_again_doubles() -> None:
+    rig = Rig(shm=2e9, tcp=1e9)
+    rig.dead.add("shm")
+    tried = []
+    for _ in range(4000):
+        if rig.write() == "shm":
+            tried.append(rig.clock.now)
+        rig.clock.now += 0.09
+    gaps = [round(later - earlier) for earlier, later in itertools.pairwise(tried)]
+    assert gaps == [5, 10, 20, 40, 80, 160]
+
+
+def test_the_reported_bandwidth_follows_the_writes_and_the_choice_stays() -> None:
+    rig = Rig(shm=2e9, tcp=1e9)
+    while rig.is_measuring:
+        rig.write()
+    rig.speeds["shm"] = 2e8
+    assert {rig.write() for _ in range(20)} == {"shm"}
+    (shm,) = [report for report in rig.paths.report() if report.backend == "shm"]
+    assert shm.bytes_s == pytest.approx(2e8, rel=0.02) and shm.is_chosen
+
+
+def test_the_bandwidth_of_writes_under_way_together_is_that_of_all_of_them() -> None:
+    rig = Rig(tcp=1e9)
+    for _ in range(4):
+        rig.write()
+    for _ in range(30):
+        began = [rig.paths.begin(PEER, "tcp") for _ in range(4)]
+        rig.clock.now += 4 * CHUNK / 1e9
+        for each in began:
+            rig.paths.succeeded(PEER, "tcp", each, CHUNK // 4, 4 * CHUNK / 1e9)
+    (report,) = rig.paths.report()
+    assert report.bytes_s == pytest.approx(CHUNK / (4 * CHUNK / 1e9), rel=0.05)
+
+
+def test_answers_about_a_boot_that_was_forgotten_change_nothing() -> None:
+    rig = Rig(tcp=1e9)
+    began = rig.paths.begin(PEER, "tcp")
+    rig.paths.forget(PEER)
+    rig.paths.succeeded(PEER, "tcp", began, CHUNK, 1.0)
+    rig.paths.failed(PEER, "tcp", began)
+    rig.paths.ended(PEER, "tcp")
+    assert rig.paths.report() == [] and not rig.paths.counters
+
+
+def test_only_the_boots_met_last_are_remembered_and_each_node_is_reported_once() -> None:
+    paths = Paths(ORDER, Clock(), measure=MeasureSettings(max_peers=4))
+    for number in range(9):
+        paths.meet(Peer(f"d{number}", "b1"), ["tcp"])
+    paths.meet(Peer("d8", "b2"), ["tcp"])
+    paths.meet(Peer("d7", "b1"), ["tcp"])
+    assert [(report.peer.node, report.peer.incarnation) for report in paths.report()] == [("d6", "b1"), ("d8", "b2"), ("d7", "b1")]
+    assert [report.peer.node for report in paths.report(max_peers=1)] == ["d7"]
