@@ -15,6 +15,7 @@ import msgspec
 
 Role = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length", "eos"]
+BreakerName = Literal["closed", "open", "half_open"]
 RefusedLeg = Literal["prefill", "reserve", "deliver"]
 
 HASH_BYTES = 16
@@ -292,13 +293,25 @@ class CostReport(Value, frozen=True, array_like=True):
     decode_samples: int
 
 
+class PathLoad(Value, frozen=True, array_like=True):
+    """One way of KV out of the reporting node, to node `peer` by `backend`. bytes_s: KV bytes per second (not bits, not per rank: all writes to
+    that peer together), as its last writes went; 0 as long as none was measured. state: of its breaker. is_chosen: the next writes go by it."""
+
+    peer: str
+    backend: str
+    bytes_s: float
+    state: BreakerName = "closed"
+    is_chosen: bool = False
+
+
 class Load(Message, frozen=True, array_like=True):
     """What a node has to do, sent when it changed, at most every report interval. Pages count the KV pool: free, cached (evictable), quarantined
     (a writer may still write), the rest in use. Counted beside: pinned ones, which a write reads, and parked ones, which hold finished KV that no
     decode node has taken yet. slots: rows the running batch may have, slots_used those taken.
 
     waiting_tokens: prompt tokens that are not computed and were not found in the cache, of waiting and of running requests; waiting_pairs: the
-    attention pairs they make (`cost.num_pairs`). cost: None until the node has one."""
+    attention pairs they make (`cost.num_pairs`). cost: None until the node has one. paths: to the decode nodes written to last. failed_writes,
+    resent_chunks: how many since the node started, by reason."""
 
     waiting: int
     running: int
@@ -316,6 +329,9 @@ class Load(Message, frozen=True, array_like=True):
     steps: int = 0
     waiting_pairs: int = 0
     cost: CostReport | None = None
+    paths: tuple[PathLoad, ...] = ()
+    failed_writes: tuple[tuple[str, int], ...] = ()
+    resent_chunks: tuple[tuple[str, int], ...] = ()
 
 
 class CacheDelta(Message, frozen=True, array_like=True):

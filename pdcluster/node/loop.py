@@ -44,7 +44,7 @@ from pdcluster.node.files import ModelFiles
 from pdcluster.node.legs import EndedLegs
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.prefill import PrefillSide
-from pdcluster.node.report import Reporter
+from pdcluster.node.report import Reporter, by_reason, path_loads
 from pdcluster.node.sequences import SequenceFactory
 from pdcluster.node.stopwatch import Stopwatch
 from pdcluster.scheduler.scheduler import Scheduler
@@ -458,6 +458,9 @@ class NodeLoop:
             draining=self._drain_until is not None,
             steps=self._steps,
             cost=self._parts.stopwatch.report(),
+            paths=path_loads(self._parts.writer.paths),
+            failed_writes=by_reason(self._parts.writer.ladder.failures),
+            resent_chunks=by_reason(self._parts.writer.ladder.resends),
         )
 
     def _tell(self, router: Peer, message: AnyMessage) -> None:

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import AnyMessage, CacheDelta, Load
+from pdcluster.messages import AnyMessage, BreakerName, CacheDelta, Load, PathLoad
 from pdcluster.transfer.base import Peer
+from pdcluster.transfer.breaker import BreakerState
+from pdcluster.transfer.measure import Paths
 
 Send = Callable[[Peer, AnyMessage], None]
+
+MAX_REPORTED_PEERS = 64
+STATES: dict[BreakerState, BreakerName] = {BreakerState.CLOSED: "closed", BreakerState.OPEN: "open", BreakerState.HALF_OPEN: "half_open"}
+
+
+def path_loads(paths: Paths) -> tuple[PathLoad, ...]:
+    """Bandwidths in two digits, so that a report does not differ from the last one by noise alone."""
+    return tuple(
+        PathLoad(each.peer.node, each.backend, float(f"{each.bytes_s:.2g}"), STATES[each.state], each.is_chosen)
+        for each in paths.report(MAX_REPORTED_PEERS)
+    )
+
+
+def by_reason(counters: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(counters.items()))
 
 
 class Reporter:

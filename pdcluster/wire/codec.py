@@ -30,6 +30,9 @@ INT31 = (1 << 31) - 1
 UINT63 = (1 << 63) - 1
 UINT64 = (1 << 64) - 1
 MAX_SECONDS = 1e9
+MAX_PATHS = 1024
+MAX_REASONS = 64
+MAX_BYTES_S = 1e15
 DIGEST_BYTES = 8
 
 _encoder = msgspec.msgpack.Encoder()
@@ -330,6 +333,16 @@ def _check_load(message: m.Load) -> None:
     _integers("load", (value for value in msgspec.structs.astuple(message) if isinstance(value, int)), high=UINT63)
     if message.cost is not None:
         _check_cost(message.cost)
+    _count("paths", message.paths, MAX_PATHS)
+    for path in message.paths:
+        _identifier("peer", path.peer)
+        _identifier("backend", path.backend)
+        _number("bytes_s", path.bytes_s, 0.0, MAX_BYTES_S)
+    for counts in (message.failed_writes, message.resent_chunks):
+        _count("reasons", counts, MAX_REASONS)
+        for reason, count in counts:
+            _identifier("reason", reason)
+            _integer("writes", count, 0, UINT63)
 
 
 def _check_cost(cost: m.CostReport) -> None:

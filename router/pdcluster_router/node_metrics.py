@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdcluster.messages import Load, PathLoad
 from pdcluster_router.cluster import Cluster
 from pdcluster_router.view import NodeView
 
 LABELS = ("node", "role")
+PATH_LABELS = ("node", "peer", "backend")
+BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 
 
 class NodeCollector(Collector):
@@ -25,12 +28,34 @@ class NodeCollector(Collector):
         yield _family("running", "Rows in the node's running batch.", nodes, lambda node: node.load.running if node.load else 0)
         yield _family("slots_used", "Rows and reservations taken.", nodes, lambda node: node.load.slots_used if node.load else 0)
         yield _pages(nodes)
+        yield _paths(nodes, "bandwidth_bytes_per_second", "KV bytes per second to the peer, 0 until measured.", lambda path: path.bytes_s)
+        yield _paths(nodes, "breaker_state", "0 closed, 1 half open, 2 open.", lambda path: BREAKER_STATES[path.state])
+        yield _paths(nodes, "path_chosen", "1 for the backend that the next writes to the peer go by.", lambda path: path.is_chosen)
+        yield _reasons(nodes, "failed_writes", "KV writes that ended badly, by reason.", lambda load: load.failed_writes)
+        yield _reasons(nodes, "resent_chunks", "KV chunks written again, by reason.", lambda load: load.resent_chunks)
 
 
 def _family(name: str, help_text: str, nodes: tuple[NodeView, ...], value: Callable[[NodeView], float]) -> Metric:
     family = GaugeMetricFamily(f"pdcluster_node_{name}", help_text, labels=LABELS)
     for node in nodes:
         family.add_metric((node.name, node.role), value(node))
+    return family
+
+
+def _paths(nodes: tuple[NodeView, ...], name: str, help_text: str, value: Callable[[PathLoad], float]) -> Metric:
+    """A node reports a bounded number of peers, each once."""
+    family = GaugeMetricFamily(f"pdcluster_node_transfer_{name}", help_text, labels=PATH_LABELS)
+    for node in nodes:
+        for path in node.load.paths if node.load else ():
+            family.add_metric((node.name, path.peer, path.backend), value(path))
+    return family
+
+
+def _reasons(nodes: tuple[NodeView, ...], name: str, help_text: str, counts: Callable[[Load], tuple[tuple[str, int], ...]]) -> Metric:
+    family = CounterMetricFamily(f"pdcluster_node_transfer_{name}", help_text, labels=(*LABELS, "reason"))
+    for node in nodes:
+        for reason, count in counts(node.load) if node.load else ():
+            family.add_metric((node.name, node.role, reason), count)
     return family
 
 

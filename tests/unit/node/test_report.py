@@ -11,10 +11,11 @@ from pdcluster.api.files import files_digest
 from pdcluster.errors import ModelError
 from pdcluster.kv.hashing import block_hashes
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import CacheDelta, FetchFile, Load
+from pdcluster.messages import CacheDelta, FetchFile, Load, PathLoad
 from pdcluster.node.files import CHUNK_BYTES, ModelFiles
-from pdcluster.node.report import Reporter
+from pdcluster.node.report import MAX_REPORTED_PEERS, Reporter, by_reason, path_loads
 from pdcluster.transfer.base import Peer
+from pdcluster.transfer.measure import MeasureSettings, Paths
 
 FIRST, SECOND = Peer("router-1", "a"), Peer("router-2", "b")
 IDLE = Load(0, 0, 0, 0, 8, 8, 0, 0, 0, 4, 0)
@@ -103,3 +104,20 @@ def test_card_files_come_in_pieces_and_nothing_else_comes(tmp_path: Path) -> Non
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="give a Hugging Face model directory"):
         ModelFiles(tmp_path)
+
+
+def test_the_load_says_how_fast_kv_leaves_by_which_path_for_a_bounded_number_of_peers() -> None:
+    paths = Paths(["shm", "tcp"], lambda: 1.0, measure=MeasureSettings(warm_writes=0, sample_writes=1))
+    for number in range(MAX_REPORTED_PEERS + 8):
+        paths.meet(Peer(f"d{number}", "b"), ["shm", "tcp"])
+    last = Peer(f"d{MAX_REPORTED_PEERS + 7}", "b")
+    paths.succeeded(last, "tcp", paths.begin(last, "tcp"), 1 << 20, (1 << 20) / 1.2345e9)
+    for _ in range(3):
+        paths.failed(last, "shm", paths.begin(last, "shm"))
+    loads = path_loads(paths)
+    assert len({load.peer for load in loads}) == MAX_REPORTED_PEERS
+    assert loads[-2:] == (PathLoad(last.node, "shm", 0.0, "open", False), PathLoad(last.node, "tcp", 1.2e9, "closed", True))
+
+
+def test_counters_are_reported_in_a_fixed_order() -> None:
+    assert by_reason({"lost": 2, "failed": 1}) == (("failed", 1), ("lost", 2))

@@ -1,0 +1,31 @@
+"""What nodes report of their transfers is readable at the router's /metrics."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
+from scripted_cluster import EMPTY_LOAD, FakeCluster, make_node
+
+from pdcluster.messages import PathLoad
+from pdcluster_router.node_metrics import NodeCollector
+
+
+def test_bandwidth_choice_and_breaker_of_every_path_and_what_failed_by_reason() -> None:
+    load = replace(
+        EMPTY_LOAD,
+        paths=(PathLoad("d0", "shm", 3.1e9, "open", False), PathLoad("d0", "tcp", 1.2e9, "half_open", True)),
+        failed_writes=(("lost", 4),),
+        resent_chunks=(("other_path", 2),),
+    )
+    registry = CollectorRegistry()
+    registry.register(NodeCollector(FakeCluster([make_node("p0", "prefill", load), make_node("d0", "decode", None)])))  # type: ignore[arg-type]
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"pdcluster_node_transfer_{name}", labels)
+
+    shm, tcp = {"node": "p0", "peer": "d0", "backend": "shm"}, {"node": "p0", "peer": "d0", "backend": "tcp"}
+    assert (value("bandwidth_bytes_per_second", **shm), value("bandwidth_bytes_per_second", **tcp)) == (3.1e9, 1.2e9)
+    assert (value("breaker_state", **shm), value("breaker_state", **tcp)) == (2, 1)
+    assert (value("path_chosen", **shm), value("path_chosen", **tcp)) == (0, 1)
+    assert value("failed_writes_total", node="p0", role="prefill", reason="lost") == 4
+    assert value("resent_chunks_total", node="p0", role="prefill", reason="other_path") == 2
