@@ -53,10 +53,12 @@ class Chooser:
         return Decision(query, choice, shadow.choose(query, view) if shadow is not None else None)
 
     def choose_decode(self, job: Job, now: float, prefill: NodeView, avoid: Set[str]) -> NodeView | None:
-        """For KV that waits on `prefill`."""
+        """For KV that waits on `prefill`. avoid: nodes that just refused or failed it; those that failed earlier attempts come last."""
         view = self._view()
         query = self.query(job, now, view)
-        return self.holder.live.choose_decode(replace(query, excluded=query.excluded | avoid), view, prefill)
+        live = self.holder.live
+        fresh = live.choose_decode(replace(query, excluded=query.excluded | avoid), view, prefill)
+        return fresh or live.choose_decode(replace(query, excluded=frozenset(avoid)), view, prefill)
 
     def query(self, job: Job, now: float, view: ClusterView) -> Query:
         """What a policy is asked for this request; also for dry runs, since asking has no effect."""

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RETRY_PAUSES_S = (0.0, 0.1, 0.5)
+"""Before the first retry, the second, and later ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
@@ -96,7 +99,8 @@ class Dispatch:
                     attempt.finished = attempt.finished or self._ending(job, generation.model)
                     if attempt.is_done:
                         break
-                    budget.spend(failure, job, self._clock())
+                    pause_s = budget.spend(failure, job, self._clock())
+                    await asyncio.sleep(min(pause_s, max(job.deadline - self._clock(), 0.0)))
             yield self._done(attempt, job, budget.attempts, started, first_token_at, second_token_at)
         finally:
             self._cluster.ledger.close_inbox(job.request)
@@ -181,7 +185,8 @@ class Dispatch:
 
 class RetryBudget:
     """Decides after a failed attempt whether there is another. Refusals for want of room may go on for hold_s from the first one after the last
-    token that was emitted; anything else counts."""
+    token that was emitted; anything else counts. The first retry comes at once, because most failures are a node's end; later ones after a pause,
+    because what fails again at once may be a path that is coming back."""
 
     def __init__(self, settings: DispatchSettings) -> None:
         self._settings = settings
@@ -194,17 +199,18 @@ class RetryBudget:
         """The one that runs now included; refusals are not attempts."""
         return self._failures + 1
 
-    def spend(self, failure: RetryAttempt, job: Job, now: float) -> None:
-        """Raises the cause when there must not be another attempt."""
+    def spend(self, failure: RetryAttempt, job: Job, now: float) -> float:
+        """Seconds to wait before the next attempt; raises the cause when there must not be one."""
         if isinstance(failure.cause, errors.Overloaded):
             if self._held_since is None or len(job.emitted) > self._emitted:
                 self._held_since, self._emitted = now, len(job.emitted)
             if now >= self._held_since + self._settings.hold_s:
                 raise failure.cause
-            return
+            return 0.0
         if failure.incarnation is not None:
             job.excluded.add(failure.incarnation)
         self._failures += 1
         if self._failures > self._settings.retries:
             raise errors.Unavailable(f"request {job.request} failed {self._failures} times, last: {failure.cause}") from failure.cause
         logger.warning("request %s: attempt failed (%s), trying again", job.request, failure.cause)
+        return RETRY_PAUSES_S[min(self._failures, len(RETRY_PAUSES_S)) - 1]

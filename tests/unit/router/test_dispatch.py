@@ -12,10 +12,11 @@ from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_chooser
 from pdcluster import errors
 from pdcluster import messages as m
 from pdcluster.kv.hashing import block_hashes, chain_root
-from pdcluster_router.attempt import StageDeadlines
-from pdcluster_router.dispatch import Dispatch, DispatchSettings
+from pdcluster_router.attempt import RetryAttempt, StageDeadlines
+from pdcluster_router.dispatch import Dispatch, DispatchSettings, RetryBudget
 from pdcluster_router.generation import Chunk, Done, Generation
-from pdcluster_router.job import HashChain
+from pdcluster_router.job import HashChain, Job
+from pdcluster_router.policy.base import Force
 
 
 class NoModels:
@@ -40,9 +41,10 @@ def make_pair(**knobs) -> tuple[FakeCluster, ScriptedPair, Dispatch]:
     return cluster, pair, make_dispatch(cluster)
 
 
-def make_dispatch(cluster: FakeCluster, **settings) -> Dispatch:
+def make_dispatch(cluster: FakeCluster, force: Force = "auto", **settings) -> Dispatch:
     stages = StageDeadlines(handshake_s=0.2, transfer_s=0.2, hold_s=0.01)
-    return Dispatch(cluster, NoModels(), make_chooser(cluster), DispatchSettings(stages=stages, hold_s=settings.pop("hold_s", 0.3), **settings))
+    settings.setdefault("hold_s", 0.3)
+    return Dispatch(cluster, NoModels(), make_chooser(cluster, force=force), DispatchSettings(stages=stages, **settings))
 
 
 async def collect(dispatch: Dispatch, generation: Generation) -> tuple[list[int], Done]:
@@ -69,6 +71,33 @@ async def test_a_request_goes_through_prefill_and_decode_and_ends_once() -> None
     assert cluster.ledger.num_requests() == 0
     assert cluster.ledger.in_flight("p0-boot") == cluster.ledger.in_flight("d0-boot") == 0
     assert not cluster.sent_to("p0", m.Cancel) and not cluster.sent_to("d0", m.Cancel), "nothing is cancelled after a good end"
+
+
+async def test_a_path_that_is_cut_for_a_moment_costs_a_pause_and_not_the_request_even_when_every_decode_node_failed_it() -> None:
+    cluster, pair, _ = make_pair()
+    dispatch = make_dispatch(cluster, force="remote")
+    refusals = 7
+
+    def refuse_delivery(message: m.Message, answer) -> None:
+        nonlocal refusals
+        if isinstance(message, m.Deliver) and refusals:
+            refusals -= 1
+            answer(m.Refused(message.ticket.request, message.ticket.attempt, "deliver", "no transfer backend reaches d0", 0.05))
+        else:
+            pair.on_prefill(message, answer)
+
+    cluster.handlers["p0"] = refuse_delivery
+    tokens, done = await collect(dispatch, make_generation())
+    assert tokens == EXPECTED and refusals == 0 and 1 < done.attempts <= 4
+
+
+def test_the_first_retry_comes_at_once_and_later_ones_after_longer_and_longer_pauses() -> None:
+    budget = RetryBudget(DispatchSettings(retries=3))
+    job = Job("r1", [1], m.Sampling(max_tokens=1, seed=1), 10.0, HashChain(b"", 4))
+    pauses = [budget.spend(RetryAttempt(errors.TransferError("cut"), "d0-boot"), job, 0.0) for _ in range(3)]
+    assert pauses[0] == 0.0 < pauses[1] < pauses[2] <= 1.0
+    with pytest.raises(errors.Unavailable, match="failed 4 times, last: cut"):
+        budget.spend(RetryAttempt(errors.TransferError("cut"), "d0-boot"), job, 0.0)
 
 
 async def test_a_prefill_node_is_not_busy_with_what_decodes_elsewhere() -> None:
