@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from pdcluster.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
@@ -29,44 +28,30 @@ from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside
 from pdcluster.transfer.mapping import MappedMemory
 from pdcluster.transfer.moving import GilWaits, Payload, native, table_of
-from pdcluster.transfer.pidfd import has_exited, pidfd_of
+from pdcluster.transfer.pidfd import Processes
+from pdcluster.transfer.shm_frames import (
+    MAX_HELLO_BYTES,
+    MAX_NOTICE_BYTES,
+    MAX_NOTICE_RUNS,
+    MAX_REGIONS,
+    TOKEN_BYTES,
+    Advert,
+    Hello,
+    Shared,
+    decode_advert,
+    decode_hello,
+    decode_notice,
+    decode_shared,
+    encode,
+    pack_notice,
+)
 
 LOG = logging.getLogger(__name__)
 
-NOTICE = struct.Struct("<4sQIIIQ")
-"""magic, nonce, chunk, trial, region, bytes; then RUN for each run, or none where they are too many for one notice."""
-RUN = struct.Struct("<QQ")
-MAX_NOTICE_RUNS = 2048
-MAX_NOTICE_BYTES = NOTICE.size + MAX_NOTICE_RUNS * RUN.size
-MAGIC = b"KVs2"
-TOKEN_BYTES = 16
-MAX_HELLO = 1024
-MAX_REGIONS = 64
 MAX_LINKS = 1024
 UCRED = struct.Struct("3i")
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
 BURST_BYTES = 8 << 20
-
-
-class _Advert(msgspec.Struct, frozen=True, array_like=True):
-    """epoch: counts the times when a boot that never came was fenced by refusing what it may still hold, which are adverts of older epochs."""
-
-    socket: bytes
-    token: bytes
-    epoch: int = 0
-
-
-class _Hello(msgspec.Struct, frozen=True, array_like=True):
-    token: bytes
-    epoch: int
-    node: str
-    incarnation: str
-
-
-class _Shared(msgspec.Struct, frozen=True, array_like=True):
-    """The reader's regions, (id, nbytes), in the order of the descriptors that travel with it."""
-
-    regions: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +86,7 @@ class _Write:
 class _Mover:
     """The thread that copies to one peer; `sock` is connected and its own."""
 
-    def __init__(self, sock: socket.socket, me: Peer, peer: Peer, advert: _Advert, settings: ShmSettings, writes: Writes, waits: GilWaits) -> None:
+    def __init__(self, sock: socket.socket, me: Peer, peer: Peer, advert: Advert, settings: ShmSettings, writes: Writes, waits: GilWaits) -> None:
         self._sock, self._me, self._peer, self.advert, self._settings, self._writes = sock, me, peer, advert, settings, writes
         self._waits = waits
         self._lock = threading.Lock()
@@ -150,7 +135,7 @@ class _Mover:
         self._doorbell.close()
 
     def _greet(self, sock: socket.socket) -> None:
-        sock.send(msgspec.msgpack.encode(_Hello(self.advert.token, self.advert.epoch, self._me.node, self._me.incarnation)))
+        sock.send(encode(Hello(self.advert.token, self.advert.epoch, self._me.node, self._me.incarnation)))
         _wait(sock, select.POLLIN, self._settings.connect_s)
         data, fds, _, _ = socket.recv_fds(sock, 65536, MAX_REGIONS)
         try:
@@ -160,10 +145,7 @@ class _Mover:
                 os.close(fd)
 
     def _map(self, data: bytes, fds: list[int]) -> None:
-        try:
-            shared = msgspec.msgpack.decode(data, type=_Shared)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"the answer to the hello is not readable: {error}") from error
+        shared = decode_shared(data)
         if len(shared.regions) != len(fds):
             raise ProtocolError(f"{len(shared.regions)} regions came with {len(fds)} descriptors")
         for (region, nbytes), fd in zip(shared.regions, fds, strict=True):
@@ -206,7 +188,7 @@ class _Mover:
                 raise ConnectionAbortedError("closed by this node")
             payload.advance(BURST_BYTES)
         stamp = write.stamp
-        self._notify(sock, NOTICE.pack(MAGIC, stamp.nonce, stamp.chunk, stamp.trial, write.region, stamp.nbytes) + runs)
+        self._notify(sock, pack_notice(stamp, write.region, runs))
         self._writes.settle(write.handle, WriteStatus.DONE, payload.digest() if write.digests else None)
 
     def _notify(self, sock: socket.socket, notice: bytes) -> None:
@@ -254,8 +236,8 @@ class ShmBackend:
         self._ended: list[_Mover] = []
         self._lock = threading.Lock()
         self._links: set[_Inlet] = set()
-        self._met: dict[Peer, dict[int, int]] = {}
-        """Writers that have our memory: pid → pidfd, open until it has exited: it is the fence."""
+        self._met = Processes()
+        """Writers that have our memory; used under the lock."""
         self._epoch = 0
         self._least_epoch: dict[Peer, float] = {}
         """Boots that were fenced: the oldest advert they may still come with; infinity for a process that has exited."""
@@ -280,7 +262,7 @@ class ShmBackend:
         self._regions[region.id] = region
 
     def advert(self) -> bytes:
-        return msgspec.msgpack.encode(_Advert(self._socket_name, self._token, self._epoch))
+        return encode(Advert(self._socket_name, self._token, self._epoch))
 
     def permit(self, permit: Permit) -> None:
         self._permits.grant(permit)
@@ -303,10 +285,7 @@ class ShmBackend:
         return self._writes.take_duration(handle)
 
     def connect(self, peer: Peer, advert: bytes) -> None:
-        try:
-            decoded = msgspec.msgpack.decode(advert, type=_Advert)
-        except msgspec.DecodeError as error:
-            raise PeerUnreachable(f"the advert of {peer.node} for shm is not readable: {error}") from error
+        decoded = decode_advert(advert)
         mover = self._movers.get(peer)
         if mover is not None and decoded.epoch < mover.advert.epoch:
             raise PeerUnreachable(f"the ticket of {peer.node} is older than its connection by shared memory")
@@ -316,7 +295,7 @@ class ShmBackend:
             raise PeerUnreachable(f"{peer.node} could not be reached by shared memory a moment ago")
         self._movers[peer] = self._start(peer, decoded)
 
-    def _start(self, peer: Peer, advert: _Advert) -> _Mover:
+    def _start(self, peer: Peer, advert: Advert) -> _Mover:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.setblocking(False)
         try:
@@ -351,7 +330,7 @@ class ShmBackend:
             for inlet in self._links:
                 if inlet.peer == peer:
                     _shut(inlet.sock)
-            if not all(has_exited(pidfd) for pidfd in self._met.get(peer, {}).values()):
+            if not self._met.have_exited(peer):
                 return Fence.CANNOT_FENCE
             self._bar(peer)
         return Fence.FENCED
@@ -359,11 +338,9 @@ class ShmBackend:
     def _bar(self, peer: Peer) -> None:
         """A boot that connects later must not break the proof given here. One that never came may be alive: it is let in with an advert that is
         newer than every ticket it can hold now."""
-        met = self._met.pop(peer, {})
-        for pidfd in met.values():
-            os.close(pidfd)
-        self._epoch += not met
-        self._least_epoch[peer] = math.inf if met else self._epoch
+        was_met = self._met.forget(peer)
+        self._epoch += not was_met
+        self._least_epoch[peer] = math.inf if was_met else self._epoch
 
     def shutdown(self) -> None:
         with self._lock:
@@ -381,9 +358,7 @@ class ShmBackend:
             if thread is not None:
                 thread.join(self._settings.connect_s + 1.0)
         self._listener.close()
-        for pidfd in (pidfd for pidfds in self._met.values() for pidfd in pidfds.values()):
-            os.close(pidfd)
-        self._met.clear()
+        self._met.close()
         self._movers.clear()
         self._doorbell.close()
 
@@ -434,13 +409,10 @@ class ShmBackend:
         if uid != os.getuid():
             raise ProtocolError(f"process {pid} belongs to user {uid}, this node to {os.getuid()}")
         _wait(sock, select.POLLIN, self._settings.connect_s)
-        data = sock.recv(MAX_HELLO)
+        data = sock.recv(MAX_HELLO_BYTES + 1)
         if not data:
             raise ConnectionResetError("closed before its hello")
-        try:
-            hello = msgspec.msgpack.decode(data, type=_Hello)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"its hello is not readable: {error}") from error
+        hello = decode_hello(data)
         if not hmac.compare_digest(hello.token, self._token):
             raise ProtocolError("its hello does not carry this boot's token")
         peer = Peer(hello.node, hello.incarnation)
@@ -448,34 +420,19 @@ class ShmBackend:
             if self._closed or hello.epoch < self._least_epoch.get(peer, 0):
                 raise ProtocolError(f"boot {peer.incarnation} of {peer.node} was closed before")
             inlet.peer = peer
-            self._meet(peer, pid, sock)
+            self._met.meet(peer, pid, sock)
         regions = list(self._regions.values())
-        shared = _Shared(tuple((region.id, region.nbytes) for region in regions))
-        socket.send_fds(sock, [msgspec.msgpack.encode(shared)], [region.fd for region in regions if region.fd is not None])
+        shared = Shared(tuple((region.id, region.nbytes) for region in regions))
+        socket.send_fds(sock, [encode(shared)], [region.fd for region in regions if region.fd is not None])
         return peer
 
-    def _meet(self, peer: Peer, pid: int, sock: socket.socket) -> None:
-        """Keep one pidfd per process; one that has exited is of an earlier process with this pid."""
-        pidfds = self._met.setdefault(peer, {})
-        if pid in pidfds and not has_exited(pidfds[pid]):
-            return
-        if pid in pidfds:
-            os.close(pidfds[pid])
-        pidfds[pid] = pidfd_of(sock, pid)
-
     def _landed(self, peer: Peer, data: bytes) -> None:
-        runs_bytes = len(data) - NOTICE.size
-        if not 0 <= runs_bytes <= MAX_NOTICE_RUNS * RUN.size or runs_bytes % RUN.size or not data.startswith(MAGIC):
-            raise ProtocolError(f"a notice of {len(data)} bytes")
-        _, nonce, chunk, trial, region_id, nbytes = NOTICE.unpack_from(data)
-        spans = list(RUN.iter_unpack(data[NOTICE.size :]))
-        if spans and sum(length for _, length in spans) != nbytes:
-            raise ProtocolError(f"the runs of a notice do not add up to {nbytes} bytes")
-        permit = self._permits.find(peer, nonce, region_id, spans)
+        stamp, region_id, spans = decode_notice(data)
+        permit = self._permits.find(peer, stamp.nonce, region_id, spans)
         if permit is None:
             return
         digest = self._digest(self._regions[region_id], spans) if permit.digests and spans else None
-        self._arrivals.add(Stamp(nonce, chunk, trial, nbytes), digest, spans, region_id)
+        self._arrivals.add(stamp, digest, spans, region_id)
 
     def _digest(self, region: Region, spans: list[tuple[int, int]]) -> int:
         """Of what lies in the pages. The writer copies in one thread and sends its notice after its copy, so this write can not land again."""

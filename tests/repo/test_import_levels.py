@@ -41,6 +41,7 @@ LEVELS: dict[str, float] = {
     "pdcluster.transfer.nixl": 3,
     "pdcluster.transfer.pidfd": 2,
     "pdcluster.transfer.shm": 3,
+    "pdcluster.transfer.shm_frames": 2.5,
     "pdcluster.transfer.staged": 3,
     "pdcluster.transfer.staging": 2,
     "pdcluster.transfer.tcp": 3,

@@ -1,0 +1,99 @@
+"""What backend `shm` says over its unix sockets: the advert, the hello and its answer, and the notice of a finished copy. Formats only; whatever is
+wrong in what a peer sent raises our own errors and nothing else.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeVar
+
+import msgspec
+
+from pdcluster.errors import PeerUnreachable, ProtocolError
+from pdcluster.transfer.base import Stamp
+
+NOTICE = struct.Struct("<4sQIIIQ")
+"""magic, nonce, chunk, trial, region, bytes; then RUN for each run, or none where they are too many for one notice."""
+RUN = struct.Struct("<QQ")
+MAGIC = b"KVs2"
+MAX_NOTICE_RUNS = 2048
+MAX_NOTICE_BYTES = NOTICE.size + MAX_NOTICE_RUNS * RUN.size
+MAX_HELLO_BYTES = 1024
+MAX_REGIONS = 64
+TOKEN_BYTES = 16
+MAX_SOCKET_NAME_BYTES = 107
+
+DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What msgspec raises for bytes that it cannot take."""
+
+
+class Advert(msgspec.Struct, frozen=True, array_like=True):
+    """epoch: counts the times when a boot that never came was fenced by refusing what it may still hold, which are adverts of older epochs."""
+
+    socket: bytes
+    token: bytes
+    epoch: int = 0
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    token: bytes
+    epoch: int
+    node: str
+    incarnation: str
+
+
+class Shared(msgspec.Struct, frozen=True, array_like=True):
+    """The reader's regions, (id, nbytes), in the order of the descriptors that travel with it."""
+
+    regions: tuple[tuple[int, int], ...]
+
+
+Frame = TypeVar("Frame", Hello, Shared)
+
+
+def encode(frame: Advert | Hello | Shared) -> bytes:
+    return msgspec.msgpack.encode(frame)
+
+
+def decode_advert(data: bytes) -> Advert:
+    try:
+        advert = msgspec.msgpack.decode(data, type=Advert)
+    except DECODE_ERRORS as error:
+        raise PeerUnreachable(f"the peer's advert for shm is not readable: {error}") from error
+    if not 0 < len(advert.socket) < MAX_SOCKET_NAME_BYTES or len(advert.token) != TOKEN_BYTES:
+        raise PeerUnreachable(f"the peer's advert for shm names a socket of {len(advert.socket)} and a token of {len(advert.token)} bytes")
+    return advert
+
+
+def decode_hello(data: bytes) -> Hello:
+    if len(data) > MAX_HELLO_BYTES:
+        raise ProtocolError(f"a hello of more than {MAX_HELLO_BYTES} bytes")
+    return _decode("hello", data, Hello)
+
+
+def decode_shared(data: bytes) -> Shared:
+    return _decode("answer to the hello", data, Shared)
+
+
+def _decode(name: str, data: bytes, kind: type[Frame]) -> Frame:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except DECODE_ERRORS as error:
+        raise ProtocolError(f"the {name} is not readable: {error}") from error
+
+
+def pack_notice(stamp: Stamp, region: int, runs: bytes) -> bytes:
+    """runs: RUN for each run, packed."""
+    return NOTICE.pack(MAGIC, stamp.nonce, stamp.chunk, stamp.trial, region, stamp.nbytes) + runs
+
+
+def decode_notice(data: bytes) -> tuple[Stamp, int, list[tuple[int, int]]]:
+    """Stamp, region and spans."""
+    runs_bytes = len(data) - NOTICE.size
+    if not 0 <= runs_bytes <= MAX_NOTICE_RUNS * RUN.size or runs_bytes % RUN.size or not data.startswith(MAGIC):
+        raise ProtocolError(f"a notice of {len(data)} bytes")
+    _, nonce, chunk, trial, region, nbytes = NOTICE.unpack_from(data)
+    spans = list(RUN.iter_unpack(data[NOTICE.size :]))
+    if spans and sum(length for _, length in spans) != nbytes:
+        raise ProtocolError(f"the runs of a notice do not add up to {nbytes} bytes")
+    return Stamp(nonce, chunk, trial, nbytes), region, spans
