@@ -20,33 +20,37 @@ LAYER_BYTES = TOKEN_BYTES // NUM_LAYERS
 VOCAB = 5000
 
 
-def kv_of(previous: bytes, token: int) -> bytes:
-    return hashlib.blake2b(previous + token.to_bytes(4, "little"), digest_size=TOKEN_BYTES).digest()
+def kv_of(previous: bytes, token: int, width: int = 1) -> bytes:
+    """Each layer's part is repeated `width` times, for media whose faults want larger pages."""
+    kv = hashlib.blake2b(previous + token.to_bytes(4, "little"), digest_size=TOKEN_BYTES).digest()
+    return b"".join(kv[layer * LAYER_BYTES : (layer + 1) * LAYER_BYTES] * width for layer in range(NUM_LAYERS))
 
 
 def draw(context: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(context, digest_size=4).digest(), "little") % VOCAB
 
 
-def reference(prompt: list[int], num_tokens: int) -> list[int]:
+def reference(prompt: list[int], num_tokens: int, width: int = 1) -> list[int]:
     kv = [b""]
     output: list[int] = []
     for token in prompt:
-        kv.append(kv_of(kv[-1], token))
+        kv.append(kv_of(kv[-1], token, width))
     for _ in range(num_tokens):
         output.append(draw(b"".join(kv)))
-        kv.append(kv_of(kv[-1], output[-1]))
+        kv.append(kv_of(kv[-1], output[-1], width))
     return output
 
 
 class OracleEngine:
-    """Implements loop.StepEngine. A page is [layer][token][LAYER_BYTES]; a step's layers are written one bell at a time, at `tick`.
+    """Implements loop.StepEngine. A page is [layer][token][width × LAYER_BYTES]; a step's layers are written one bell at a time, at `tick`.
 
     A step without bells is done when it is launched, unless `hold` is set; then when `finish` is called."""
 
-    def __init__(self, num_pages: int, page_tokens: int) -> None:
+    def __init__(self, num_pages: int, page_tokens: int, width: int = 1) -> None:
         self.page_tokens = page_tokens
-        self.page_bytes = page_tokens * TOKEN_BYTES
+        self.width = width
+        self.layer_bytes = LAYER_BYTES * width
+        self.page_bytes = page_tokens * TOKEN_BYTES * width
         self._fd = os.memfd_create("oracle-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, num_pages * self.page_bytes)
         self.memory = mmap.mmap(self._fd, num_pages * self.page_bytes)
@@ -98,15 +102,16 @@ class OracleEngine:
     def _kv_of_row(self, row: Row) -> list[bytes]:
         fresh = [self._read(row.pages, row.start - 1) if row.start else b""]
         for token in row.tokens.tolist():
-            fresh.append(kv_of(fresh[-1], token))
+            fresh.append(kv_of(fresh[-1], token, self.width))
         return fresh[1:]
 
     def _write(self, end_layer: int) -> None:
+        nbytes = self.layer_bytes
         for row, fresh in self._fresh:
             for index, kv in enumerate(fresh):
                 for layer in range(self.layers_done, end_layer):
                     offset = self._offset(row.pages, row.start + index, layer)
-                    self.memory[offset : offset + LAYER_BYTES] = kv[layer * LAYER_BYTES : (layer + 1) * LAYER_BYTES]
+                    self.memory[offset : offset + nbytes] = kv[layer * nbytes : (layer + 1) * nbytes]
         self.layers_done = end_layer
 
     def _answer(self, row: Row) -> RowResult:
@@ -117,11 +122,11 @@ class OracleEngine:
 
     def _read(self, pages, position: int) -> bytes:
         offsets = (self._offset(pages, position, layer) for layer in range(NUM_LAYERS))
-        return b"".join(self.memory[offset : offset + LAYER_BYTES] for offset in offsets)
+        return b"".join(self.memory[offset : offset + self.layer_bytes] for offset in offsets)
 
     def _offset(self, pages, position: int, layer: int) -> int:
         page, token = int(pages[position // self.page_tokens]), position % self.page_tokens
-        return page * self.page_bytes + (layer * self.page_tokens + token) * LAYER_BYTES
+        return page * self.page_bytes + (layer * self.page_tokens + token) * self.layer_bytes
 
     def close(self) -> None:
         os.close(self.done_fd)
