@@ -1,0 +1,103 @@
+"""What a simulated node tells the router, late and with losses: changes of its cache, numbered, and reports of its load.
+
+A message that is lost leaves a gap in the numbers; the router notices with the next message, ignores what follows, asks for a snapshot and goes on
+from that, as the live view does. Load reports replace each other, so a lost one is only older news.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from pdcluster.messages import Load
+from pdcluster_router.index import PrefixIndex
+from pdcluster_router.replay.node import SimNode
+
+
+@dataclass(frozen=True, slots=True)
+class FeedSpec:
+    """delay_s: from node to router. loss: share of messages that never come."""
+
+    delay_s: float = 0.0
+    loss: float = 0.0
+
+
+IMMEDIATE = FeedSpec()
+
+
+@dataclass(frozen=True, slots=True)
+class _Delta:
+    sent_s: float
+    number: int
+    added: bytes
+    removed: bytes
+    snapshot: bool = False
+
+
+@dataclass(slots=True)
+class Feed:
+    """Of one node to one router. index: None when only loads are told. num_gaps: how often a snapshot was needed."""
+
+    node: SimNode
+    index: PrefixIndex | None
+    spec: FeedSpec
+    chance: random.Random
+    num_gaps: int = 0
+    report: Load | None = None
+    report_s: float = -1.0
+    _number: int = 0
+    _expected: int = 1
+    _deltas: deque[_Delta] = field(default_factory=deque)
+    _reports: deque[tuple[float, Load]] = field(default_factory=deque)
+    _snapshot_at: float | None = None
+
+    def update(self, now: float) -> None:
+        """The node speaks, then what has arrived by now is read."""
+        delay_s = self.spec.delay_s
+        if self.index is None:
+            self.node.cache.changes.clear()
+        else:
+            self._speak(now)
+            while self._deltas and self._deltas[0].sent_s + delay_s <= now:
+                self._read(self._deltas.popleft(), now, self.index)
+        if not delay_s and not self.spec.loss:
+            self.report_s, self.report = now, self.node.load(now)
+            return
+        if not self._is_lost():
+            self._reports.append((now, self.node.load(now)))
+        while self._reports and self._reports[0][0] + delay_s <= now:
+            self.report_s, self.report = self._reports.popleft()
+
+    def _speak(self, now: float) -> None:
+        if self._snapshot_at is not None and now >= self._snapshot_at:
+            self.node.cache.take_changes()
+            self._number += 1
+            self._deltas.append(_Delta(now, self._number, b"".join(self.node.cache.names()), b"", snapshot=True))
+            self._snapshot_at = None
+        changes = self.node.cache.take_changes()
+        if changes:
+            self._number += 1
+            if not self._is_lost():
+                added = b"".join(block for block, is_there in changes.items() if is_there)
+                removed = b"".join(block for block, is_there in changes.items() if not is_there)
+                self._deltas.append(_Delta(now, self._number, added, removed))
+
+    def _read(self, delta: _Delta, now: float, index: PrefixIndex) -> None:
+        name = self.node.name
+        if delta.snapshot:
+            index.snapshot(name, delta.added)
+        elif delta.number != self._expected:
+            if self._snapshot_at is None and not any(d.snapshot for d in self._deltas):
+                self.num_gaps += 1
+                self._snapshot_at = now + self.spec.delay_s
+            return
+        else:
+            if delta.removed:
+                index.remove(name, delta.removed)
+            if delta.added:
+                index.add(name, delta.added)
+        self._expected = delta.number + 1
+
+    def _is_lost(self) -> bool:
+        return self.spec.loss > 0 and self.chance.random() < self.spec.loss

@@ -1,0 +1,316 @@
+"""One simulated node: a queue of prompts computed in chunks, a batch of decode rows, one KV pool. Pure; simulated time is passed in.
+
+It schedules as `pdcluster.scheduler` does: prompts first come first served, rows in every step, a prompt's next chunk beside them; a prompt starts
+when its KV fits. What happens is left in `outcomes` for the simulation, which moves KV and time. Left out: preemption (answers reserve their whole
+length), several prompts in one step, and speculation.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pdcluster.cost import NodeCost, num_pairs
+from pdcluster.messages import CostReport, Load, Role
+from pdcluster_router.replay.cache import Hold, PrefixCache
+from pdcluster_router.replay.steps import Segment, segment
+from pdcluster_router.replay.trace import TraceRequest
+
+What = Literal["started", "prefilled", "reserved", "finished"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """chunk_tokens: of a prompt in one step beside decode rows; alone_tokens: while none runs. slots: rows that may run."""
+
+    cost: NodeCost
+    cache_tokens: int
+    block_tokens: int
+    chunk_tokens: int = 512
+    alone_tokens: int = 4096
+    slots: int = 256
+    kv_bytes_per_token: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One request on its way. decodes_here: whether the node that computes the prompt goes on (mode local)."""
+
+    number: int
+    request: TraceRequest
+    decodes_here: bool = True
+    cached_tokens: int = 0
+    decode_cached_tokens: int = 0
+    ready_s: float = 0.0
+    started_s: float = 0.0
+    first_token_s: float = 0.0
+    finished_s: float = 0.0
+    prompt_hold: Hold | None = None
+    row_hold: Hold | None = None
+    to_compute: int = 0
+
+
+@dataclass(slots=True)
+class _Job:
+    """The prompt that is being computed. left: tokens to go behind `done`."""
+
+    task: Task
+    done: int
+    left: int
+
+
+@dataclass(slots=True)
+class SimNode:
+    name: str
+    role: Role
+    spec: NodeSpec
+    cache: PrefixCache = field(init=False)
+    outcomes: list[tuple[float, What, Task]] = field(default_factory=list)
+    busy_s: float = 0.0
+    _report: CostReport = field(init=False)
+    _queue: deque[Task] = field(default_factory=deque)
+    _line: deque[Task] = field(default_factory=deque)
+    _job: _Job | None = None
+    _rows: list[tuple[int, int, Task]] = field(default_factory=list)
+    _joining: list[Task] = field(default_factory=list)
+    _num_reserved: int = 0
+    _context: int = 0
+    _step: int = 0
+    _free_s: float = 0.0
+    _chunk: int = 0
+    _segment: Segment | None = None
+    _queued_tokens: int = 0
+    _queued_pairs: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.cache = PrefixCache(self.spec.cache_tokens // self.spec.block_tokens)
+        self._report = self.spec.cost.report()
+
+    # ------------------------------------------------------------ what the simulation asks
+
+    @property
+    def wake_s(self) -> float | None:
+        """When something happens by itself; None: never."""
+        return self._segment.end_s if self._segment is not None else None
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._queue or self._line or self._job or self._rows or self._joining or self._num_reserved or self.cache.num_busy)
+
+    def enqueue(self, task: Task, now: float) -> None:
+        """Compute the prompt; ready_s of the task: not before."""
+        request = task.request
+        cached = self._cached(task)
+        task.to_compute, task.cached_tokens = request.num_tokens - cached, cached
+        self._queued_tokens += task.to_compute
+        self._queued_pairs += num_pairs(task.to_compute, cached)
+        self._queue.append(task)
+        if self._job is None:
+            self._change(now)
+
+    def reserve(self, task: Task, now: float) -> None:
+        """A slot for a request whose prompt another node computes; "reserved" follows at once or when there is room."""
+        self._line.append(task)
+        self._serve_line(now)
+
+    def join(self, task: Task, now: float) -> None:
+        """The KV of a reserved request is here."""
+        hold = task.row_hold
+        assert hold is not None
+        self.cache.publish(hold, task.request.blocks)
+        self._num_reserved -= 1
+        self._joining.append(task)
+        self._change(now)
+
+    def cancel(self, task: Task, now: float) -> None:
+        """A request that reserved, or waits to, needs nothing: its first token was its last."""
+        if task.row_hold is None:
+            self._line.remove(task)
+            return
+        self.cache.close(task.row_hold)
+        task.row_hold = None
+        self._num_reserved -= 1
+        self._serve_line(now)
+
+    def release(self, task: Task, now: float) -> None:
+        """The KV of a prompt computed here is elsewhere now."""
+        assert task.prompt_hold is not None
+        self.cache.close(task.prompt_hold)
+        task.prompt_hold = None
+        self._serve_line(now)
+        if self._job is None and self._queue:
+            self._change(now)
+
+    def advance(self, now: float) -> None:
+        """The moment `wake_s` has come."""
+        assert self._segment is not None
+        self._commit(self._segment.count)
+        self._segment = None
+        self._settle()
+        self._plan()
+
+    def wake(self, now: float) -> None:
+        """A prompt that was not ready may be now."""
+        if self._job is None and self._queue:
+            self._change(now)
+
+    def load(self, now: float) -> Load:
+        """What the node would report now, progress inside a prompt included."""
+        spec, cache, job = self.spec, self.cache, self._job
+        tokens, pairs = self._queued_tokens, self._queued_pairs
+        num_rows = len(self._rows) + len(self._joining)
+        context = self._context
+        if self._segment is not None:
+            # The steps that are done by now; reading them off changes nothing.
+            steps = max(self._segment.steps_until(now) - 1, 0)
+            context += steps * len(self._rows)
+            if job is not None:
+                computed = min(steps * self._chunk, job.left)
+                tokens += job.left - computed
+                pairs += num_pairs(job.left - computed, job.done + computed)
+        elif job is not None:
+            tokens += job.left
+            pairs += num_pairs(job.left, job.done)
+        return Load(
+            waiting=len(self._queue) + (job is not None),
+            running=num_rows,
+            waiting_tokens=tokens,
+            context_tokens=context + sum(t.request.num_tokens for t in self._joining),
+            pages_total=cache.capacity,
+            pages_free=cache.capacity - cache.num_busy - (cache.num_kept - cache.num_pinned),
+            pages_cached=cache.num_kept - cache.num_pinned,
+            pages_quarantined=0,
+            pages_pinned=0,
+            slots=spec.slots,
+            slots_used=num_rows + self._num_reserved,
+            waiting_pairs=round(pairs),
+            cost=self._report,
+        )
+
+    # ------------------------------------------------------------ time
+
+    def _change(self, now: float) -> None:
+        """Something was added: finish the step that runs, then plan again."""
+        current = self._segment
+        if current is not None:
+            steps = current.steps_until(now)
+            if steps == current.count:
+                return
+            self._commit(steps)
+        else:
+            self._free_s = max(self._free_s, now)
+        self._segment = None
+        self._plan()
+
+    def _commit(self, steps: int) -> None:
+        current = self._segment
+        assert current is not None
+        end_s = current.after(steps)
+        self.busy_s += end_s - current.start_s
+        self._free_s = end_s
+        self._step += steps
+        self._context += steps * len(self._rows)
+        if self._job is not None:
+            computed = min(steps * self._chunk, self._job.left)
+            self._job.done += computed
+            self._job.left -= computed
+
+    def _settle(self) -> None:
+        """What the last step ended: rows, and perhaps a prompt."""
+        now, freed = self._free_s, False
+        while self._rows and self._rows[0][0] <= self._step:
+            task = heapq.heappop(self._rows)[2]
+            self._context -= task.request.num_tokens + task.request.num_output
+            self._finish(task, now)
+            freed = True
+        job = self._job
+        if job is not None and not job.left:
+            self._job = None
+            self._complete(job.task, now)
+        if freed:
+            self._serve_line(now)
+
+    def _complete(self, task: Task, now: float) -> None:
+        hold = task.prompt_hold
+        assert hold is not None
+        self.cache.publish(hold, task.request.blocks)
+        task.first_token_s = now
+        self.outcomes.append((now, "prefilled", task))
+        if task.decodes_here:
+            task.row_hold, task.prompt_hold = hold, None
+            self._num_reserved -= 1
+            if task.request.num_output > 1:
+                self._joining.append(task)
+            else:
+                self._finish(task, now)
+
+    def _finish(self, task: Task, now: float) -> None:
+        hold = task.row_hold
+        assert hold is not None
+        self.cache.publish(hold, task.request.grown)
+        self.cache.close(hold)
+        task.row_hold = None
+        task.finished_s = now
+        self.outcomes.append((now, "finished", task))
+
+    def _plan(self) -> None:
+        for task in self._joining:
+            heapq.heappush(self._rows, (self._step + task.request.num_output - 1, task.number, task))
+            self._context += task.request.num_tokens + 1
+        self._joining.clear()
+        if self._job is None and self._queue:
+            self._start_next()
+        rows, job = self._rows, self._job
+        if not rows and job is None:
+            return
+        count = rows[0][0] - self._step if rows else 1 << 30
+        self._chunk = 0
+        done = 0
+        if job is not None:
+            most = max(self.spec.chunk_tokens - len(rows), 16) if rows else self.spec.alone_tokens
+            self._chunk = min(most, job.left)
+            count, done = min(count, job.left // self._chunk), job.done
+        self._segment = segment(self.spec.cost, self._free_s, count, len(rows), self._context, self._chunk, done)
+
+    def _start_next(self) -> None:
+        task, now = self._queue[0], self._free_s
+        if task.ready_s > now:
+            return
+        request = task.request
+        if task.decodes_here and len(self._rows) + self._num_reserved >= self.spec.slots:
+            return
+        length = request.num_tokens + (request.num_output if task.decodes_here else 0)
+        hold = self.cache.open(request.blocks, self._blocks(length))
+        if hold is None:
+            return
+        self._queue.popleft()
+        self._queued_tokens -= task.to_compute
+        self._queued_pairs -= num_pairs(task.to_compute, task.cached_tokens)
+        cached = min(hold.num_shared * self.spec.block_tokens, request.num_tokens - 1)
+        task.prompt_hold, task.cached_tokens, task.to_compute = hold, cached, request.num_tokens - cached
+        task.started_s = now
+        self._num_reserved += task.decodes_here
+        self._job = _Job(task, cached, task.to_compute)
+        self.outcomes.append((now, "started", task))
+
+    def _serve_line(self, now: float) -> None:
+        """First come, first served: who waits longest is not passed by smaller ones."""
+        while self._line and len(self._rows) + len(self._joining) + self._num_reserved < self.spec.slots:
+            task = self._line[0]
+            request = task.request
+            hold = self.cache.open(request.blocks, self._blocks(request.num_tokens + request.num_output))
+            if hold is None:
+                return
+            self._line.popleft()
+            task.row_hold = hold
+            task.decode_cached_tokens = min(hold.num_shared * self.spec.block_tokens, request.num_tokens)
+            self._num_reserved += 1
+            self.outcomes.append((now, "reserved", task))
+
+    def _cached(self, task: Task) -> int:
+        return min(self.cache.depth(task.request.blocks) * self.spec.block_tokens, task.request.num_tokens - 1)
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.spec.block_tokens)

@@ -1,0 +1,126 @@
+"""One replay from plain values: which nodes, which hardware, which policy; and how fast a trace must come to load them. No printing.
+
+The hardware is a model of a node of 8 GPUs of 2021 that serves a dense 70B model in 16 bits: 10,000 prompt tokens a second without attention,
+attention equal to the rest at 105,000 tokens, 20 ms for a step of one row, 320 KiB of KV a token, 25 GB/s between nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster.errors import ConfigError
+from pdcluster.messages import Role
+from pdcluster_router.policy.base import Force
+from pdcluster_router.policy.registry import make_policy
+from pdcluster_router.replay.cache import pooled_depths
+from pdcluster_router.replay.feed import IMMEDIATE, FeedSpec
+from pdcluster_router.replay.node import NodeSpec, SimNode
+from pdcluster_router.replay.routing import ReplayRouter, RouterSpec
+from pdcluster_router.replay.simulation import Flight, LinkSpec, Simulation
+from pdcluster_router.replay.trace import Trace
+
+ALONE_TOKENS = 4096
+COST = NodeCost(
+    PrefillCost(fixed_s=0.005, token_s=1e-4, pair_s=1.9e-9, chunk_tokens=ALONE_TOKENS, samples=1000),
+    DecodeCost(fixed_s=0.02, row_s=1.5e-4, context_s=2.9e-8, samples=1000),
+)
+KV_BYTES_PER_TOKEN = 327_680
+LINK = LinkSpec(bandwidth=2.5e10)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many nodes of each role, and what each is. cache_tokens: KV of one node."""
+
+    prefill: int = 0
+    decode: int = 0
+    mixed: int = 0
+    cache_tokens: int = 4_000_000
+    chunk_tokens: int = 512
+    cost: NodeCost = COST
+    link: LinkSpec = LINK
+
+    @property
+    def num_nodes(self) -> int:
+        return self.prefill + self.decode + self.mixed
+
+    @property
+    def num_computing(self) -> int:
+        """Nodes that are there to compute prompts."""
+        return self.prefill + self.mixed or self.decode
+
+    def nodes(self, block_tokens: int) -> list[SimNode]:
+        if min(self.prefill, self.decode, self.mixed) < 0 or not self.num_nodes:
+            counts = f"{self.prefill} prefill, {self.decode} decode and {self.mixed} mixed nodes"
+            raise ConfigError(f"a cluster of {counts} cannot serve; give at least one node")
+        if self.cache_tokens < block_tokens:
+            raise ConfigError(f"a cache of {self.cache_tokens} tokens holds no block of {block_tokens}; give more tokens")
+        spec = NodeSpec(self.cost, self.cache_tokens, block_tokens, self.chunk_tokens, ALONE_TOKENS, kv_bytes_per_token=KV_BYTES_PER_TOKEN)
+        by_role: tuple[tuple[Role, int], ...] = (("prefill", self.prefill), ("decode", self.decode), ("mixed", self.mixed))
+        return [SimNode(f"{role}-{number}", role, spec) for role, count in by_role for number in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What else a run depends on. sees_truth: see routing.Truth."""
+
+    feed: FeedSpec = IMMEDIATE
+    force: Force = "auto"
+    seed: int = 0
+    sees_truth: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    flights: list[Flight]
+    nodes: list[SimNode]
+    span_s: float
+
+
+def replay(trace: Trace, layout: Layout, policy: str, conditions: Conditions = Conditions()) -> Outcome:
+    """Raises ConfigError for a policy or layout that does not exist."""
+    nodes = layout.nodes(trace.block_tokens)
+    outputs = sum(r.num_output for r in trace.requests) / max(len(trace.requests), 1)
+    spec = RouterSpec(
+        policy=make_policy(policy),
+        feed=conditions.feed,
+        force=conditions.force,
+        expected_output=max(round(outputs), 1),
+        seed=conditions.seed,
+        bandwidth=layout.link.bandwidth,
+        sees_truth=conditions.sees_truth,
+    )
+    simulation = Simulation(nodes, ReplayRouter(nodes, spec), layout.link)
+    flights = simulation.run(trace)
+    return Outcome(flights, nodes, trace.span_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """One LRU cache as large as all computing nodes' together: how many tokens of each request it holds, their share, and the work left."""
+
+    cached: tuple[int, ...]
+    hit: float
+    work_s: float
+
+
+def oracle(trace: Trace, layout: Layout) -> Oracle:
+    """Where a node computes and decodes, answers are cached, too."""
+    grown = layout.mixed > 0 or not layout.prefill
+    capacity = layout.num_computing * (layout.cache_tokens // trace.block_tokens)
+    depths = pooled_depths([(r.blocks, r.grown if grown else r.blocks) for r in trace.requests], capacity)
+    cached = tuple(min(depth * trace.block_tokens, r.num_tokens - 1) for depth, r in zip(depths, trace.requests, strict=True))
+    tokens = sum(r.num_tokens for r in trace.requests)
+    prefill = layout.cost.prefill
+    work_s = sum(prefill.seconds(r.num_tokens - known, known) for r, known in zip(trace.requests, cached, strict=True))
+    return Oracle(cached, sum(cached) / max(tokens, 1), work_s)
+
+
+def at_load(trace: Trace, layout: Layout, known: Oracle, load: float) -> Trace:
+    """The trace at the speed at which the oracle's work is `load` times what the computing nodes can do while it arrives."""
+    return trace.at_speed(load * layout.num_computing * trace.span_s / known.work_s)
+
+
+def with_cache(layout: Layout, cache_tokens: int) -> Layout:
+    return replace(layout, cache_tokens=cache_tokens)

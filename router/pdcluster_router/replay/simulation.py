@@ -1,0 +1,226 @@
+"""A cluster in simulated time: arrivals, the router's choices, nodes, and KV on its way between them. Every request has exactly one end.
+
+Events are a heap of (time, order, what); order is the number of the event, so equal times never depend on memory addresses, and a run is a function
+of its arguments. Links: a node sends one transfer at a time and receives one at a time; KV follows while the prompt is computed, so what a client
+waits for is the last piece, or the link where that is slower.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from pdcluster.errors import IntegrityError, Overloaded, Unavailable
+from pdcluster_router.policy.base import Choice
+from pdcluster_router.replay.node import SimNode, Task
+from pdcluster_router.replay.trace import Trace
+
+End = Literal["finished", "refused", "impossible"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """fixed_s: of one transfer. pieces: into how many the last chunk is cut, so that only the last is exposed."""
+
+    bandwidth: float = 1e10
+    fixed_s: float = 0.002
+    pieces: int = 8
+
+
+class Router(Protocol):
+    def choose(self, task: Task, now: float) -> Choice: ...
+
+    def sent(self, task: Task, choice: Choice, now: float) -> None: ...
+
+    def reserved(self, task: Task, decode: str, now: float) -> None: ...
+
+    def computed(self, task: Task, node: str) -> None: ...
+
+    def left(self, node: str) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A request, where it went and how it ended."""
+
+    task: Task
+    prefill: SimNode | None = None
+    decode: SimNode | None = None
+    end: End | None = None
+    end_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.task.first_token_s - self.task.request.arrival_s
+
+    @property
+    def tpot_s(self) -> float:
+        later = self.task.request.num_output - 1
+        return (self.task.finished_s - self.task.first_token_s) / later if later else 0.0
+
+
+@dataclass(slots=True)
+class Simulation:
+    nodes: Sequence[SimNode]
+    router: Router
+    link: LinkSpec = LinkSpec()
+    now: float = 0.0
+    num_events: int = 0
+    flights: list[Flight] = field(default_factory=list)
+    _events: list[tuple[float, int, str, object]] = field(default_factory=list)
+    _sends_until: dict[str, float] = field(default_factory=dict)
+    _receives_until: dict[str, float] = field(default_factory=dict)
+    _woken: dict[str, float] = field(default_factory=dict)
+    _by_name: dict[str, SimNode] = field(default_factory=dict)
+
+    def run(self, trace: Trace) -> list[Flight]:
+        """Until the last request has its end."""
+        self.flights = [Flight(Task(number, request)) for number, request in enumerate(trace.requests)]
+        self._by_name = {node.name: node for node in self.nodes}
+        arrivals = iter(self.flights)
+        upcoming = next(arrivals, None)
+        while upcoming is not None or self._events:
+            if upcoming is not None and (not self._events or upcoming.task.request.arrival_s <= self._events[0][0]):
+                self.now = upcoming.task.request.arrival_s
+                self._arrive(upcoming)
+                upcoming = next(arrivals, None)
+                continue
+            self.now, _, what, subject = heapq.heappop(self._events)
+            self._handle(what, subject)
+        self._check()
+        return self.flights
+
+    def _at(self, moment: float, what: str, subject: object) -> None:
+        self.num_events += 1
+        heapq.heappush(self._events, (moment, self.num_events, what, subject))
+
+    def _handle(self, what: str, subject: object) -> None:
+        if what == "node":
+            node = self._by_name[str(subject)]
+            if node.wake_s is not None and node.wake_s <= self.now:
+                node.advance(self.now)
+                self._after(node)
+        elif what == "ready":
+            node = self._by_name[str(subject)]
+            node.wake(self.now)
+            self._after(node)
+        else:
+            assert isinstance(subject, Flight)
+            {"started": self._started, "arrived": self._arrived, "place": self._place}[what](subject)
+
+    # ------------------------------------------------------------ one request
+
+    def _arrive(self, flight: Flight) -> None:
+        self._place(flight)
+
+    def _place(self, flight: Flight) -> None:
+        try:
+            choice = self.router.choose(flight.task, self.now)
+        except Unavailable:
+            self._finish(flight, "impossible")
+            return
+        except Overloaded:
+            self._finish(flight, "refused")
+            return
+        self.router.sent(flight.task, choice, self.now)
+        self._send(flight, choice)
+
+    def _send(self, flight: Flight, choice: Choice) -> None:
+        flight.decode = self._by_name[choice.decode.name]
+        flight.prefill = self._by_name[choice.prefill.name] if choice.prefill is not None else None
+        first, task = flight.prefill or flight.decode, flight.task
+        task.decodes_here = flight.prefill is None
+        first.enqueue(task, self.now)
+        self._after(first)
+
+    def _started(self, flight: Flight) -> None:
+        """The prompt is being computed: now the decode node is asked."""
+        decode, task = flight.decode, flight.task
+        if task.decodes_here or decode is None or flight.end is not None:
+            return
+        decode.reserve(task, self.now)
+        self._after(decode)
+
+    def _prefilled(self, flight: Flight) -> None:
+        task = flight.task
+        if task.decodes_here:
+            return
+        if task.request.num_output <= 1:
+            self._release(flight)
+            assert flight.decode is not None
+            flight.decode.cancel(task, self.now)
+            self._after(flight.decode)
+            task.finished_s = task.first_token_s
+            self.router.left(flight.decode.name)
+            self._finish(flight, "finished")
+        elif task.row_hold is not None:
+            self._transfer(flight, task.started_s)
+
+    def _reserved(self, flight: Flight) -> None:
+        assert flight.decode is not None
+        self.router.reserved(flight.task, flight.decode.name, self.now)
+        if flight.task.first_token_s:
+            self._transfer(flight, self.now)
+
+    def _transfer(self, flight: Flight, begun_s: float) -> None:
+        """Called when prompt and place are both there. begun_s: since when KV could flow."""
+        source, target, task = flight.prefill, flight.decode, flight.task
+        assert source is not None and target is not None
+        token_bytes = source.spec.kv_bytes_per_token
+        duration_s = (task.request.num_tokens - task.decode_cached_tokens) * token_bytes / self.link.bandwidth
+        begin_s = max(begun_s, self._sends_until.get(source.name, 0.0), self._receives_until.get(target.name, 0.0))
+        self._sends_until[source.name] = self._receives_until[target.name] = begin_s + duration_s
+        last_s = min(source.spec.alone_tokens, task.request.num_tokens) * token_bytes / self.link.bandwidth / self.link.pieces
+        done_s = max(begin_s + duration_s, self.now + min(last_s, duration_s)) + self.link.fixed_s
+        self._at(done_s, "arrived", flight)
+
+    def _arrived(self, flight: Flight) -> None:
+        self._release(flight)
+        assert flight.decode is not None
+        flight.decode.join(flight.task, self.now)
+        self._after(flight.decode)
+
+    def _release(self, flight: Flight) -> None:
+        assert flight.prefill is not None
+        flight.prefill.release(flight.task, self.now)
+        self.router.left(flight.prefill.name)
+        self._after(flight.prefill)
+
+    def _finish(self, flight: Flight, end: End) -> None:
+        if flight.end is not None:
+            raise IntegrityError(f"request {flight.task.number} ended {flight.end} and again {end}")
+        flight.end, flight.end_s = end, self.now
+
+    # ------------------------------------------------------------ nodes
+
+    def _after(self, node: SimNode) -> None:
+        """What the node did, and when it wants to be looked at again."""
+        while node.outcomes:
+            outcomes, node.outcomes = node.outcomes, []
+            for moment, what, task in outcomes:
+                flight = self.flights[task.number]
+                if what == "started":
+                    self._at(max(moment, self.now), "started", flight)
+                elif what == "prefilled":
+                    self.router.computed(task, node.name)
+                    self._prefilled(flight)
+                elif what == "reserved":
+                    self._reserved(flight)
+                else:
+                    self.router.left(node.name)
+                    self._finish(flight, "finished")
+        wake_s = node.wake_s
+        if wake_s is not None and self._woken.get(node.name) != wake_s:
+            self._woken[node.name] = wake_s
+            self._at(max(wake_s, self.now), "node", node.name)
+
+    def _check(self) -> None:
+        """Nothing is left anywhere."""
+        open_ends = [flight.task.number for flight in self.flights if flight.end is None]
+        busy = [node.name for node in self.nodes if not node.is_idle]
+        if open_ends or busy:
+            raise IntegrityError(f"requests without an end: {open_ends[:5]} ({len(open_ends)} in all); nodes that still hold something: {busy}")
+        for node in self.nodes:
+            node.cache.check_integrity()

@@ -1,0 +1,90 @@
+"""The production index behind a feed: equal to the nodes' caches without delay, catching up with it, repaired after losses."""
+
+import random
+
+import pytest
+from replay_cases import COST, random_trace
+
+from pdcluster_router.index import PrefixIndex
+from pdcluster_router.policy.base import Choice
+from pdcluster_router.policy.registry import make_policy
+from pdcluster_router.replay.feed import IMMEDIATE, Feed, FeedSpec
+from pdcluster_router.replay.node import NodeSpec, SimNode, Task
+from pdcluster_router.replay.routing import ReplayRouter, RouterSpec
+from pdcluster_router.replay.simulation import Simulation
+from pdcluster_router.replay.trace import Chain
+
+
+def _nodes(count: int = 3, cache_tokens: int = 2048) -> list[SimNode]:
+    return [SimNode(f"n{number}", "mixed", NodeSpec(COST, cache_tokens, 16)) for number in range(count)]
+
+
+class Watched(ReplayRouter):
+    """At each choice, compares what the index says with what nodes hold."""
+
+    def choose(self, task: Task, now: float) -> Choice:
+        choice = super().choose(task, now)
+        blocks = task.request.blocks
+        told = self.index.depths(b"".join(blocks)) if blocks else {}
+        assert told == {feed.node.name: depth for feed in self.feeds if (depth := feed.node.cache.depth(blocks))}
+        return choice
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_delay_the_index_says_what_nodes_hold(seed: int) -> None:
+    nodes = _nodes(cache_tokens=512)
+    simulation = Simulation(nodes, Watched(nodes, RouterSpec(make_policy("product"), seed=seed)))
+    simulation.run(random_trace(seed, 300))
+    assert sum(node.cache.num_kept for node in nodes) > 0
+
+
+def test_the_truth_and_the_index_give_equal_choices_without_delay() -> None:
+    ends = []
+    for sees_truth in (False, True):
+        nodes = _nodes()
+        simulation = Simulation(nodes, ReplayRouter(nodes, RouterSpec(make_policy("product"), sees_truth=sees_truth)))
+        ends.append([(flight.decode.name, flight.end_s) for flight in simulation.run(random_trace(1, 200)) if flight.decode])
+    assert ends[0] == ends[1]
+
+
+def _grow(node: SimNode, chain: Chain, number: int) -> bytes:
+    blocks = chain.extend((), [number, number + 1])
+    hold = node.cache.open(blocks, 2)
+    assert hold is not None
+    node.cache.publish(hold, blocks)
+    node.cache.close(hold)
+    return b"".join(blocks)
+
+
+def test_a_delayed_feed_says_what_was_true_before() -> None:
+    (node,), index, chain = _nodes(1), PrefixIndex(), Chain()
+    feed = Feed(node, index, FeedSpec(delay_s=1.0), random.Random(0))
+    hashes = _grow(node, chain, 1)
+    feed.update(0.0)
+    assert index.depths(hashes) == {} and feed.report is None
+    feed.update(0.9)
+    assert index.depths(hashes) == {}
+    feed.update(1.0)
+    assert index.depths(hashes) == {"n0": 2} and feed.report_s == 0.0
+
+
+def test_a_lost_message_is_noticed_and_a_snapshot_repairs_the_index() -> None:
+    (node,), index, chain = _nodes(1), PrefixIndex(), Chain()
+    feed = Feed(node, index, FeedSpec(delay_s=0.1, loss=0.3), random.Random(2))
+    grown = []
+    for step in range(100):
+        grown.append(_grow(node, chain, 10 * step))
+        feed.update(float(step))
+    feed.spec = FeedSpec(delay_s=0.1)
+    for step in range(100, 104):  # no more losses: what is told now closes the last gap
+        grown.append(_grow(node, chain, 10 * step))
+        feed.update(float(step))
+        feed.update(step + 0.5)
+    assert feed.num_gaps > 5
+    for hashes in grown:
+        blocks = tuple(hashes[at : at + 16] for at in range(0, len(hashes), 16))
+        assert index.depths(hashes).get("n0", 0) == node.cache.depth(blocks)
+
+
+def test_an_immediate_feed_loses_nothing() -> None:
+    assert FeedSpec(0.0, 0.0) == IMMEDIATE
