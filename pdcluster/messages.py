@@ -165,6 +165,14 @@ class Release(Message, frozen=True, array_like=True):
     request: str
 
 
+class Manage(Message, frozen=True, array_like=True):
+    """An operator's wish for the node: another role, or no new work (cordoned). None leaves that as it is. Idempotent; number names the answer."""
+
+    number: int
+    role: Role | None = None
+    cordoned: bool | None = None
+
+
 class FetchFile(Message, frozen=True, array_like=True):
     """Ask for a piece of one of the model card's files (tokenizer.json, chat template, …)."""
 
@@ -311,7 +319,7 @@ class Load(Message, frozen=True, array_like=True):
 
     waiting_tokens: prompt tokens that are not computed and were not found in the cache, of waiting and of running requests; waiting_pairs: the
     attention pairs they make (`cost.num_pairs`). cost: None until the node has one. paths: to the decode nodes written to last. failed_writes,
-    resent_chunks: how many since the node started, by reason."""
+    resent_chunks: how many since the node started, by reason. draining: no new work, for now or for good. role: None: the card's."""
 
     waiting: int
     running: int
@@ -332,6 +340,7 @@ class Load(Message, frozen=True, array_like=True):
     paths: tuple[PathLoad, ...] = ()
     failed_writes: tuple[tuple[str, int], ...] = ()
     resent_chunks: tuple[tuple[str, int], ...] = ()
+    role: Role | None = None
 
 
 class CacheDelta(Message, frozen=True, array_like=True):
@@ -341,6 +350,14 @@ class CacheDelta(Message, frozen=True, array_like=True):
     snapshot: bool
     added: bytes
     removed: bytes
+
+
+class Managed(Message, frozen=True, array_like=True):
+    """Answer to Manage: how it is now."""
+
+    number: int
+    role: Role
+    cordoned: bool
 
 
 class FileChunk(Message, frozen=True, array_like=True):
@@ -419,8 +436,8 @@ class AbortAck(Message, frozen=True, array_like=True):
 
 
 AnyMessage = (
-    Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | FetchFile
-    | Welcome | Scheduled | Reserved | Refused | Tokens | Delivered | Finished | Failed | Load | CacheDelta | FileChunk
+    Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | Manage | FetchFile
+    | Welcome | Scheduled | Reserved | Refused | Tokens | Delivered | Finished | Failed | Load | CacheDelta | Managed | FileChunk
     | Commit | CommitAck | Abort | AbortAck
 )  # fmt: skip
 

@@ -103,9 +103,9 @@ class NodeAgent:
                 raise news
             peers.append(news)
 
-    def set_draining(self) -> None:
-        """Tell the cluster that this node takes no new work."""
-        self._change(lambda card: replace(card, draining=True))
+    def set_draining(self, is_draining: bool = True) -> None:
+        """Tell the cluster whether this node takes no new work."""
+        self._change(lambda card: replace(card, draining=is_draining))
 
     def set_role(self, role: Role) -> None:
         self._change(lambda card: replace(card, role=role))

@@ -18,6 +18,7 @@ from pdcluster.node.outbox import Outbox
 from pdcluster.node.parking import Parking
 from pdcluster.node.prefill import PrefillSide
 from pdcluster.node.sequences import SequenceFactory
+from pdcluster.node.standing import Standing
 from pdcluster.node.stopwatch import Stopwatch
 from pdcluster.scheduler.scheduler import Limits, Scheduler
 from pdcluster.transfer.base import Backend, Peer, Region
@@ -97,7 +98,7 @@ def assemble(
     parking = Parking(max(int(shape.num_pages * wiring.parking_share), 1), clock)
     return NodeParts(
         me=wiring.me,
-        role=wiring.role,
+        standing=Standing(wiring.role, neighbours),
         max_rows=limits.max_rows,
         engine=engine,
         scheduler=scheduler,

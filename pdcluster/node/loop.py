@@ -30,6 +30,7 @@ from pdcluster.messages import (
     FetchFile,
     Hello,
     Load,
+    Manage,
     Prefill,
     Refused,
     RefusedLeg,
@@ -46,6 +47,7 @@ from pdcluster.node.outbox import Outbox
 from pdcluster.node.prefill import PrefillSide
 from pdcluster.node.report import Reporter, by_reason, path_loads
 from pdcluster.node.sequences import SequenceFactory
+from pdcluster.node.standing import Standing
 from pdcluster.node.stopwatch import Stopwatch
 from pdcluster.scheduler.scheduler import Scheduler
 from pdcluster.scheduler.sequence import Sequence
@@ -103,7 +105,9 @@ class Neighbours(Protocol):
 
     def gone(self) -> Iterable[Peer]: ...
 
-    def set_draining(self) -> None: ...
+    def set_draining(self, is_draining: bool) -> None: ...
+
+    def set_role(self, role: Role) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,7 @@ class NodeParts:
     """Everything the loop composes, built by `server`."""
 
     me: Peer
-    role: Role
+    standing: Standing
     max_rows: int
     engine: StepEngine
     scheduler: Scheduler
@@ -218,7 +222,7 @@ class NodeLoop:
         if self._drain_until is None:
             logger.info("draining: %d requests are still here", self._parts.prefill.num_legs + self._parts.decode.num_legs)
             self._drain_until = self._clock() + self._drain_s
-            self._parts.neighbours.set_draining()
+            self._parts.standing.drain()
 
     def _is_over(self) -> bool:
         if self._drain_until is None:
@@ -253,7 +257,7 @@ class NodeLoop:
         elif received.kind == "router":
             self._on_router_message(peer, message)
         elif isinstance(message, Hello):
-            parts.hub.send(peer, Welcome(parts.role))
+            parts.hub.send(peer, Welcome(parts.standing.role))
         elif not isinstance(message, Welcome):
             logger.warning("node %s sent a %s, which only routers send: dropped", peer.node, type(message).__name__)
 
@@ -272,6 +276,8 @@ class NodeLoop:
             parts.prefill.release(message.request)
         elif isinstance(message, Hello):
             self._on_hello(router, message)
+        elif isinstance(message, Manage):
+            parts.outbox.message(router, parts.standing.apply(message))
         elif isinstance(message, FetchFile):
             self._tell(router, parts.files.chunk(message))
 
@@ -317,7 +323,7 @@ class NodeLoop:
                 self._parts.outbox.message(router, ended.word)
             else:
                 lost.append((request, attempt))
-        self._parts.outbox.message(router, Welcome(self._parts.role, tuple(lost)))
+        self._parts.outbox.message(router, Welcome(self._parts.standing.role, tuple(lost)))
         self._reporter.add(router, self._tell)
 
     def _lose_router(self, router: Peer) -> None:
@@ -455,7 +461,8 @@ class NodeLoop:
             slots=self._parts.max_rows,
             slots_used=scheduler.slots_used,
             pages_parked=self._parts.prefill.num_parked_pages,
-            draining=self._drain_until is not None,
+            draining=not self._parts.standing.takes_work,
+            role=self._parts.standing.role,
             steps=self._steps,
             cost=self._parts.stopwatch.report(),
             paths=path_loads(self._parts.writer.paths),

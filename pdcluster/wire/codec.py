@@ -290,6 +290,10 @@ def _check_release(message: m.Release) -> None:
     _identifier("request", message.request)
 
 
+def _check_manage(message: m.Manage | m.Managed) -> None:
+    _integer("number", message.number, 0, UINT63)
+
+
 def _check_fetch(message: m.FetchFile) -> None:
     _identifier("name", message.name)
     _integer("offset", message.offset, 0, UINT63)
@@ -416,6 +420,8 @@ _CHECKS: Mapping[type[m.Message], Callable[[Any], None]] = {
     m.Reserved: _check_ticketed,
     m.Cancel: _check_cancel,
     m.Release: _check_release,
+    m.Manage: _check_manage,
+    m.Managed: _check_manage,
     m.FetchFile: _check_fetch,
     m.Scheduled: _check_scheduled,
     m.Refused: _check_refused,

@@ -28,8 +28,11 @@ from pdcluster.messages import (
     FileChunk,
     Finished,
     Load,
+    Manage,
+    Managed,
     Refused,
     Reserved,
+    Role,
     Scheduled,
     Tokens,
     Welcome,
@@ -73,6 +76,8 @@ class Cluster:
         self._settings = settings
         self._nodes: dict[str, NodeState] = {}
         self._files: dict[tuple[str, str], asyncio.Future[FileChunk]] = {}
+        self._managing: dict[int, asyncio.Future[Managed]] = {}
+        self._num_managed = 0
         self._changed = asyncio.Event()
 
     # ------------------------------------------------------------ following the bootstrap
@@ -182,6 +187,10 @@ class Cluster:
             self._notify()
         elif isinstance(message, CacheDelta):
             self._on_cache(state, message)
+        elif isinstance(message, Managed):
+            asked = self._managing.get(message.number)
+            if asked is not None and not asked.done():
+                asked.set_result(message)
         elif isinstance(message, FileChunk):
             waiting = self._files.get((incarnation, message.name))
             if waiting is not None and not waiting.done():
@@ -209,18 +218,19 @@ class Cluster:
         return ClusterView(tuple(self._view_of(state) for state in self._nodes.values() if state.is_up and state.load is not None))
 
     def _view_of(self, state: NodeState) -> NodeView:
-        card = state.card
+        card, load = state.card, state.load
+        assert load is not None  # else it is not in the view
         return NodeView(
             endpoint=state.endpoint,
-            role=card.role,
+            role=load.role or card.role,
             in_flight=self.ledger.in_flight(card.incarnation),
-            load=state.load,
+            load=load,
             cached=state.cached,
             block_tokens=card.hash_block_tokens,
             max_len=card.max_len,
             backends=card.backends,
-            is_cordoned=card.draining,
-            cost=NodeCost.of(state.load.cost) if state.load is not None and state.load.cost is not None else None,
+            is_cordoned=load.draining,
+            cost=NodeCost.of(load.cost) if load.cost is not None else None,
             kv_bytes_per_token=card.fingerprint.layout.token_bytes,
         )
 
@@ -233,6 +243,21 @@ class Cluster:
         if state is None or state.link is None:
             raise NodeLost(f"node {to.node} is not connected (any more)")
         state.link.send(message)
+
+    async def manage(self, incarnation: str, *, role: Role | None = None, cordoned: bool | None = None, timeout_s: float) -> Managed:
+        """Change what a node is for, or whether it takes new work; raises NodeLost or TimeoutError."""
+        state = self._nodes.get(incarnation)
+        if state is None:
+            raise NodeLost("the node left the cluster; list the nodes again")
+        self._num_managed += 1
+        number = self._num_managed
+        answer = self._managing[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.send(state.endpoint, Manage(number, role, cordoned))
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        finally:
+            del self._managing[number]
 
     async def fetch_file(self, incarnation: str, name: str, offset: int, timeout_s: float) -> FileChunk:
         """One piece of a model card's file; raises NodeLost or TimeoutError."""

@@ -46,8 +46,11 @@ class NoNeighbours:
     def gone(self):
         return ()
 
-    def set_draining(self) -> None:
-        self.is_draining = True
+    def set_draining(self, is_draining: bool) -> None:
+        self.is_draining = is_draining
+
+    def set_role(self, role: Role) -> None:
+        """Routers hear of it by the load reports."""
 
 
 class NoFiles:

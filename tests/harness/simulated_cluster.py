@@ -67,7 +67,10 @@ class Watch:
         news, self.news = self.news, []
         return news
 
-    def set_draining(self) -> None:
+    def set_draining(self, is_draining: bool) -> None:
+        """Nobody asks."""
+
+    def set_role(self, role: Role) -> None:
         """Nobody asks."""
 
 

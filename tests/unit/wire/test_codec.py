@@ -50,6 +50,8 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     m.CommitAck(5, (0, 3)),
     m.Abort(5, "slot gone", 3.0),
     m.AbortAck(5, "drained"),
+    m.Manage(7, "decode", True),
+    m.Managed(7, "mixed", False),
 )
 FRAMES = [encode(m.Envelope(m.PROTOCOL_VERSION, "a", "inc-a", "inc-b", 1, message)) for message in MESSAGES]
 
@@ -135,7 +137,8 @@ BAD: tuple[m.AnyMessage, ...] = (
     ticket(page_bytes=0), ticket(num_tokens=0), ticket(reader=replace(READER, address="nowhere")), ticket(writer=replace(WRITER, node="")),
     ticket(reader=replace(READER, adverts=(("tcp", bytes(1 << 17)),))), ticket(deadline_s=-math.inf),
     m.Hello("router", (("", 0, 0),)), m.Hello("router", (("r", -1, 0),)), m.Hello("router", (("r", 0, -1),)), m.Welcome("mixed", (("r", -1),)),
-    m.Cancel("r", 0, "x" * 20000), m.Release(""), m.FetchFile("f", -1), m.Refused("r", 0, "reserve", "", -1.0),
+    m.Cancel("r", 0, "x" * 20000), m.Release(""), m.FetchFile("f", -1),
+    m.Manage(-1), m.Managed(-1, "mixed", False), m.Refused("r", 0, "reserve", "", -1.0),
     m.Tokens((m.TokenRow("r", 0, -1, (1,)),)), m.Tokens((m.TokenRow("r", 0, 0, (-1,)),)), m.Tokens((m.TokenRow("r", 0, 0, (1, 2), (LOGPROBS,)),)),
     m.Tokens((m.TokenRow("r", 0, 0, (1,), (m.TokenLogprobs(math.nan),)),)), m.Tokens((m.TokenRow("r", 0, 0, (1,), (m.TokenLogprobs(0.0, (1,)),)),)),
     finished(timings=m.Timings(decode_s=-1.0)), finished(stop_token=-1), finished(num_output=-1),

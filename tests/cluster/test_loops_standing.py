@@ -1,0 +1,63 @@
+"""Roles and cordons changed while requests run: nothing that runs is lost, new work goes where it may."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from local_cluster import LocalCluster
+from oracle import VOCAB, reference
+
+from pdcluster.errors import NodeLost
+
+
+def prompt_of(length: int) -> list[int]:
+    return [random.Random(length).randrange(VOCAB) for _ in range(length)]
+
+
+async def incarnation_of(cluster: LocalCluster, name: str) -> str:
+    return next(node.endpoint.incarnation for node in cluster.router.view().nodes if node.name == name)
+
+
+async def test_roles_flip_under_load_and_every_request_keeps_its_tokens() -> None:
+    async with LocalCluster({"a": "prefill", "b": "decode"}, num_pages=128) as cluster:
+
+        async def one(index: int) -> str:
+            prompt = prompt_of(5 + index * 11 % 70)
+            tokens, done = await cluster.run(prompt, 6)
+            assert tokens == reference(prompt, 6), f"request {index}"
+            return str(done.route.decode)
+
+        async def flip() -> None:
+            for role_a, role_b in (("decode", "prefill"), ("prefill", "decode"), ("mixed", "mixed"), ("decode", "prefill")):
+                await cluster.router.manage(await incarnation_of(cluster, "a"), role=role_a, timeout_s=5.0)
+                await cluster.router.manage(await incarnation_of(cluster, "b"), role=role_b, timeout_s=5.0)
+
+        first, _ = await asyncio.gather(asyncio.gather(*(one(index) for index in range(30))), flip())
+        await cluster.until(lambda: {node.name: node.role for node in cluster.router.view().nodes} == {"a": "decode", "b": "prefill"})
+        assert first and {await one(index) for index in range(30, 34)} == {"a"}
+        await cluster.until_idle()
+
+
+async def test_a_cordoned_node_finishes_what_runs_and_gets_nothing_new() -> None:
+    async with LocalCluster({"d0": "mixed", "d1": "mixed"}, num_pages=128) as cluster:
+        running = [asyncio.create_task(cluster.run(prompt_of(30 + index), 40)) for index in range(4)]
+        await cluster.until(lambda: sum(node.num_requests for node in cluster.router.view().nodes) >= 4)
+        answer = await cluster.router.manage(await incarnation_of(cluster, "d0"), cordoned=True, timeout_s=5.0)
+        assert answer.cordoned
+        await cluster.until(lambda: [node.name for node in cluster.router.view().nodes if node.accepts_work] == ["d1"])
+        for index in range(3):
+            tokens, done = await cluster.run(prompt_of(60 + index), 4)
+            assert done.route.decode == "d1" and tokens == reference(prompt_of(60 + index), 4)
+        for index, (tokens, _) in enumerate(await asyncio.gather(*running)):
+            assert tokens == reference(prompt_of(30 + index), 40)
+        await cluster.router.manage(await incarnation_of(cluster, "d0"), cordoned=False, timeout_s=5.0)
+        await cluster.until(lambda: all(node.accepts_work for node in cluster.router.view().nodes))
+        await cluster.until_idle()
+
+
+async def test_a_node_that_is_not_there_is_named_as_such() -> None:
+    async with LocalCluster({"m0": "mixed"}) as cluster:
+        with pytest.raises(NodeLost, match="left the cluster"):
+            await cluster.router.manage("nobody", role="decode", timeout_s=1.0)
