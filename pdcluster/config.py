@@ -211,6 +211,26 @@ class StageConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldConfig:
+    """Requests that wait in the router because every node has enough to do."""
+
+    requests: int = key(1024, integer(1, 2**20), "most requests that wait in the router for a node")
+    memory_bytes: int = key(256 * 2**20, size(1024), "memory of the prompts that wait")
+    age_s: float = key(60.0, duration(0.001), "longest wait for a node")
+    patience_s: float = key(5.0, duration(0.001), "after waiting so long a request is due: those that came later pass it no more")
+    backlog_s: float = key(0.25, duration(0.001), "prompt work in seconds that may wait on a node; beyond it requests wait in the router")
+    floor_percent: int = key(5, integer(0, 100), "share of the work that less urgent requests get while more urgent ones wait")
+
+
+@dataclass(frozen=True, slots=True)
+class SloConfig:
+    """What is promised to accepted requests."""
+
+    ttft_s: float | None = key(None, duration(0.001), "refuse requests whose first token is predicted later than this; default: none is refused")
+    margin_percent: int = key(10, integer(0, 1000), "by how much predictions are taken to be too short")
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig(Section):
     """One router process."""
 
@@ -228,6 +248,8 @@ class RouterConfig(Section):
     heartbeat_s: float = key(1.0, duration(0.01), "how often the router renews its leases")
     drain_s: float = key(30.0, duration(), "on SIGTERM: longest time for open requests to finish")
     stages: StageConfig = field(default_factory=StageConfig)
+    hold: HoldConfig = field(default_factory=HoldConfig)
+    slo: SloConfig = field(default_factory=SloConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     log: LogConfig = field(default_factory=LogConfig)
     ready_fd: int | None = key(None, integer(0), "file descriptor that gets one JSON line when ready", flag_only=True)

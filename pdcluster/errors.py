@@ -52,15 +52,16 @@ class RequestTooLarge(BadRequest):
 
 
 class Overloaded(PdclusterError):
-    """Capacity exists but is busy; the caller may retry after `retry_after_s` seconds."""
+    """Capacity exists but is busy; the caller may retry after `retry_after_s` seconds. `reason` is a stable word for metrics: which bound it was."""
 
     code = "overloaded"
     http_status = 429
     retryable = True
 
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0, reason: str = "busy") -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class Unavailable(PdclusterError):

@@ -49,3 +49,32 @@ class RouterMetrics:
         self.queue_seconds = seconds("prefill_queue", "Wait of a prompt in its node's queue.")
         self.transfer_seconds = seconds("kv_transfer", "First KV write submitted to last one done.", "backend")
         self.transfer_bytes = counter("kv_transfer_bytes", "KV moved for choices that ended well.", "backend")
+
+
+MAX_TENANT_LABELS = 100
+
+
+class HoldMetrics:
+    """What a router holds and refuses. Tenants come from its configuration; beyond MAX_TENANT_LABELS they are counted as "other"."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.held = Gauge("pdcluster_held_requests", "Requests that wait in the router for a node.", registry=registry)
+        self.wait_seconds = Histogram(
+            "pdcluster_hold_wait_seconds",
+            "Wait of a request that was held, by how it ended: placed, refused or left.",
+            ("outcome",),
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.rejected = Counter(
+            "pdcluster_rejected_requests_total",
+            "Requests refused for want of room or time, by reason and tenant.",
+            ("reason", "tenant"),
+            registry=registry,
+        )
+        self._tenants: set[str] = set()
+
+    def refused(self, reason: str, tenant: str) -> None:
+        if len(self._tenants) < MAX_TENANT_LABELS:
+            self._tenants.add(tenant)
+        self.rejected.labels(reason, tenant if tenant in self._tenants else "other").inc()

@@ -27,6 +27,7 @@ class Decision:
     """One choice and what it was made from. shadow: what the shadow would have done, None without one."""
 
     query: Query
+    view: ClusterView
     choice: Choice
     shadow: Choice | None = None
 
@@ -50,7 +51,7 @@ class Chooser:
         choice = live.choose(query, view)
         self._counter += 1
         self._previous = choice.mode
-        return Decision(query, choice, shadow.choose(query, view) if shadow is not None else None)
+        return Decision(query, view, choice, shadow.choose(query, view) if shadow is not None else None)
 
     def choose_decode(self, job: Job, now: float, prefill: NodeView, avoid: Set[str]) -> NodeView | None:
         """For KV that waits on `prefill`. avoid: nodes that just refused or failed it; those that failed earlier attempts come last."""

@@ -14,14 +14,23 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from prometheus_client import CollectorRegistry
+
 from pdcluster import errors
 from pdcluster.messages import Finished, Timings
+from pdcluster.metrics import HoldMetrics
+from pdcluster_router.admission import Slo, check_fits
 from pdcluster_router.attempt import Attempt, Cluster, RetryAttempt, StageDeadlines
-from pdcluster_router.chooser import Chooser
-from pdcluster_router.generation import Chunk, Done, Generation, ModelInfo, Timeline
+from pdcluster_router.chooser import Chooser, Decision
+from pdcluster_router.fairness import Held
+from pdcluster_router.gate import Gate
+from pdcluster_router.generation import Chunk, Done, Generation, ModelInfo, Standing, Timeline
+from pdcluster_router.headroom import Headroom
+from pdcluster_router.hold import HoldLimits
 from pdcluster_router.job import HashChain, Job
 from pdcluster_router.legs import Inbox
 from pdcluster_router.policy.base import Choice
+from pdcluster_router.waiting import Waiting
 
 if TYPE_CHECKING:
     from pdcluster.api.text import TextModel
@@ -30,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 RETRY_PAUSES_S = (0.0, 0.1, 0.5)
 """Before the first retry, the second, and later ones."""
+
+BYTES_PER_TOKEN = 16
+"""What a prompt's token takes while it waits: in a list, packed, and its share of the hashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,9 @@ class DispatchSettings:
     hold_s: float = 60.0
     late_report_s: float = 0.02
     stages: StageDeadlines = field(default_factory=StageDeadlines)
+    hold: HoldLimits = field(default_factory=HoldLimits)
+    headroom: Headroom = field(default_factory=Headroom)
+    slo: Slo = field(default_factory=Slo)
 
 
 class Models(Protocol):
@@ -60,8 +75,16 @@ class Dispatch:
     """Implements generation.Dispatcher over a Cluster. Owned by the router's event loop."""
 
     def __init__(
-        self, cluster: Cluster, models: Models, chooser: Chooser, settings: DispatchSettings, clock: Callable[[], float] = time.monotonic
+        self,
+        cluster: Cluster,
+        models: Models,
+        chooser: Chooser,
+        settings: DispatchSettings,
+        clock: Callable[[], float] = time.monotonic,
+        metrics: HoldMetrics | None = None,
     ) -> None:
+        gate = Gate(settings.hold, settings.headroom, settings.slo)
+        self.waiting = Waiting(gate, metrics or HoldMetrics(CollectorRegistry()), clock, settings.stages.hold_s)
         self._cluster = cluster
         self._models = models
         self._chooser = chooser
@@ -84,9 +107,12 @@ class Dispatch:
         inbox = self._cluster.ledger.open_inbox(job.request)
         budget = RetryBudget(self._settings)
         first_token_at = second_token_at = None
+        is_placed = False
         try:
             while True:
-                attempt = Attempt(job, await self._choose(job), self._cluster, self._chooser, self._settings.stages, self._clock)
+                choice = await self._place(job, generation.standing, is_paid=is_placed)
+                is_placed = True
+                attempt = Attempt(job, choice, self._cluster, self._chooser, self._settings.stages, self._clock)
                 try:
                     async with aclosing(self._run(attempt, job, inbox)) as chunks:
                         async for chunk in chunks:
@@ -104,6 +130,7 @@ class Dispatch:
             yield self._done(attempt, job, budget.attempts, started, first_token_at, second_token_at)
         finally:
             self._cluster.ledger.close_inbox(job.request)
+            self.waiting.poke()
 
     def _job(self, generation: Generation, now: float) -> Job:
         return Job(
@@ -114,17 +141,22 @@ class Dispatch:
             chain=self._models.chain(generation.model, generation.salt),
         )
 
-    async def _choose(self, job: Job) -> Choice:
-        """Nodes for the next attempt, as soon as the first of them does not ask to be left alone."""
-        while True:
-            now = self._clock()
-            if now >= job.deadline:
-                raise errors.DeadlineExceeded(f"request {job.request} found no room by its deadline", "request")
-            choice = self._chooser.choose(job, now).choice
-            wait_s = job.busy_s(choice.first.endpoint.incarnation, now)
-            if not wait_s:
-                return choice
-            await asyncio.sleep(min(wait_s, job.deadline - now))
+    async def _place(self, job: Job, standing: Standing, *, is_paid: bool) -> Choice:
+        """Nodes for the next attempt, at once or when it is the request's turn. is_paid: it had a place before, and comes back."""
+        now = self._clock()
+        if now >= job.deadline:
+            raise errors.DeadlineExceeded(f"request {job.request} found no room by its deadline", "request")
+        size_bytes = BYTES_PER_TOKEN * len(job.prompt)
+        held = Held(job.request, standing.tenant, 0.0, size_bytes, now, job.deadline, standing.weight, standing.priority, is_paid)
+        decision = await self.waiting.place(held, lambda moment: self._decide(job, moment))
+        return decision.choice
+
+    def _decide(self, job: Job, now: float) -> Decision:
+        try:
+            return self._chooser.choose(job, now)
+        except errors.Unavailable:
+            check_fits(len(job.prompt) + len(job.emitted), self._cluster.view())
+            raise
 
     def _ending(self, job: Job, model: str) -> Finished | None:
         """The last word that a lost node did not get out, when its tokens came before it."""

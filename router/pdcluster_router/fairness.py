@@ -1,7 +1,7 @@
 """Whose turn it is among requests that wait: strict tiers of priority with a floor, deficit round robin over the tenants of a tier, earliest due
 time inside a tenant. Pure: no clock, no waiting; the same calls in the same order give the same turns.
 
-1. Tiers. The most urgent tier goes first. Every other tier that waits is owed `floor` of the work that goes before it, and goes as soon as that
+1. Tiers. The most urgent tier goes first. The others that wait share `floor` of the work that goes before them, and each goes as soon as its part
    pays for its next request: urgent work delays the rest, it cannot starve it.
 2. Tenants. Deficit round robin (Shreedhar and Varghese 1995): each visit credits a tenant quantum × weight, and what it releases is charged. While
    two tenants wait, their work ÷ weight differs by at most one quantum and the largest request of each ÷ its weight.
@@ -159,7 +159,7 @@ class Tier:
 
 
 class FairQueue:
-    """quantum: work that a visit credits a tenant of weight 1; floor: share of the work that goes past a tier which that tier is owed."""
+    """quantum: work that a visit credits a tenant of weight 1; floor: share of the work that goes past other tiers which they are owed."""
 
     def __init__(self, quantum: float, floor: float) -> None:
         self._quantum = quantum
@@ -218,9 +218,9 @@ class FairQueue:
         if turn.by_floor:
             tier.owed -= charge
         tier.settle(turn)
-        for other in self._tiers.values():
-            if other.priority > turn.tier and not other.is_paid_for():
-                other.owed += self._floor * charge
+        passed = [other for other in self._tiers.values() if other.priority > turn.tier and not other.is_paid_for()]
+        for other in passed:
+            other.owed += self._floor * charge / len(passed)
         return self.remove(turn.held.request)
 
     def work_before(self, tenant: str, weight: float, priority: int, work: float) -> float:

@@ -25,11 +25,23 @@ Mode = Literal["remote", "local"]
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """In whose name a request runs and how urgent it is. priority: lower goes first."""
+
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+
+
+ANYBODY = Standing()
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """One choice of one API request, ready to run.
 
     request: id, unique per choice; token_ids: the prompt, array('i'); deadline_s: seconds the caller gives it;
-    salt: the tenant's salt for the prefix cache, b"" for none.
+    salt: what names the prefix cache it shares, from its tenant and the request's own cache_salt, b"" for none.
     """
 
     request: str
@@ -38,6 +50,7 @@ class Generation:
     sampling: Sampling
     deadline_s: float
     salt: bytes = b""
+    standing: Standing = ANYBODY
 
 
 @dataclass(frozen=True, slots=True)

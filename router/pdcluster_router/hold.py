@@ -91,8 +91,9 @@ class HoldQueue:
         return next((bound for bound, shares, amount in self._amounts(held) if not shares.has_room(held.tenant, amount)), None)
 
     def push(self, held: Held) -> None:
-        """The caller has asked `lacks_room`."""
-        self._queue.add(held, min(held.deadline, held.arrived + self._limits.patience_s))
+        """The caller has asked `lacks_room`. One that comes back is due at once."""
+        due = held.arrived if held.is_paid else held.arrived + self._limits.patience_s
+        self._queue.add(held, min(held.deadline, due))
         for _, shares, amount in self._amounts(held):
             shares.take(held.tenant, amount)
         heapq.heappush(self._expiries, (self._expiry(held), held.request))

@@ -14,15 +14,18 @@ import zmq
 
 from pdcluster.bootstrap.agent import watch
 from pdcluster.config import RouterConfig
-from pdcluster.metrics import RouterMetrics
+from pdcluster.metrics import HoldMetrics, RouterMetrics
 from pdcluster.ready import announce
 from pdcluster.transfer.base import Peer
 from pdcluster.wire.sockets import WireSettings
+from pdcluster_router.admission import Slo
 from pdcluster_router.app import create_app
 from pdcluster_router.attempt import StageDeadlines
 from pdcluster_router.chooser import Chooser, PolicyHolder
 from pdcluster_router.cluster import Cluster
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
+from pdcluster_router.headroom import Headroom
+from pdcluster_router.hold import HoldLimits
 from pdcluster_router.models import Models
 from pdcluster_router.node_metrics import NodeCollector
 from pdcluster_router.places import Places
@@ -50,14 +53,14 @@ async def _serve(config: RouterConfig) -> int:
         stack.callback(cluster.close)
         models = Models(cluster, config.tokenizer)
         chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), cluster.view, force=config.mode)
-        dispatch = Dispatch(cluster, models, chooser, dispatch_settings(config))
+        metrics = router_metrics()
+        metrics.registry.register(NodeCollector(cluster))
+        dispatch = Dispatch(cluster, models, chooser, dispatch_settings(config), metrics=HoldMetrics(metrics.registry))
         tasks: list[_running] = []
-        for work in (cluster.follow(watch(config.bootstrap)), models.keep_loaded()):
+        for work in (cluster.follow(watch(config.bootstrap)), models.keep_loaded(), dispatch.waiting.follow(cluster)):
             task = _running(work, stop)
             tasks.append(task)
             await stack.enter_async_context(task)
-        metrics = router_metrics()
-        metrics.registry.register(NodeCollector(cluster))
         address, grpc_address = await stack.enter_async_context(_front_doors(config, dispatch, metrics))
         announce(config.ready_fd, address, name=name, grpc=grpc_address)
         logger.info("router %s serves http://%s%s", name, address, f" and grpc://{grpc_address}" if grpc_address else "")
@@ -82,9 +85,7 @@ async def _front_doors(config: RouterConfig, dispatch: Dispatch, metrics: Router
             doors.append(AsyncExitStack())
             settings = grpc_api.GrpcSettings(max_message_bytes=config.max_body_bytes, deadline_s=config.deadline_s)
             servicer = grpc_api.Inference(dispatch, settings, metrics, places)
-            grpc_address = await doors[1].enter_async_context(
-                grpc_api.listening(servicer, dispatch, config.grpc, settings, drain_s=config.drain_s)
-            )
+            grpc_address = await doors[1].enter_async_context(grpc_api.listening(servicer, dispatch, config.grpc, settings, drain_s=config.drain_s))
         yield address, grpc_address
     finally:
         await asyncio.gather(*(door.aclose() for door in doors))
@@ -97,7 +98,21 @@ def wire_settings(config: RouterConfig) -> WireSettings:
 def dispatch_settings(config: RouterConfig) -> DispatchSettings:
     own = config.stages
     stages = StageDeadlines(queue_s=own.queue_s, liveness_s=own.liveness_s, handshake_s=own.handshake_s, transfer_s=own.transfer_s)
-    return DispatchSettings(retries=config.retry_budget, hold_s=config.stages.queue_s, stages=stages)
+    hold, slo = config.hold, config.slo
+    return DispatchSettings(
+        retries=config.retry_budget,
+        hold_s=config.stages.queue_s,
+        stages=stages,
+        hold=HoldLimits(
+            count=hold.requests,
+            size_bytes=hold.memory_bytes,
+            age_s=hold.age_s,
+            patience_s=hold.patience_s,
+            floor=hold.floor_percent / 100,
+        ),
+        headroom=Headroom(backlog_s=hold.backlog_s),
+        slo=Slo(ttft_s=slo.ttft_s, margin=slo.margin_percent / 100),
+    )
 
 
 class _running:

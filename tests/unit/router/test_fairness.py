@@ -83,8 +83,8 @@ def test_urgent_requests_go_first_but_the_floor_is_kept() -> None:
     order = drain(queue)
     assert order[:10] == [f"u{number}" for number in range(10)]
     first = order[:100]
-    assert 7 <= sum(name.startswith("n") for name in first) <= 10, "a tenth of the urgent work"
-    assert 5 <= sum(name.startswith("b") for name in first) <= 10, "the least urgent tier has a floor too"
+    assert 3 <= sum(name.startswith("n") for name in first) <= 5, "a tenth of the urgent work, shared by the two"
+    assert 3 <= sum(name.startswith("b") for name in first) <= 5, "the least urgent tier has a floor too"
 
 
 def test_what_a_tier_is_owed_does_not_pile_up_while_its_request_finds_no_place() -> None:

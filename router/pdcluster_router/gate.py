@@ -1,0 +1,118 @@
+"""Who goes to a node, who waits and who is refused: hold queue, headroom and admission as one. Pure, so that the replay drives the same object in
+simulated time: decisions of the policy come in as a function, moments as numbers.
+
+A request *knocks*: it goes at once when nobody waits and some node is open for it; otherwise it is refused, or held. Whenever something may have
+freed (a report, an end, a node that came), `release` scores those that wait again, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from pdcluster import errors
+from pdcluster_router.admission import DrainRate, Outlook, Slo, check_service, refusal
+from pdcluster_router.chooser import Decision
+from pdcluster_router.fairness import Held
+from pdcluster_router.headroom import Headroom
+from pdcluster_router.hold import Answer, Expired, HoldLimits, HoldQueue
+
+Decide = Callable[[Held], Decision]
+"""What the policy would do with a request now; raises Unavailable when no node may take it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A request that waits no more: where it goes, or why it cannot go anywhere."""
+
+    held: Held
+    decision: Decision | None
+    error: errors.PdclusterError | None = None
+
+
+class Gate:
+    """Owned by one thread; in simulated time by one simulation."""
+
+    def __init__(self, limits: HoldLimits, headroom: Headroom, slo: Slo) -> None:
+        self.queue = HoldQueue(limits)
+        self._headroom = headroom
+        self._slo = slo
+        self._drain = DrainRate()
+
+    def knock(self, held: Held, decide: Decide, now: float) -> Decision | None:
+        """Where the request goes at once; None: it is held (`release` may find it a place right away). held.work is filled in here. Raises
+        Overloaded when it may not come in, and what `decide` raises; one that was let in before (is_paid) always may."""
+        decision = decide(held)
+        query, first = decision.query, decision.choice.first
+        prefill_s = self._headroom.prefill_s(first, query.uncached_on(first), query.cached_on(first))
+        is_open = bool(self._headroom.open_for(decision.choice, query, decision.view))
+        held = replace(held, work=prefill_s)
+        if is_open and not len(self.queue):
+            if not held.is_paid:
+                check_service(Outlook(0.0, self._headroom.waiting_s(first), prefill_s), self._slo)
+            return decision
+        if not held.is_paid:
+            self._admit(held, decision)
+        self.queue.push(held)
+        self._drain.is_held(True, now)
+        return None
+
+    def release(self, decide: Decide, now: float, most: int = 1) -> list[Released]:
+        """At most so many of those that wait. One at a time when a decision only counts in the next view once it was acted upon."""
+        released: list[Released] = []
+        wanted: dict[str, frozenset[str]] = {}
+
+        def offer(held: Held, claims: Sequence[Held]) -> Answer:
+            if len(released) >= most:
+                return Answer.FULL
+            try:
+                decision = decide(held)
+            except errors.PdclusterError as error:
+                released.append(Released(held, None, error))
+                return Answer.PLACED
+            choice, query, view = decision.choice, decision.query, decision.view
+            if not self._headroom.open_for(choice, query, view):
+                wanted[held.request] = self._headroom.usable(choice, query, view)
+                return Answer.FULL if self._headroom.is_full(choice.mode, view) else Answer.ELSEWHERE
+            if any(choice.first.endpoint.incarnation in wanted.get(claim.request, ()) for claim in claims):
+                return Answer.ELSEWHERE
+            released.append(Released(held, decision))
+            return Answer.PLACED
+
+        for held in self.queue.release(offer, now):
+            self._drain.released(held.charge, now)
+        self._drain.is_held(bool(len(self.queue)), now)
+        return released
+
+    def leave(self, request: str, now: float) -> None:
+        """Its client left, wherever it is by now."""
+        self.queue.remove(request)
+        self._drain.is_held(bool(len(self.queue)), now)
+
+    def expire(self, now: float) -> list[Released]:
+        """Those whose time is over, with the error that answers them."""
+        expired = self.queue.expire(now)
+        self._drain.is_held(bool(len(self.queue)), now)
+        return [Released(one.held, None, self._late(one, now)) for one in expired]
+
+    def wait_s(self, held: Held, num_nodes: int) -> float:
+        """Predicted wait in the queue of a request that is not in it."""
+        return self.queue.work_before(held) / self._drain.rate(max(num_nodes, 1))
+
+    # ------------------------------------------------------------ refusals
+
+    def _admit(self, held: Held, decision: Decision) -> None:
+        pool = [node for node in decision.view.nodes if node.accepts_work and (decision.choice.mode == "local" or node.role != "decode")]
+        least_s = min((self._headroom.waiting_s(node) for node in pool), default=0.0)
+        wait_s = self.wait_s(held, len(pool)) + max(least_s - self._headroom.backlog_s, 0.0)
+        bound = self.queue.lacks_room(held)
+        if bound is not None:
+            raise refusal(f"hold_{bound}", f"{len(self.queue)} requests of {self.queue.num_bytes} bytes wait for a node, no more may", wait_s)
+        check_service(Outlook(wait_s, min(least_s, self._headroom.backlog_s), held.work), self._slo)
+
+    def _late(self, expired: Expired, now: float) -> errors.PdclusterError:
+        held = expired.held
+        waited = f"request {held.request} waited {now - held.arrived:.2f} s for a node"
+        if expired.reason == "deadline":
+            return errors.DeadlineExceeded(f"{waited} and found no room by its deadline", "request")
+        return refusal("hold_age", f"{waited}, as long as it may", self.wait_s(held, 1))

@@ -1,0 +1,77 @@
+"""Whether there is a place for a request: on nodes whose backlog is small, told from a ClusterView. Pure.
+
+A node is *open* for prompts while the work that waits there is below `backlog_s`: enough that it never idles, so little that what comes next is still
+the router's to decide. Which open node gets a request is the policy's choice; a policy may also choose one that is not open, for what it has cached,
+as long as some node of that leg is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pdcluster_router.policy.base import Choice, Query
+from pdcluster_router.policy.pools import why_not
+from pdcluster_router.view import ClusterView, NodeView
+
+AHEAD = 4
+"""Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """backlog_s: seconds of prompt work that may wait on a node; cold_token_s: what a token is taken to cost where a node has not measured it yet."""
+
+    backlog_s: float = 0.25
+    cold_token_s: float = 50e-6
+
+    def prefill_s(self, node: NodeView, new_tokens: int, cached_tokens: int = 0) -> float:
+        """A prompt's time on the node when nothing else runs there."""
+        if node.cost is None:
+            return self.cold_token_s * new_tokens
+        return node.cost.prefill.seconds(new_tokens, cached_tokens)
+
+    def waiting_s(self, node: NodeView) -> float:
+        """Prompt work that waits on the node."""
+        if node.cost is None:
+            return self.cold_token_s * node.prefill_tokens
+        return node.cost.prefill.work_s(node.prefill_tokens, node.prefill_pairs)
+
+    @staticmethod
+    def takes_row(node: NodeView) -> bool:
+        return node.load is None or node.rows < node.load.slots
+
+    def is_open(self, node: NodeView, mode: str, *, has_row: bool) -> bool:
+        """For the leg that computes the prompt. has_row: some decode node could take it; if none can, prompts are computed ahead as long as what
+        waits for a decode node is a small part of the pool. Mode local needs a row of the node's own."""
+        if self.waiting_s(node) >= self.backlog_s:
+            return False
+        if mode == "local":
+            return self.takes_row(node)
+        return has_row or node.load is None or node.load.pages_parked * AHEAD < node.load.pages_total
+
+    def open_for(self, choice: Choice, query: Query, view: ClusterView) -> tuple[NodeView, ...]:
+        """Open nodes that could compute this request's prompt in the mode that was chosen; empty when it must wait."""
+        has_row = self._has_row(view.nodes)
+        pool = self._pool(choice.mode, view)
+        return tuple(node for node in pool if not _is_ruled_out(node, query) and self.is_open(node, choice.mode, has_row=has_row))
+
+    def usable(self, choice: Choice, query: Query, view: ClusterView) -> frozenset[str]:
+        """Incarnations that could compute this request's prompt in the mode that was chosen, open or not."""
+        return frozenset(node.endpoint.incarnation for node in self._pool(choice.mode, view) if not _is_ruled_out(node, query))
+
+    def is_full(self, mode: str, view: ClusterView) -> bool:
+        """Whether nobody's request has a place in this mode."""
+        has_row = self._has_row(view.nodes)
+        return not any(self.is_open(node, mode, has_row=has_row) for node in self._pool(mode, view))
+
+    def _pool(self, mode: str, view: ClusterView) -> list[NodeView]:
+        return [node for node in view.nodes if node.accepts_work and (mode == "local" or node.role != "decode")]
+
+    def _has_row(self, nodes: Iterable[NodeView]) -> bool:
+        return any(node.accepts_work and node.role != "prefill" and self.takes_row(node) for node in nodes)
+
+
+def _is_ruled_out(node: NodeView, query: Query) -> bool:
+    """A node that failed the request counts again only when it is the last one, which the policy decides; here it just is no reason to go."""
+    return bool(why_not(node, query.num_tokens)) or node.endpoint.incarnation in query.busy

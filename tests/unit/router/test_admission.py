@@ -1,0 +1,59 @@
+"""Admission: what is refused and with which word, and how fast the hold queue drains."""
+
+import pytest
+from scripted_cluster import make_node
+
+from pdcluster import errors
+from pdcluster_router.admission import DrainRate, Outlook, Slo, check_fits, check_service
+from pdcluster_router.view import ClusterView
+
+
+def test_without_a_service_level_nobody_is_refused_for_being_late() -> None:
+    check_service(Outlook(1e6, 1e6, 1e6), Slo())
+
+
+def test_who_would_be_late_is_told_how_long_the_wait_is() -> None:
+    with pytest.raises(errors.Overloaded, match=r"predicted after 2.30 s") as refused:
+        check_service(Outlook(2.0, 0.2, 0.1), Slo(ttft_s=2.0))
+    assert refused.value.retry_after_s == 2.0 and refused.value.reason == "slo"
+
+
+def test_the_margin_is_kept_free() -> None:
+    check_service(Outlook(0.8, 0.0, 0.1), Slo(ttft_s=1.0, margin=0.1))
+    with pytest.raises(errors.Overloaded):
+        check_service(Outlook(0.85, 0.0, 0.1), Slo(ttft_s=1.0, margin=0.1))
+
+
+def test_a_prompt_that_is_too_long_for_the_level_is_measured_by_its_own_length() -> None:
+    """Else long prompts would never be served, while short ones are."""
+    check_service(Outlook(2.0, 0.5, 4.0), Slo(ttft_s=1.0))
+    with pytest.raises(errors.Overloaded, match=r"more than the 8.00 s"):
+        check_service(Outlook(3.0, 0.5, 4.0), Slo(ttft_s=1.0))
+
+
+def test_what_can_never_fit_and_what_has_no_node_are_told_apart() -> None:
+    view = ClusterView((make_node("p0", "prefill"), make_node("d0", "decode")))
+    check_fits(4096, view)
+    with pytest.raises(errors.BadRequest, match=r"has 4097 tokens, the largest node takes 4096"):
+        check_fits(4097, view)
+    with pytest.raises(errors.Unavailable, match=r"none of 0"):
+        check_fits(1, ClusterView(()))
+
+
+def test_the_drain_rate_follows_what_left_while_requests_waited() -> None:
+    drain = DrainRate(memory_s=10.0)
+    assert drain.rate(2.0) == 2.0, "as expected, while nothing was seen"
+    drain.is_held(True, 0.0)
+    for second in range(1, 101):
+        drain.released(0.5, float(second))
+    assert drain.rate(2.0) == pytest.approx(0.5, rel=0.1)
+    drain.is_held(False, 100.0)
+    drain.is_held(True, 10_000.0)
+    assert drain.rate(2.0) == pytest.approx(0.5, rel=0.1), "time in which nobody waited says nothing"
+
+
+def test_a_queue_that_does_not_drain_has_a_long_wait() -> None:
+    drain = DrainRate(memory_s=10.0)
+    drain.is_held(True, 0.0)
+    drain.released(0.0, 60.0)
+    assert drain.rate(2.0) == pytest.approx(1e-6)

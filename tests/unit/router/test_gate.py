@@ -1,0 +1,189 @@
+"""The gate in simulated time: who goes at once, who waits, who is refused, and what a wait is predicted to be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import pytest
+from scripted_cluster import make_node
+
+from pdcluster import errors
+from pdcluster import messages as m
+from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster_router.admission import Slo
+from pdcluster_router.chooser import Decision
+from pdcluster_router.fairness import Held
+from pdcluster_router.gate import Gate
+from pdcluster_router.headroom import Headroom
+from pdcluster_router.hold import HoldLimits
+from pdcluster_router.policy.base import Query
+from pdcluster_router.policy.registry import make_policy
+from pdcluster_router.view import ClusterView, NodeView
+
+TOKEN_S = 0.001
+COST = NodeCost(PrefillCost(0.0, TOKEN_S), DecodeCost(0.01, 0.001))
+
+
+def load(waiting_tokens: int = 0, rows: int = 0, slots: int = 8) -> m.Load:
+    return m.Load(waiting_tokens // 100, 0, waiting_tokens, 0, 100, 100, 0, 0, 0, slots, rows)
+
+
+@dataclass
+class World:
+    """Nodes whose backlog the test sets; prompts by request."""
+
+    nodes: list[NodeView]
+    prompts: dict[str, Query] = field(default_factory=dict)
+    decided: list[str] = field(default_factory=list)
+
+    def decide(self, held: Held) -> Decision:
+        self.decided.append(held.request)
+        view, query = ClusterView(tuple(self.nodes)), self.prompts.get(held.request, Query(100))
+        return Decision(query, view, make_policy("product").choose(query, view))
+
+    def set_load(self, name: str, new: m.Load) -> None:
+        self.nodes = [replace(node, load=new) if node.name == name else node for node in self.nodes]
+
+
+def make_world(*roles: m.Role) -> World:
+    return World([replace(make_node(f"{role[0]}{number}", role), cost=COST) for number, role in enumerate(roles)])
+
+
+def make_gate(slo: Slo | None = None, **limits) -> Gate:
+    return Gate(HoldLimits(**limits), Headroom(backlog_s=0.25), slo or Slo())
+
+
+def held(request: str, arrived: float = 0.0, deadline: float = math.inf, **more) -> Held:
+    return Held(request, more.pop("tenant", "a"), 0.0, 100, arrived, deadline, **more)
+
+
+def test_a_request_goes_at_once_while_a_node_has_little_to_do() -> None:
+    world, gate = make_world("prefill", "decode"), make_gate()
+    world.set_load("p0", load(waiting_tokens=249))
+    decision = gate.knock(held("r1"), world.decide, 0.0)
+    assert decision is not None and decision.choice.first.name == "p0"
+
+
+def test_a_request_is_held_when_every_node_is_past_its_backlog_and_scored_again_when_one_is_not() -> None:
+    world, gate = make_world("mixed", "mixed"), make_gate()
+    for name in ("m0", "m1"):
+        world.set_load(name, load(waiting_tokens=300))
+    assert gate.knock(held("r1"), world.decide, 0.0) is None
+    assert gate.release(world.decide, 0.1) == []
+    world.set_load("m1", load(waiting_tokens=10))
+    (released,) = gate.release(world.decide, 0.2)
+    assert released.decision is not None and released.decision.choice.first.name == "m1"
+    assert gate.release(world.decide, 0.2) == [] and len(gate.queue) == 0
+
+
+def test_who_comes_while_others_wait_does_not_pass_them() -> None:
+    world, gate = make_world("mixed"), make_gate()
+    world.set_load("m0", load(waiting_tokens=300))
+    assert gate.knock(held("r1"), world.decide, 0.0) is None
+    world.set_load("m0", load())
+    assert gate.knock(held("r2"), world.decide, 0.1) is None
+    assert [one.held.request for one in gate.release(world.decide, 0.1, most=2)] == ["r1", "r2"]
+
+
+def test_prompts_are_computed_ahead_of_full_decode_nodes_but_not_without_end() -> None:
+    world, gate = make_world("prefill", "decode"), make_gate()
+    world.set_load("d1", load(rows=8))
+    world.set_load("p0", msgspec.structs.replace(load(), pages_parked=24))
+    assert gate.knock(held("r1"), world.decide, 0.0) is not None, "the prefill node is not idled"
+    world.set_load("p0", msgspec.structs.replace(load(), pages_parked=25))
+    assert gate.knock(held("r2"), world.decide, 0.0) is None
+    assert gate.release(world.decide, 0.1) == []
+    world.set_load("d1", load(rows=7))
+    assert len(gate.release(world.decide, 0.2)) == 1
+
+
+def test_a_node_that_does_it_all_needs_a_row_of_its_own() -> None:
+    world, gate = make_world("mixed"), make_gate()
+    world.set_load("m0", load(rows=8))
+    assert gate.knock(held("r1"), world.decide, 0.0) is None
+    world.set_load("m0", load(rows=7))
+    assert len(gate.release(world.decide, 0.2)) == 1
+
+
+def test_a_node_that_asked_this_request_to_be_left_alone_is_no_place_for_it_but_for_others() -> None:
+    world, gate = make_world("mixed"), make_gate(patience_s=5.0)
+    world.prompts["r1"] = Query(100, busy=frozenset({"m0-boot"}))
+    assert gate.knock(held("r1", is_paid=True), world.decide, 0.0) is None
+    assert gate.knock(held("r2"), world.decide, 0.0) is None
+    assert [one.held.request for one in gate.release(world.decide, 0.1)] == ["r2"]
+    world.prompts["r1"] = Query(100)
+    assert [one.held.request for one in gate.release(world.decide, 0.2)] == ["r1"]
+
+
+def test_an_old_request_keeps_its_node_from_those_behind_it() -> None:
+    """Only the large node can take it; short prompts must not keep that one past its backlog for ever."""
+    world, gate = make_world("mixed", "mixed"), make_gate(patience_s=5.0)
+    world.nodes = [replace(world.nodes[0], max_len=10_000), world.nodes[1]]
+    world.prompts["long"] = Query(9000)
+    world.set_load("m0", load(waiting_tokens=300))
+    world.set_load("m1", load(waiting_tokens=300))
+    assert gate.knock(held("long"), world.decide, 0.0) is None
+    for number in range(5):
+        assert gate.knock(held(f"s{number}", arrived=0.1), world.decide, 0.1) is None
+    world.set_load("m1", load(waiting_tokens=200))
+    assert [one.held.request for one in gate.release(world.decide, 0.2)] == ["s0"], "it is passed where it could not go"
+    world.nodes = [replace(node, in_flight=0 if node.name == "m0" else 9) for node in world.nodes]
+    assert [one.held.request for one in gate.release(world.decide, 6.0)] == [], "what would go to its node waits behind it"
+    world.set_load("m0", load())
+    assert [one.held.request for one in gate.release(world.decide, 6.1)] == ["long"]
+
+
+def test_a_request_without_any_node_left_is_told_so() -> None:
+    world, gate = make_world("mixed"), make_gate()
+    world.set_load("m0", load(waiting_tokens=300))
+    assert gate.knock(held("r1"), world.decide, 0.0) is None
+    world.nodes = []
+    (released,) = gate.release(world.decide, 0.1)
+    assert isinstance(released.error, errors.Unavailable) and len(gate.queue) == 0
+
+
+def test_a_full_queue_refuses_at_once_and_says_how_long_the_wait_would_be() -> None:
+    world, gate = make_world("mixed"), make_gate(count=20)
+    world.set_load("m0", load(waiting_tokens=300))
+    for number in range(20):
+        assert gate.knock(held(f"r{number}"), world.decide, 0.0) is None
+    with pytest.raises(errors.Overloaded, match=r"20 requests .* wait") as refused:
+        gate.knock(held("r20"), world.decide, 0.0)
+    assert refused.value.reason == "hold_count"
+    assert refused.value.retry_after_s == pytest.approx(20 * 100 * TOKEN_S + 0.05), "the work before it, and what the node is past its backlog"
+    assert len(gate.queue) == 20
+
+
+def test_with_a_service_level_the_queue_is_as_long_as_the_level_allows() -> None:
+    world, gate = make_world("mixed", "mixed"), make_gate(slo=Slo(ttft_s=1.0, margin=0.0))
+    for name in ("m0", "m1"):
+        world.set_load(name, load(waiting_tokens=250))
+    admitted = 0
+    with pytest.raises(errors.Overloaded) as refused:
+        for number in range(100):
+            gate.knock(held(f"r{number}"), world.decide, 0.0)
+            admitted += 1
+    assert refused.value.reason == "slo"
+    assert admitted == 14, "two nodes do 0.1 s each; 0.25 s on a node, the prompt itself, and 0.65 s of wait or less"
+
+
+def test_deadline_and_age_end_a_wait() -> None:
+    world, gate = make_world("mixed"), make_gate(age_s=10.0)
+    world.set_load("m0", load(waiting_tokens=300))
+    gate.knock(held("r1", deadline=2.0), world.decide, 0.0)
+    gate.knock(held("r2"), world.decide, 0.0)
+    (late,) = gate.expire(2.0)
+    assert late.held.request == "r1" and isinstance(late.error, errors.DeadlineExceeded)
+    (old,) = gate.expire(10.0)
+    assert isinstance(old.error, errors.Overloaded) and old.error.reason == "hold_age"
+    gate.queue.check_integrity()
+
+
+def test_a_client_that_leaves_frees_its_place() -> None:
+    world, gate = make_world("mixed"), make_gate(count=1)
+    world.set_load("m0", load(waiting_tokens=300))
+    gate.knock(held("r1"), world.decide, 0.0)
+    gate.leave("r1", 0.5)
+    assert gate.knock(held("r2"), world.decide, 0.5) is None

@@ -1,0 +1,194 @@
+"""Requests that wait in the router, as coroutines: they go when a node reports room, and leave when their client does."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry
+from scripted_cluster import FakeCluster, make_chooser, make_node, settle
+
+from pdcluster import errors
+from pdcluster import messages as m
+from pdcluster.kv.hashing import chain_root
+from pdcluster.metrics import HoldMetrics
+from pdcluster_router.admission import Slo
+from pdcluster_router.attempt import StageDeadlines
+from pdcluster_router.dispatch import Dispatch, DispatchSettings
+from pdcluster_router.generation import Done, Generation, Standing
+from pdcluster_router.hold import HoldLimits
+from pdcluster_router.job import HashChain
+
+BUSY = m.Load(100, 0, 100_000, 0, 100, 100, 0, 0, 0, 8, 0)
+IDLE = m.Load(0, 0, 0, 0, 100, 100, 0, 0, 0, 8, 0)
+
+
+class OneModel:
+    def models(self):
+        return ()
+
+    def text(self, model):
+        raise errors.UnknownModel(model)
+
+    def chain(self, model, salt):
+        return HashChain(chain_root(block_tokens=4, salt=salt), 4)
+
+
+class Bench:
+    """One mixed node that serves one token to whoever it is sent, and is as busy as the test says."""
+
+    def __init__(self, slo: Slo | None = None, **limits) -> None:
+        self.cluster = FakeCluster([make_node("m0", "mixed", load=BUSY)])
+        self.cluster.handlers["m0"] = self.serve
+        self.served: list[str] = []
+        self.occupies = False
+        self.registry = CollectorRegistry()
+        settings = DispatchSettings(stages=StageDeadlines(hold_s=0.01), hold=HoldLimits(**limits), slo=slo or Slo())
+        self.dispatch = Dispatch(self.cluster, OneModel(), make_chooser(self.cluster), settings, metrics=HoldMetrics(self.registry))
+
+    def serve(self, message, answer) -> None:
+        if isinstance(message, m.Prefill):
+            request, attempt = message.work.request, message.work.attempt
+            self.served.append(request)
+            if self.occupies:
+                self.report(BUSY)
+            answer(m.TokenRow(request, attempt, 0, (7,)))
+            answer(m.Finished(request, attempt, "length", 1, m.Timings()))
+
+    def report(self, load: m.Load) -> None:
+        self.cluster.nodes[0] = replace(self.cluster.nodes[0], load=load)
+        self.dispatch.waiting.poke()
+
+    def start(self, request: str, tenant: str = "a", deadline_s: float = 5.0, priority: int = 0) -> asyncio.Task[Done]:
+        sampling = m.Sampling(max_tokens=1, seed=1)
+        generation = Generation(request, "model", array("i", range(10)), sampling, deadline_s, standing=Standing(tenant, 1.0, priority))
+        return asyncio.create_task(self.run(generation))
+
+    async def run(self, generation: Generation) -> Done:
+        async with aclosing(self.dispatch.generate(generation)) as events:
+            async for event in events:
+                if isinstance(event, Done):
+                    return event
+        raise AssertionError("a generation ended without Done")
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"pdcluster_{name}", labels)
+
+
+async def test_requests_wait_until_a_node_reports_room_and_then_all_are_served() -> None:
+    bench = Bench()
+    tasks = [bench.start(f"r{number}") for number in range(5)]
+    await settle()
+    assert bench.served == [] and bench.dispatch.waiting.num_held == 5 and bench.metric("held_requests") == 5
+    bench.report(IDLE)
+    await asyncio.gather(*tasks)
+    assert bench.served == [f"r{number}" for number in range(5)]
+    assert bench.dispatch.waiting.num_held == 0 and bench.metric("held_requests") == 0
+    assert bench.metric("hold_wait_seconds_count", outcome="placed") == 5
+
+
+async def test_each_is_scored_against_a_view_that_has_the_last_one() -> None:
+    bench = Bench()
+    bench.occupies = True
+    tasks = [bench.start(f"r{number}") for number in range(3)]
+    await settle()
+    for number in range(3):
+        bench.report(IDLE)
+        await tasks[number]
+        await settle()
+        assert bench.served == [f"r{n}" for n in range(number + 1)], "one report of room is room for one"
+
+
+async def test_a_client_that_leaves_frees_its_place_at_once() -> None:
+    bench = Bench(count=1)
+    first = bench.start("r1")
+    await settle()
+    with pytest.raises(errors.Overloaded, match="no more may"):
+        await bench.start("r2")
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert bench.dispatch.waiting.num_held == 0 and bench.cluster.ledger.num_requests() == 0
+    third = bench.start("r3")
+    await settle()
+    bench.report(IDLE)
+    await third
+    assert bench.served == ["r3"]
+    assert bench.metric("hold_wait_seconds_count", outcome="left") == 1
+    assert bench.metric("rejected_requests_total", reason="hold_count", tenant="a") == 1
+
+
+async def test_a_client_that_leaves_in_the_moment_it_is_given_a_place_costs_nobody_else_one() -> None:
+    bench = Bench()
+    first, second = bench.start("r1"), bench.start("r2")
+    await settle()
+    bench.report(IDLE)
+    first.cancel()
+    await second
+    await asyncio.gather(first, return_exceptions=True)
+    assert "r2" in bench.served and bench.dispatch.waiting.num_held == 0
+
+
+async def test_every_refused_request_is_answered_at_once_with_the_predicted_wait() -> None:
+    bench = Bench(count=8)
+    tasks = [bench.start(f"r{number}") for number in range(50)]
+    await settle()
+    refused = [task for task in tasks if task.done()]
+    assert len(refused) == 42
+    for task in refused:
+        error = task.exception()
+        assert isinstance(error, errors.Overloaded) and error.retry_after_s > 0 and "predicted wait" in str(error)
+    bench.report(IDLE)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert len(bench.served) == 8
+
+
+async def test_a_flooding_tenant_does_not_starve_another() -> None:
+    bench = Bench(count=100, is_shared=True, quantum=0.001)
+    flood = [bench.start(f"f{number}", "flood") for number in range(200)]
+    other = [bench.start(f"o{number}", "other") for number in range(5)]
+    await settle()
+    assert not any(task.done() for task in other), "there is room for the other tenant though one flooded"
+    bench.report(IDLE)
+    await asyncio.gather(*other)
+    assert max(bench.served.index(f"o{number}") for number in range(5)) < 20
+    await asyncio.gather(*flood, return_exceptions=True)
+    assert len(bench.served) == 85
+
+
+async def test_urgent_requests_go_first() -> None:
+    bench = Bench()
+    tasks = [bench.start("normal"), bench.start("urgent", priority=-1)]
+    await settle()
+    bench.report(IDLE)
+    await asyncio.gather(*tasks)
+    assert bench.served == ["urgent", "normal"]
+
+
+async def test_a_held_request_ends_by_its_deadline_or_its_age() -> None:
+    bench = Bench(age_s=0.05)
+    hurried, patient = bench.start("r1", deadline_s=0.02), bench.start("r2")
+    with pytest.raises(errors.DeadlineExceeded, match="found no room by its deadline"):
+        await hurried
+    with pytest.raises(errors.Overloaded, match="as long as it may"):
+        await patient
+    assert bench.dispatch.waiting.num_held == 0
+
+
+async def test_when_the_last_node_goes_those_that_wait_are_told_at_once() -> None:
+    bench = Bench()
+    task = bench.start("r1")
+    await settle()
+    bench.cluster.kill(bench.cluster.nodes[0])
+    bench.dispatch.waiting.poke()
+    with pytest.raises(errors.Unavailable, match="none of 0 known nodes"):
+        await task
+
+
+async def test_a_prompt_that_no_node_can_take_is_the_callers_mistake() -> None:
+    bench = Bench()
+    bench.cluster.nodes[0] = replace(bench.cluster.nodes[0], max_len=9)
+    with pytest.raises(errors.BadRequest, match="the largest node takes 9"):
+        await bench.start("r1")
