@@ -173,6 +173,10 @@ class Manage(Message, frozen=True, array_like=True):
     cordoned: bool | None = None
 
 
+class AskCache(Message, frozen=True, array_like=True):
+    """Cache deltas were missed: send a snapshot now."""
+
+
 class FetchFile(Message, frozen=True, array_like=True):
     """Ask for a piece of one of the model card's files (tokenizer.json, chat template, …)."""
 
@@ -319,7 +323,8 @@ class Load(Message, frozen=True, array_like=True):
 
     waiting_tokens: prompt tokens that are not computed and were not found in the cache, of waiting and of running requests; waiting_pairs: the
     attention pairs they make (`cost.num_pairs`). cost: None until the node has one. paths: to the decode nodes written to last. failed_writes,
-    resent_chunks: how many since the node started, by reason. draining: no new work, for now or for good. role: None: the card's."""
+    resent_chunks: how many since the node started, by reason. draining: no new work, for now or for good. role: None: the card's.
+    seen: number of the last frame from the router that gets the report; what came in it and before is counted."""
 
     waiting: int
     running: int
@@ -341,6 +346,7 @@ class Load(Message, frozen=True, array_like=True):
     failed_writes: tuple[tuple[str, int], ...] = ()
     resent_chunks: tuple[tuple[str, int], ...] = ()
     role: Role | None = None
+    seen: int = 0
 
 
 class CacheDelta(Message, frozen=True, array_like=True):
@@ -436,7 +442,7 @@ class AbortAck(Message, frozen=True, array_like=True):
 
 
 AnyMessage = (
-    Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | Manage | FetchFile
+    Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | Manage | AskCache | FetchFile
     | Welcome | Scheduled | Reserved | Refused | Tokens | Delivered | Finished | Failed | Load | CacheDelta | Managed | FileChunk
     | Commit | CommitAck | Abort | AbortAck
 )  # fmt: skip

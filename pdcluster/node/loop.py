@@ -23,6 +23,7 @@ from pdcluster.messages import (
     Abort,
     AbortAck,
     AnyMessage,
+    AskCache,
     Cancel,
     Commit,
     CommitAck,
@@ -139,7 +140,7 @@ class NodeLoop:
         self._parts = parts
         self._drain_s = drain_s
         self._clock = clock
-        self._reporter = Reporter(parts.pages, self._load, interval_s=report_s, clock=clock)
+        self._reporter = Reporter(parts.pages, self._load, interval_s=report_s, clock=clock, seen=parts.hub.last_received)
         self._running: StepPlan | None = None
         self._steps = 0
         self._failures = 0
@@ -278,6 +279,8 @@ class NodeLoop:
             self._on_hello(router, message)
         elif isinstance(message, Manage):
             parts.outbox.message(router, parts.standing.apply(message))
+        elif isinstance(message, AskCache):
+            self._reporter.add(router, self._tell)
         elif isinstance(message, FetchFile):
             self._tell(router, parts.files.chunk(message))
 

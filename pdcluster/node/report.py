@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from msgspec.structs import replace
+
 from pdcluster.kv.pages import PagePool
 from pdcluster.messages import AnyMessage, BreakerName, CacheDelta, Load, PathLoad
 from pdcluster.transfer.base import Peer
@@ -31,22 +33,27 @@ def by_reason(counters: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 class Reporter:
     """At most one report per interval; a router that said Hello gets a whole snapshot at once."""
 
-    def __init__(self, pages: PagePool, load: Callable[[], Load], *, interval_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, pages: PagePool, load: Callable[[], Load], *, interval_s: float, clock: Callable[[], float], seen: Callable[[Peer], int]
+    ) -> None:
+        """seen: number of the last frame that was taken in from a router."""
         self._pages = pages
         self._load = load
         self._interval_s = interval_s
         self._clock = clock
+        self._seen = seen
         self._routers: set[Peer] = set()
         self._last: Load | None = None
         self._next_at = 0.0
         self._sequence = 0
 
     def add(self, router: Peer, send: Send) -> None:
-        """Welcome a router (again): everything as it is now. Pending changes are inside the snapshot, so others get them first."""
+        """Welcome a router (again), or one that missed deltas: everything as it is now. Pending changes are inside the snapshot, so
+        others get them first."""
         self._report_cache(send)
         self._routers.add(router)
         send(router, CacheDelta(self._sequence, True, self._pages.snapshot(), b""))
-        send(router, self._load())
+        send(router, self._load_for(router, self._load()))
 
     def remove(self, router: Peer) -> None:
         self._routers.discard(router)
@@ -62,11 +69,14 @@ class Reporter:
             self._last = load
             self._next_at = now + self._interval_s
             for router in self._routers:
-                send(router, load)
+                send(router, self._load_for(router, load))
 
     def next_deadline(self) -> float | None:
         """When a change that came too early for the last report may go out."""
         return self._next_at if self._routers and self._clock() < self._next_at else None
+
+    def _load_for(self, router: Peer, load: Load) -> Load:
+        return replace(load, seen=self._seen(router))
 
     def _report_cache(self, send: Send) -> None:
         added, removed = self._pages.drain_changes()

@@ -436,4 +436,4 @@ _CHECKS: Mapping[type[m.Message], Callable[[Any], None]] = {
     m.CommitAck: _check_commit_ack,
     m.Abort: _check_abort,
     m.AbortAck: _check_abort_ack,
-}  # Ping has nothing to check.
+}  # Ping and AskCache have nothing to check.

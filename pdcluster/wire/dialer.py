@@ -84,6 +84,11 @@ class Dialer:
         """What to poll for reading; changes when the connection is replaced."""
         return [] if self._socket is None or self._monitor is None else [self._socket, self._monitor.socket]
 
+    @property
+    def num_sent(self) -> int:
+        """Number of the last frame that was sent."""
+        return self._sent
+
     def release(self) -> None:
         """Close the sockets of connections that are over. The owner calls it once it no longer polls them: a descriptor that is closed
         while it is polled may come back as that of another file."""

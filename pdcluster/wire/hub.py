@@ -155,6 +155,11 @@ class Hub:
             dialer.release()
         self._routes.pop(peer, None)
 
+    def last_received(self, peer: Peer) -> int:
+        """Number of the last frame that came from a caller; 0 for strangers."""
+        route = self._routes.get(peer)
+        return route.received if route is not None else 0
+
     @property
     def gaps(self) -> int:
         return self._gaps

@@ -71,13 +71,14 @@ class NodeLink:
     def gaps(self) -> int:
         return self._dialer.gaps
 
-    def send(self, message: AnyMessage) -> None:
-        """Queue one message; raises NodeLost when the link is lost, broken just now, or its queue full."""
+    def send(self, message: AnyMessage) -> int:
+        """Queue one message, and return its number on this link; raises NodeLost when the link is lost, broken just now, or its queue full."""
         if not self._dialer.send(message, self._loop.time()):
             node, state = self.endpoint.node, self.state
             why = self.lost_because or (f"its link is {state.name.lower()} and takes no more frames")
             raise NodeLost(f"cannot send {type(message).__name__} to {node} at {self.endpoint.address}: {why}")
         self._drain_soon()
+        return self._dialer.num_sent
 
     def close(self) -> None:
         """Let go of the sockets; on_state is not called. Idempotent."""

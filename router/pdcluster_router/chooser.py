@@ -5,13 +5,15 @@ Not here: waiting for room (`dispatch`), what policies do (`policy`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from pdcluster_router.generation import Mode
 from pdcluster_router.job import Job
 from pdcluster_router.policy.base import Choice, Fallback, Force, Policy, Query
 from pdcluster_router.view import ClusterView, NodeView
+
+Cached = Callable[[bytes], Mapping[str, int]]
 
 
 @dataclass(slots=True)
@@ -33,11 +35,21 @@ class Decision:
 
 
 class Chooser:
-    """force and fallback are the router's own settings; a request may have others. Owned by the router's event loop."""
+    """cached: leading blocks of a chain of hashes that each node holds.
+    force and fallback are the router's own settings; a request may have others. Owned by the router's event loop."""
 
-    def __init__(self, holder: PolicyHolder, view: Callable[[], ClusterView], *, force: Force = "auto", fallback: Fallback = "conditional") -> None:
+    def __init__(
+        self,
+        holder: PolicyHolder,
+        view: Callable[[], ClusterView],
+        cached: Cached,
+        *,
+        force: Force = "auto",
+        fallback: Fallback = "conditional",
+    ) -> None:
         self.holder = holder
         self._view = view
+        self._cached = cached
         self._force = force
         self._fallback = fallback
         self._counter = 0
@@ -68,7 +80,7 @@ class Chooser:
         return Query(
             num_tokens=num_tokens,
             hashes=hashes,
-            cached={node.endpoint.incarnation: node.cached_tokens(hashes) for node in view.nodes},
+            cached={incarnation: depth * job.chain.block_tokens for incarnation, depth in self._cached(hashes).items()},
             excluded=frozenset(job.excluded),
             busy=frozenset(node for node, until in job.busy.items() if until > now),
             expected_output=max(job.sampling.max_tokens - len(job.emitted), 1),

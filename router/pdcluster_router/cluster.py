@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import zmq
 
@@ -20,6 +20,7 @@ from pdcluster.errors import NodeLost
 from pdcluster.messages import (
     HASH_BYTES,
     AnyMessage,
+    AskCache,
     CacheDelta,
     Delivered,
     Endpoint,
@@ -30,7 +31,9 @@ from pdcluster.messages import (
     Load,
     Manage,
     Managed,
+    Prefill,
     Refused,
+    Reserve,
     Reserved,
     Role,
     Scheduled,
@@ -40,13 +43,19 @@ from pdcluster.messages import (
 from pdcluster.transfer.base import Peer
 from pdcluster.wire.links import LinkState, NodeLink
 from pdcluster.wire.sockets import WireSettings
+from pdcluster_router.caches import Caches
+from pdcluster_router.index import PrefixIndex
 from pdcluster_router.legs import Body, Ledger, Lost
+from pdcluster_router.pending import Sent, work_of
 from pdcluster_router.view import ClusterView, NodeView
 
 logger = logging.getLogger(__name__)
 
 REDIAL_S = 0.5
 """Pause before a link is opened again to a boot that the bootstrap still lists."""
+
+EXPECTED_S = 5.0
+"""Blocks of a request that was just sent are expected for so long, and for the time that the node needs for it."""
 
 
 @dataclass(slots=True)
@@ -57,8 +66,6 @@ class NodeState:
     endpoint: Endpoint
     link: NodeLink | None = None
     load: Load | None = None
-    cached: set[bytes] = field(default_factory=set)
-    cache_sequence: int | None = None
     redial_at: float = 0.0
 
     @property
@@ -69,6 +76,7 @@ class NodeState:
 class Cluster:
     def __init__(self, me: Peer, *, context: zmq.Context[zmq.Socket[bytes]], settings: WireSettings) -> None:
         self.ledger = Ledger()
+        self.caches = Caches(PrefixIndex())
         self.version = 0
         self.unmatched: Counter[str] = Counter()
         self._me = me
@@ -153,7 +161,8 @@ class Cluster:
             reason, link, state.link = state.link.lost_because, state.link, None
             link.close()
             logger.warning("node %s is lost: %s", state.card.node, reason)
-            state.load, state.cache_sequence = None, None
+            state.load = None
+            self.caches.lose(incarnation)
             state.redial_at = asyncio.get_running_loop().time() + REDIAL_S
             self.ledger.lose_node(incarnation, reason)
         self._notify()
@@ -162,6 +171,7 @@ class Cluster:
         state = self._nodes.pop(incarnation)
         if state.link is not None:
             state.link.close()
+        self.caches.lose(incarnation)
         self.ledger.lose_node(incarnation, reason)
 
     # ------------------------------------------------------------ what nodes say
@@ -174,6 +184,8 @@ class Cluster:
             for row in message.rows:
                 self._deliver(row.request, incarnation, row)
         elif isinstance(message, Scheduled | Refused | Delivered | Finished | Failed):
+            if isinstance(message, Refused | Failed):
+                self._expect_no_more(incarnation, message)
             self._deliver(message.request, incarnation, message)
         elif isinstance(message, Reserved):
             self._deliver(message.ticket.request, incarnation, message)
@@ -184,9 +196,13 @@ class Cluster:
             self._notify()
         elif isinstance(message, Load):
             state.load = message
+            self.ledger.pending.reported(incarnation, message.seen)
+            if self.caches.is_overdue(incarnation, self._now()):
+                self._ask_cache(state)
             self._notify()
         elif isinstance(message, CacheDelta):
-            self._on_cache(state, message)
+            if self.caches.apply(incarnation, message, self._now()):
+                self._ask_cache(state)
         elif isinstance(message, Managed):
             asked = self._managing.get(message.number)
             if asked is not None and not asked.done():
@@ -196,21 +212,20 @@ class Cluster:
             if waiting is not None and not waiting.done():
                 waiting.set_result(message)
 
+    def _ask_cache(self, state: NodeState) -> None:
+        if state.link is None:
+            return
+        try:
+            state.link.send(AskCache())
+        except NodeLost:
+            logger.debug("node %s cannot be asked for its cache now", state.card.node)  # a new link begins with a snapshot
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
     def _deliver(self, request: str, incarnation: str, body: Body) -> None:
         if not self.ledger.deliver(request, incarnation, body):
             self.unmatched[type(body).__name__] += 1
-
-    def _on_cache(self, state: NodeState, delta: CacheDelta) -> None:
-        """A delta that does not follow the last one is dropped with all that was known: the link says Hello again and a snapshot comes."""
-        if delta.snapshot:
-            state.cached = set(split_hashes(delta.added))
-        elif state.cache_sequence is None or delta.sequence != state.cache_sequence + 1:
-            state.cached, state.cache_sequence = set(), None
-            return
-        else:
-            state.cached.difference_update(split_hashes(delta.removed))
-            state.cached.update(split_hashes(delta.added))
-        state.cache_sequence = delta.sequence
 
     # ------------------------------------------------------------ what the rest of the router asks
 
@@ -224,8 +239,8 @@ class Cluster:
             endpoint=state.endpoint,
             role=load.role or card.role,
             in_flight=self.ledger.in_flight(card.incarnation),
+            pending=self.ledger.pending.of(card.incarnation),
             load=load,
-            cached=state.cached,
             block_tokens=card.hash_block_tokens,
             max_len=card.max_len,
             backends=card.backends,
@@ -233,6 +248,10 @@ class Cluster:
             cost=NodeCost.of(load.cost) if load.cost is not None else None,
             kv_bytes_per_token=card.fingerprint.layout.token_bytes,
         )
+
+    def cached(self, hashes: bytes) -> dict[str, int]:
+        """Leading blocks of a prompt that each node holds, or will soon, by incarnation; nodes with none are left out."""
+        return self.caches.index.depths(hashes, self._now())
 
     def cards(self) -> list[NodeCard]:
         """Cards of the nodes that can be reached, in the order they came."""
@@ -242,7 +261,26 @@ class Cluster:
         state = self._nodes.get(to.incarnation)
         if state is None or state.link is None:
             raise NodeLost(f"node {to.node} is not connected (any more)")
-        state.link.send(message)
+        sequence = state.link.send(message)
+        if isinstance(message, Prefill | Reserve):
+            self._note_work(state, message, sequence)
+
+    def _note_work(self, state: NodeState, message: Prefill | Reserve, sequence: int) -> None:
+        """Until the node reports it: the work that goes there, and the blocks that will come of it."""
+        work, incarnation, now = message.work, state.card.incarnation, self._now()
+        depth = self.caches.index.depth(incarnation, work.hashes)
+        pending = work_of(message, depth * state.card.hash_block_tokens)
+        sent = Sent(work.attempt, sequence, pending, work.hashes if depth * HASH_BYTES < len(work.hashes) else b"")
+        self.ledger.pending.enter(incarnation, work.request, sent)
+        cost = state.load.cost if state.load is not None else None
+        total = self.ledger.pending.of(incarnation)
+        wait_s = NodeCost.of(cost).prefill.work_s(total.prefill_tokens, total.prefill_pairs) if cost is not None else 0.0
+        self.caches.index.expect(incarnation, sent.hashes, now + EXPECTED_S + wait_s)
+
+    def _expect_no_more(self, incarnation: str, message: Refused | Failed) -> None:
+        sent = self.ledger.pending.find(incarnation, message.request, message.attempt)
+        if sent is not None and sent.hashes:
+            self.caches.index.expected.withdraw(incarnation, sent.hashes)
 
     async def manage(self, incarnation: str, *, role: Role | None = None, cordoned: bool | None = None, timeout_s: float) -> Managed:
         """Change what a node is for, or whether it takes new work; raises NodeLost or TimeoutError."""
@@ -272,7 +310,3 @@ class Cluster:
                 return await waiting
         finally:
             del self._files[incarnation, name]
-
-
-def split_hashes(packed: bytes) -> Iterator[bytes]:
-    return (packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES))

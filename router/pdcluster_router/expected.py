@@ -99,6 +99,10 @@ class ExpectedBlocks:
             if self._end((node, hashes[begin : begin + HASH_BYTES])):
                 self.num_hits += 1
 
+    def withdraw(self, node: str, hashes: bytes) -> None:
+        """The node will not compute them after all."""
+        self._end((node, hashes[-HASH_BYTES:]))
+
     def drop(self, node: str) -> None:
         """The node is gone: what was expected of it is neither hit nor missed."""
         for key in [key for key in self._chains if key[0] == node]:

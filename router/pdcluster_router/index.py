@@ -123,6 +123,19 @@ class PrefixIndex:
                     found[node] = num_blocks
         return found
 
+    def depth(self, node: str, hashes: bytes) -> int:
+        """Leading blocks that one node holds."""
+        holdings = self._nodes.get(node)
+        words = memoryview(hashes).cast("Q")
+        low, high = 0, len(words) // 2 if holdings is not None else 0
+        while holdings is not None and low < high:
+            middle = (low + high + 1) // 2
+            if self._sets.has_node(self._set_of(words, middle - 1), holdings.number):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
     def _levels(self, hashes: bytes) -> list[tuple[int, int]]:
         """(set, number of leading blocks that it holds) wherever the set changes along the prompt."""
         words = memoryview(hashes).cast("Q")

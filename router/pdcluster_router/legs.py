@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pdcluster import errors
 from pdcluster.messages import Delivered, Endpoint, Failed, Finished, Message, Refused, Reserved, Scheduled, TokenRow
+from pdcluster_router.pending import PendingWork
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class Ledger:
     def __init__(self) -> None:
         self._legs: defaultdict[str, dict[str, Leg]] = defaultdict(dict)
         self._inboxes: dict[str, Inbox] = {}
+        self.pending = PendingWork()
 
     def open_inbox(self, request: str) -> Inbox:
         """The queue of one request; bounded in effect by its max_tokens, because nodes send each token once."""
@@ -71,6 +73,7 @@ class Ledger:
         legs = self._legs.get(leg.endpoint.incarnation)
         if legs is None or legs.get(leg.request) is not leg:
             return
+        self.pending.leave(leg.endpoint.incarnation, leg.request)
         del legs[leg.request]
         if not legs:
             del self._legs[leg.endpoint.incarnation]
@@ -98,6 +101,7 @@ class Ledger:
             self.deliver(leg.request, incarnation, Rewelcomed())
 
     def lose_node(self, incarnation: str, reason: str) -> None:
+        self.pending.lose(incarnation)
         for leg in list(self._legs.get(incarnation, {}).values()):
             self.deliver(leg.request, incarnation, Lost(reason))
 

@@ -26,6 +26,7 @@ from pdcluster_router.cluster import Cluster
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
 from pdcluster_router.headroom import Headroom
 from pdcluster_router.hold import HoldLimits
+from pdcluster_router.index_metrics import IndexCollector
 from pdcluster_router.models import Models
 from pdcluster_router.node_metrics import NodeCollector
 from pdcluster_router.places import Places
@@ -52,9 +53,10 @@ async def _serve(config: RouterConfig) -> int:
         cluster = Cluster(me, context=context, settings=wire_settings(config))
         stack.callback(cluster.close)
         models = Models(cluster, config.tokenizer)
-        chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), cluster.view, force=config.mode)
+        chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), cluster.view, cluster.cached, force=config.mode)
         metrics = router_metrics()
         metrics.registry.register(NodeCollector(cluster))
+        metrics.registry.register(IndexCollector(cluster.caches))
         dispatch = Dispatch(cluster, models, chooser, dispatch_settings(config), metrics=HoldMetrics(metrics.registry))
         tasks: list[_running] = []
         for work in (cluster.follow(watch(config.bootstrap)), models.keep_loaded(), dispatch.waiting.follow(cluster)):

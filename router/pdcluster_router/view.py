@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdcluster.cost import NodeCost
-from pdcluster.messages import HASH_BYTES, Endpoint, Load, Role
+from pdcluster.messages import Endpoint, Load, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,6 @@ class NodeView:
 
     in_flight: requests this router has on the node; load: the node's last report, None before the first one.
     backends: transfer media it has; a node without any serves in mode local only.
-    cached: hashes of the blocks the node holds; prefix-closed, because nodes evict leaves first.
     cost: fitted by the node to its own steps, None before its first report of it. bandwidth: bytes/s to other nodes, by incarnation, as far as it was
     measured. kv_bytes_per_token: 0 where unknown.
     """
@@ -39,7 +38,6 @@ class NodeView:
     role: Role
     in_flight: int
     load: Load | None
-    cached: Set[bytes]
     block_tokens: int
     max_len: int
     backends: tuple[str, ...] = ()
@@ -69,9 +67,9 @@ class NodeView:
 
     @property
     def num_requests(self) -> int:
-        """Requests on the node: what it reported, or this router's own count where that is more (a report may be older)."""
+        """Requests on the node: what it reported and what is on its way, or this router's own count where that is more."""
         reported = self.load.waiting + self.load.running if self.load is not None else 0
-        return max(self.in_flight, reported)
+        return max(self.in_flight, reported + self.pending.requests)
 
     @property
     def prefill_tokens(self) -> int:
@@ -90,17 +88,6 @@ class NodeView:
     @property
     def context_tokens(self) -> int:
         return self.pending.context_tokens + (self.load.context_tokens if self.load is not None else 0)
-
-    def cached_tokens(self, hashes: bytes) -> int:
-        """Tokens of the longest cached prefix, in O(log blocks) probes: holdings are prefix-closed."""
-        low, high = 0, len(hashes) // HASH_BYTES
-        while low < high:
-            middle = (low + high + 1) // 2
-            if hashes[(middle - 1) * HASH_BYTES : middle * HASH_BYTES] in self.cached:
-                low = middle
-            else:
-                high = middle - 1
-        return low * self.block_tokens
 
 
 @dataclass(frozen=True, slots=True)

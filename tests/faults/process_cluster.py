@@ -133,7 +133,7 @@ class ProcessCluster(LocalCluster):
 
     async def _start_all(self) -> None:
         self.router = Cluster(Peer("router", "router-1"), context=self.context, settings=self.wire)
-        chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.router.view, force="remote")
+        chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.router.view, self.router.cached, force="remote")
         model = OneModel(kit_of_all().shape.block_tokens)
         self.dispatch = Dispatch(self.router, model, chooser, DispatchSettings(stages=self.stages, hold_s=5.0))
         self._follower = asyncio.create_task(self.router.follow(self._later_snapshots()))

@@ -216,7 +216,6 @@ class ReplayRouter:
             role=node.role,
             in_flight=account.in_flight,
             load=feed.report,
-            cached=frozenset(),
             block_tokens=node.spec.block_tokens,
             max_len=node.spec.cache_tokens // node.spec.block_tokens * node.spec.block_tokens,
             backends=("sim",),

@@ -27,7 +27,8 @@ class World:
         self.load = IDLE
         self.pages = PagePool(8, 4, 4)
         self.sent: list[tuple[Peer, object]] = []
-        self.reporter = Reporter(self.pages, lambda: self.load, interval_s=0.1, clock=lambda: self.now)
+        self.seen: dict[Peer, int] = {}
+        self.reporter = Reporter(self.pages, lambda: self.load, interval_s=0.1, clock=lambda: self.now, seen=lambda router: self.seen.get(router, 0))
 
     def send(self, to: Peer, message: object) -> None:
         self.sent.append((to, message))

@@ -17,8 +17,8 @@ from pdcluster_router.view import ClusterView, NodeView
 EMPTY_LOAD = m.Load(0, 0, 0, 0, 100, 100, 0, 0, 0, 8, 0)
 
 
-def make_node(name: str, role: m.Role, load: m.Load | None = EMPTY_LOAD, cached: frozenset[bytes] = frozenset(), in_flight: int = 0) -> NodeView:
-    return NodeView(m.Endpoint(name, f"{name}-boot", f"{name}:1"), role, in_flight, load, cached, block_tokens=4, max_len=4096, backends=("shm",))
+def make_node(name: str, role: m.Role, load: m.Load | None = EMPTY_LOAD, in_flight: int = 0) -> NodeView:
+    return NodeView(m.Endpoint(name, f"{name}-boot", f"{name}:1"), role, in_flight, load, block_tokens=4, max_len=4096, backends=("shm",))
 
 
 def make_ticket(work: m.Work, reader: NodeView, writer: m.Endpoint) -> m.Ticket:
@@ -60,7 +60,7 @@ class FakeCluster:
 
 
 def make_chooser(cluster: FakeCluster, policy: str = "product", force: Force = "auto") -> Chooser:
-    return Chooser(PolicyHolder(make_policy(policy)), cluster.view, force=force)
+    return Chooser(PolicyHolder(make_policy(policy)), cluster.view, lambda hashes: {}, force=force)
 
 
 def row(work_or: m.Work, position: int, tokens: tuple[int, ...]) -> m.TokenRow:

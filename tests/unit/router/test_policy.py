@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scripted_cluster import EMPTY_LOAD, make_node
 
 from pdcluster.errors import Unavailable
@@ -29,9 +27,7 @@ QUERY = Query(num_tokens=40, hashes=hashes(10))
 
 
 def pick(nodes: ClusterView, query: Query, force: Force = "auto") -> Choice:
-    """As the router asks it: what is cached comes from the nodes' own blocks."""
-    cached = {node.endpoint.incarnation: node.cached_tokens(query.hashes) for node in nodes.nodes}
-    return PRODUCT.choose(replace(query, cached=cached, force=force), nodes)
+    return PRODUCT.choose(replace(query, force=force), nodes)
 
 
 def pick_decode(nodes: ClusterView, query: Query, prefill: NodeView) -> NodeView | None:
@@ -44,14 +40,14 @@ def test_a_prefill_and_a_decode_node_make_a_remote_route() -> None:
 
 
 def test_the_cached_prefix_decides_between_idle_nodes() -> None:
-    holder = make_node("p1", "prefill", cached=frozenset(hashes(10)[i : i + 16] for i in range(0, 160, 16)))
-    choice = pick(view(make_node("p0", "prefill"), holder, make_node("d0", "decode")), QUERY)
+    nodes = view(make_node("p0", "prefill"), make_node("p1", "prefill"), make_node("d0", "decode"))
+    choice = pick(nodes, replace(QUERY, cached={"p1-boot": 40}))
     assert choice.prefill.name == "p1"
 
 
 def test_load_outweighs_a_small_cached_prefix() -> None:
-    holder = make_node("p1", "prefill", cached=frozenset({hashes(1)}), in_flight=5)
-    assert pick(view(make_node("p0", "prefill"), holder, make_node("d0", "decode")), QUERY).prefill.name == "p0"
+    nodes = view(make_node("p0", "prefill"), make_node("p1", "prefill", in_flight=5), make_node("d0", "decode"))
+    assert pick(nodes, replace(QUERY, cached={"p1-boot": 4})).prefill.name == "p0"
 
 
 def test_a_reported_queue_counts_like_our_own_requests() -> None:
@@ -118,10 +114,3 @@ def test_nodes_without_a_common_medium_are_never_paired() -> None:
     prefill = make_node("p0", "prefill")
     assert pick(view(prefill, alone), QUERY).mode == "local"
     assert pick_decode(view(alone), QUERY, prefill) is None
-
-
-@given(held=st.integers(0, 30), asked=st.integers(0, 30))
-def test_cached_depth_equals_a_linear_scan(held: int, asked: int) -> None:
-    all_hashes = hashes(30)
-    node = make_node("n", "mixed", cached=frozenset(all_hashes[i * 16 : i * 16 + 16] for i in range(held)))
-    assert node.cached_tokens(hashes(asked)) == min(held, asked) * node.block_tokens

@@ -52,6 +52,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     m.AbortAck(5, "drained"),
     m.Manage(7, "decode", True),
     m.Managed(7, "mixed", False),
+    m.AskCache(),
 )
 FRAMES = [encode(m.Envelope(m.PROTOCOL_VERSION, "a", "inc-a", "inc-b", 1, message)) for message in MESSAGES]
 

@@ -1,0 +1,124 @@
+"""Work on its way: what this router sent to each node and the node's last load report does not count yet.
+
+Every report echoes the number of the last frame that the node had taken in from this router. Frames go in order, so work of later frames is exactly
+what the report misses. Each piece is added once and taken away once: by the report that counts it, or when its leg ends; so no sum can sink below
+zero. Owned by the router's event loop.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from pdcluster.cost import num_pairs
+from pdcluster.errors import IntegrityError
+from pdcluster.messages import Prefill, Reserve
+from pdcluster_router.view import NOTHING_PENDING, Pending
+
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One leg's work. sequence: of the frame that carried it; hashes: blocks that the node will hold when it is done."""
+
+    attempt: int
+    sequence: int
+    work: Pending
+    hashes: bytes
+
+
+class PendingWork:
+    def __init__(self) -> None:
+        self._sent: defaultdict[str, dict[str, Sent]] = defaultdict(dict)
+        """By node and request: every leg that is open."""
+        self._uncounted: defaultdict[str, dict[str, Sent]] = defaultdict(dict)
+        """The same without those that a report counts, in the order of their frames."""
+        self._totals: dict[str, Pending] = {}
+
+    def enter(self, incarnation: str, request: str, sent: Sent) -> None:
+        """A newer attempt on the same node takes the place of the older one."""
+        self.leave(incarnation, request)
+        self._sent[incarnation][request] = sent
+        self._uncounted[incarnation][request] = sent
+        self._totals[incarnation] = _plus(self.of(incarnation), sent.work)
+
+    def reported(self, incarnation: str, seen: int) -> None:
+        """A report came that counts everything up to frame `seen`."""
+        uncounted = self._uncounted.get(incarnation)
+        while uncounted:
+            request, sent = next(iter(uncounted.items()))
+            if sent.sequence > seen:
+                return
+            self._count(incarnation, request)
+
+    def find(self, incarnation: str, request: str, attempt: int) -> Sent | None:
+        sent = self._sent[incarnation].get(request) if incarnation in self._sent else None
+        return sent if sent is not None and sent.attempt == attempt else None
+
+    def leave(self, incarnation: str, request: str) -> None:
+        """The leg is over. Idempotent."""
+        sent = self._sent.get(incarnation)
+        if sent is None or sent.pop(request, None) is None:
+            return
+        if not sent:
+            del self._sent[incarnation]
+        self._count(incarnation, request)
+
+    def lose(self, incarnation: str) -> None:
+        for by_node in (self._sent, self._uncounted, self._totals):
+            by_node.pop(incarnation, None)
+
+    def of(self, incarnation: str) -> Pending:
+        """What to add to the node's last report."""
+        return self._totals.get(incarnation, NOTHING_PENDING)
+
+    def _count(self, incarnation: str, request: str) -> None:
+        uncounted = self._uncounted.get(incarnation)
+        sent = uncounted.pop(request, None) if uncounted is not None else None
+        if sent is None:
+            return
+        if uncounted:
+            self._totals[incarnation] = _plus(self._totals[incarnation], sent.work, -1)
+        else:
+            del self._uncounted[incarnation], self._totals[incarnation]
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when sums differ from their parts."""
+        for incarnation, uncounted in self._uncounted.items():
+            total = NOTHING_PENDING
+            for request, sent in uncounted.items():
+                total = _plus(total, sent.work)
+                if self.find(incarnation, request, sent.attempt) is not sent:
+                    raise IntegrityError(f"request {request} is pending on {incarnation}, but has no leg there")
+            if total != self.of(incarnation):
+                raise IntegrityError(f"{self.of(incarnation)} is pending on {incarnation}, its parts make {total}")
+        if set(self._totals) != set(self._uncounted):
+            raise IntegrityError("a node has a sum of pending work without parts, or parts without a sum")
+
+
+def work_of(message: Prefill | Reserve, cached_tokens: int) -> Pending:
+    """What the message will make of its node's load, when it holds so much of the prompt already. Only what decodes there takes a row for long."""
+    num_tokens = len(message.work.token_ids) // TOKEN_BYTES
+    if isinstance(message, Reserve):
+        return Pending(requests=1, rows=1, context_tokens=num_tokens)
+    cached = min(cached_tokens, num_tokens - 1)
+    uncached = num_tokens - cached
+    is_local = not message.remote
+    return Pending(
+        requests=1,
+        prefill_tokens=uncached,
+        prefill_pairs=round(num_pairs(uncached, cached)),
+        rows=int(is_local),
+        context_tokens=num_tokens if is_local else 0,
+    )
+
+
+def _plus(total: Pending, work: Pending, sign: int = 1) -> Pending:
+    return Pending(
+        requests=total.requests + sign * work.requests,
+        prefill_tokens=total.prefill_tokens + sign * work.prefill_tokens,
+        prefill_pairs=total.prefill_pairs + sign * work.prefill_pairs,
+        rows=total.rows + sign * work.rows,
+        context_tokens=total.context_tokens + sign * work.context_tokens,
+    )

@@ -1,0 +1,82 @@
+"""Cache deltas in order, with gaps, and the question that mends them; metrics of it all."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdcluster.kv.hashing import block_hashes
+from pdcluster.messages import CacheDelta
+from pdcluster_router.caches import ASK_AGAIN_S, Caches
+from pdcluster_router.index import PrefixIndex
+from pdcluster_router.index_metrics import IndexCollector
+
+CHAIN = block_hashes(range(40), block_tokens=4)
+
+
+def blocks(first: int, last: int) -> bytes:
+    return CHAIN[16 * first : 16 * last]
+
+
+@pytest.fixture
+def caches() -> Caches:
+    return Caches(PrefixIndex())
+
+
+def test_deltas_follow_a_snapshot(caches: Caches) -> None:
+    assert not caches.apply("a", CacheDelta(3, True, blocks(0, 2), b""), 0.0)
+    assert not caches.apply("a", CacheDelta(4, False, blocks(2, 6), b""), 0.0)
+    assert not caches.apply("a", CacheDelta(5, False, b"", blocks(4, 6)), 0.0)
+    assert caches.index.depths(CHAIN) == {"a": 4} and caches.is_exact("a")
+
+
+def test_a_gap_asks_for_a_snapshot_at_once_and_keeps_what_is_known_until_it_comes(caches: Caches) -> None:
+    caches.apply("a", CacheDelta(0, True, blocks(0, 2), b""), 0.0)
+    assert caches.apply("a", CacheDelta(2, False, blocks(4, 6), b""), 0.0)
+    assert caches.index.depths(CHAIN) == {"a": 2} and not caches.is_exact("a") and caches.num_gaps == 1
+    assert not caches.apply("a", CacheDelta(3, False, blocks(6, 8), b""), 0.1), "it was asked already"
+    assert not caches.apply("a", CacheDelta(3, True, blocks(0, 8), b""), 0.2)
+    assert caches.index.depths(CHAIN) == {"a": 8} and caches.is_exact("a")
+
+
+def test_a_snapshot_that_does_not_come_is_asked_for_again(caches: Caches) -> None:
+    caches.apply("a", CacheDelta(0, True, b"", b""), 0.0)
+    caches.apply("a", CacheDelta(5, False, blocks(0, 1), b""), 0.0)
+    assert not caches.is_overdue("a", 0.5)
+    assert caches.is_overdue("a", ASK_AGAIN_S) and not caches.is_overdue("a", ASK_AGAIN_S + 0.1)
+
+
+def test_a_delta_that_the_snapshot_contains_changes_nothing(caches: Caches) -> None:
+    caches.apply("a", CacheDelta(7, True, blocks(0, 3), b""), 0.0)
+    assert not caches.apply("a", CacheDelta(7, False, b"", blocks(2, 3)), 0.0)
+    assert caches.index.depths(CHAIN) == {"a": 3} and caches.num_stale == 1
+
+
+def test_a_delta_before_any_snapshot_asks_for_one(caches: Caches) -> None:
+    assert caches.apply("a", CacheDelta(2, False, blocks(0, 1), b""), 0.0)
+    assert caches.index.depths(CHAIN) == {}
+
+
+def test_a_lost_node_is_forgotten_with_all_it_held(caches: Caches) -> None:
+    caches.apply("a", CacheDelta(0, True, blocks(0, 9), b""), 0.0)
+    caches.index.expect("a", CHAIN, 9.0)
+    caches.lose("a")
+    assert caches.index.depths(CHAIN, 0.0) == {} and caches.index.num_entries == 0 and not caches.is_exact("a")
+
+
+def test_the_metrics_say_what_happened(caches: Caches) -> None:
+    registry = CollectorRegistry()
+    registry.register(IndexCollector(caches))
+    caches.apply("a", CacheDelta(0, True, blocks(0, 2), b""), 0.0)
+    caches.index.expect("a", blocks(0, 4), 9.0)
+    caches.apply("a", CacheDelta(1, False, blocks(2, 4), b""), 0.0)
+    caches.apply("a", CacheDelta(3, False, blocks(4, 5), b""), 0.0)
+    values = {
+        "pdcluster_index_entries": 4,
+        "pdcluster_cache_snapshots_total": 1,
+        "pdcluster_cache_deltas_total": 1,
+        "pdcluster_cache_gaps_total": 1,
+        "pdcluster_cache_expected": 0,
+    }
+    assert {name: registry.get_sample_value(name) for name in values} == values
+    assert registry.get_sample_value("pdcluster_cache_expectations_total", {"outcome": "hit"}) == 1
