@@ -289,7 +289,8 @@ class Cluster:
             raise NodeLost("the node left the cluster; list the nodes again")
         self._num_managed += 1
         number = self._num_managed
-        answer = self._managing[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Managed] = asyncio.get_running_loop().create_future()
+        self._managing[number] = answer
         try:
             self.send(state.endpoint, Manage(number, role, cordoned))
             async with asyncio.timeout(timeout_s):
