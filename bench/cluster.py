@@ -75,7 +75,7 @@ def cluster(model: Path, nodes: Sequence[NodePlan], transfer: str) -> Iterator[C
             own = ["--name", plan.name, "--role", plan.role, "--bootstrap", bootstrap, "--model", str(model), "--transfer", transfer]
             own += ["--cores", str(plan.core), "--threads", "1", *plan.flags]
             _start(running, ["bench.node", *plan.options, "--", *own], ready_option="--ready-fd")
-        own = ["--http", "127.0.0.1:0", "--grpc", "none", "--bootstrap", bootstrap, "--tokenizer", str(bundled_model.path())]
+        own = ["--http", "127.0.0.1:0", "--grpc", "none", "--admin", "none", "--bootstrap", bootstrap, "--tokenizer", str(bundled_model.path())]
         router = _start(running, ["pdcluster_router.cli", *own])
         yield Client(router)
     finally:

@@ -19,7 +19,22 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
 from pdcluster.errors import ConfigError
-from pdcluster.kinds import Kind, address, address_or_none, addresses, boolean, choice, cores, duration, integer, nearest, path, size, text
+from pdcluster.kinds import (
+    Kind,
+    address,
+    address_or_none,
+    addresses,
+    boolean,
+    choice,
+    cores,
+    duration,
+    integer,
+    nearest,
+    path,
+    size,
+    split_address,
+    text,
+)
 from pdcluster.messages import Role
 
 T = TypeVar("T")
@@ -237,6 +252,8 @@ class RouterConfig(Section):
     name: str | None = key(None, text, "the router's name; default: router and a random suffix")
     http: str = key("127.0.0.1:8000", address, "HOST:PORT of the OpenAI API")
     grpc: str | None = key(cast("str | None", "127.0.0.1:50051"), address_or_none, "HOST:PORT of the gRPC API; none: no gRPC")
+    admin: str | None = key(cast("str | None", "127.0.0.1:50052"), address_or_none, "HOST:PORT of the Admin service; none: no Admin service")
+    admin_token_file: Path | None = key(None, path, "file with the token that Admin calls must carry; needed beyond loopback")
     bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
     tokenizer: Path | None = key(None, path, "directory with tokenizer.json and the chat template; default: asked from a node")
     mode: Mode = key("auto", choice("auto", "remote", "local"), "remote: prefill and decode on two nodes, local: on one; auto chooses per request")
@@ -256,6 +273,21 @@ class RouterConfig(Section):
 
     def __post_init__(self) -> None:
         _check_heartbeat(self.heartbeat_s, self.lease_s)
+        if self.admin is not None and self.admin_token_file is None and not _is_loopback(self.admin):
+            way_out = "set router.admin_token_file, or use a loopback address"
+            raise ConfigError(f"router.admin {self.admin} can be reached from other machines, but there is no token; {way_out}")
+
+    def admin_token(self) -> str | None:
+        """Reads the file."""
+        if self.admin_token_file is None:
+            return None
+        try:
+            token = self.admin_token_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"admin_token_file {self.admin_token_file} cannot be read: {error}; check the path and its mode") from error
+        if len(token) < MIN_SECRET_BYTES:
+            raise ConfigError(f"the admin token has {len(token)} characters, at least {MIN_SECRET_BYTES} are needed; openssl rand -hex 32 makes one")
+        return token
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +334,11 @@ class UpConfig(Section):
 
 SECTIONS: Mapping[str, type[Section]] = {"node": NodeConfig, "router": RouterConfig, "bootstrap": BootstrapConfig, "up": UpConfig}
 S = TypeVar("S", bound=Section)
+
+
+def _is_loopback(where: str) -> bool:
+    host, _ = split_address(where)
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _check_heartbeat(heartbeat_s: float, lease_s: float) -> None:

@@ -3,6 +3,7 @@
     PdclusterError
     ├─ BadRequest            the caller must change the request      400
     │  ├─ UnknownModel                                               404
+    │  ├─ UnknownName                                                404
     │  └─ RequestTooLarge                                            413
     ├─ Overloaded            capacity exists but is busy             429
     ├─ Unavailable           no node can serve this at all           503
@@ -43,6 +44,13 @@ class BadRequest(PdclusterError):
 
 class UnknownModel(BadRequest):
     code = "model_not_found"
+    http_status = 404
+
+
+class UnknownName(BadRequest):
+    """No node, request or decision of that name is known here (any more)."""
+
+    code = "not_found"
     http_status = 404
 
 

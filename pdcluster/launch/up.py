@@ -63,14 +63,15 @@ class Serving:
     transfer: str
     seconds: float
     grpc: str | None = None
+    admin: str | None = None
 
     @property
     def url(self) -> str:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def line(self) -> str:
-        grpc = f"  grpc {self.grpc}" if self.grpc is not None else ""
-        return f"ready in {self.seconds:.1f} s: {self.url}/v1{grpc}  model {self.model}  nodes {' '.join(self.nodes)}  transfer {self.transfer}"
+        doors = "".join(f"  {name} {where}" for name, where in (("grpc", self.grpc), ("admin", self.admin)) if where is not None)
+        return f"ready in {self.seconds:.1f} s: {self.url}/v1{doors}  model {self.model}  nodes {' '.join(self.nodes)}  transfer {self.transfer}"
 
 
 class Output:
@@ -119,9 +120,9 @@ class Cluster:
         *nodes, router = await _all_or_nothing([self.supervisor.start(spec) for spec in specs])
         host, port = split_address(str(router["address"]))
         model = await self._answers(host, port)
-        grpc = router.get("grpc")
+        grpc, admin = (None if router.get(name) is None else str(router[name]) for name in ("grpc", "admin"))
         names = tuple(plan.name for plan in self._nodes)
-        return Serving(host, port, model, names, _transfer(nodes), time.monotonic() - began, None if grpc is None else str(grpc))
+        return Serving(host, port, model, names, _transfer(nodes), time.monotonic() - began, grpc, admin)
 
     async def stop(self) -> bool:
         """Drain and stop everything, the router first; True when nothing had to be killed."""
@@ -191,8 +192,11 @@ class Cluster:
     def _router_spec(self, bootstrap: str) -> Spec:
         own: dict[str, object] = {"router.http": self._config.http, "router.bootstrap": bootstrap, "router.drain_s": self._config.drain_s}
         own["router.grpc"] = self._config.grpc or "none"
+        if load(RouterConfig, self._loaded.flags, self._loaded.file).origins["router.admin"] == "default":
+            own["router.admin"] = "127.0.0.1:0"
         argv = self._argv(RouterConfig, ("pdcluster_router.cli",), own)
-        return Spec(ROUTER, argv, self._config.drain_s + KILL_GRACE_S, address_flags=(("address", "--http"), ("grpc", "--grpc")))
+        addresses = (("address", "--http"), ("grpc", "--grpc"), ("admin", "--admin"))
+        return Spec(ROUTER, argv, self._config.drain_s + KILL_GRACE_S, address_flags=addresses)
 
     def _argv(self, cls: type[Section], module: tuple[str, ...], own: dict[str, object]) -> tuple[str, ...]:
         """The child's command line. `own` wins over what the user set for the section."""

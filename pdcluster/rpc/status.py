@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import grpc
 
-from pdcluster.errors import BadRequest, Cancelled, ConfigError, DeadlineExceeded, NodeLost, Overloaded, PdclusterError, Unavailable, UnknownModel
+from pdcluster.errors import (
+    BadRequest,
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    NodeLost,
+    Overloaded,
+    PdclusterError,
+    Unavailable,
+    UnknownModel,
+    UnknownName,
+)
 
 RETRY_AFTER = "retry-after-s"
 _CODES: tuple[tuple[type[PdclusterError], grpc.StatusCode], ...] = (
     # The first that fits, so that subclasses come before their bases.
+    (UnknownName, grpc.StatusCode.NOT_FOUND),
     (UnknownModel, grpc.StatusCode.NOT_FOUND),
     (BadRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),

@@ -44,6 +44,7 @@ from pdcluster.transfer.base import Peer
 from pdcluster.wire.links import LinkState, NodeLink
 from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.caches import Caches
+from pdcluster_router.events import EventLog
 from pdcluster_router.index import PrefixIndex
 from pdcluster_router.legs import Body, Ledger, Lost
 from pdcluster_router.pending import Sent, work_of
@@ -74,10 +75,11 @@ class NodeState:
 
 
 class Cluster:
-    def __init__(self, me: Peer, *, context: zmq.Context[zmq.Socket[bytes]], settings: WireSettings) -> None:
+    def __init__(self, me: Peer, *, context: zmq.Context[zmq.Socket[bytes]], settings: WireSettings, events: EventLog | None = None) -> None:
         self.ledger = Ledger()
         self.caches = Caches(PrefixIndex())
         self.version = 0
+        self.events = events or EventLog()
         self.unmatched: Counter[str] = Counter()
         self._me = me
         self._context = context
@@ -165,10 +167,14 @@ class Cluster:
             self.caches.lose(incarnation)
             state.redial_at = asyncio.get_running_loop().time() + REDIAL_S
             self.ledger.lose_node(incarnation, reason)
+            self.events.add("node-lost", state.card.node, reason)
+        elif link_state is LinkState.UP:
+            self.events.add("node-up", state.card.node, f"{state.card.role} at {state.card.address}, boot {incarnation}")
         self._notify()
 
     def _drop(self, incarnation: str, reason: str) -> None:
         state = self._nodes.pop(incarnation)
+        self.events.add("node-left", state.card.node, reason)
         if state.link is not None:
             state.link.close()
         self.caches.lose(incarnation)
@@ -252,6 +258,10 @@ class Cluster:
     def cached(self, hashes: bytes) -> dict[str, int]:
         """Leading blocks of a prompt that each node holds, or will soon, by incarnation; nodes with none are left out."""
         return self.caches.index.depths(hashes, self._now())
+
+    def listed(self) -> list[NodeCard]:
+        """Cards of all known nodes, those without a link too."""
+        return [state.card for state in self._nodes.values()]
 
     def cards(self) -> list[NodeCard]:
         """Cards of the nodes that can be reached, in the order they came."""

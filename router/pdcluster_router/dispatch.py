@@ -29,6 +29,7 @@ from pdcluster_router.headroom import Headroom
 from pdcluster_router.hold import HoldLimits
 from pdcluster_router.job import HashChain, Job
 from pdcluster_router.legs import Inbox
+from pdcluster_router.open_requests import OpenRequest, OpenRequests
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.waiting import Waiting
 
@@ -90,6 +91,7 @@ class Dispatch:
         self._chooser = chooser
         self._settings = settings
         self._clock = clock
+        self.open = OpenRequests()
 
     def models(self) -> Sequence[ModelInfo]:
         return self._models.models()
@@ -102,7 +104,16 @@ class Dispatch:
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
         """Run one request to its one answer; see the contract in `generation`."""
-        started = self._clock()
+        with self.open.entered(generation.request, generation.model, len(generation.token_ids), self._clock()) as entry:
+            async with aclosing(self._generate(generation, entry)) as events:
+                async for event in events:
+                    if isinstance(event, Chunk):
+                        entry.num_output = event.position + len(event.token_ids)
+                    with entry.outside():
+                        yield event
+
+    async def _generate(self, generation: Generation, entry: OpenRequest) -> AsyncGenerator[Chunk | Done, None]:
+        started = entry.started
         job = self._job(generation, started)
         inbox = self._cluster.ledger.open_inbox(job.request)
         budget = RetryBudget(self._settings)
@@ -112,6 +123,7 @@ class Dispatch:
             while True:
                 choice = await self._place(job, generation.standing, is_paid=is_placed)
                 is_placed = True
+                entry.place(choice)
                 attempt = Attempt(job, choice, self._cluster, self._chooser, self._settings.stages, self._clock)
                 try:
                     async with aclosing(self._run(attempt, job, inbox)) as chunks:

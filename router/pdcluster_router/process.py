@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import signal
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -18,12 +19,14 @@ from pdcluster.metrics import HoldMetrics, RouterMetrics
 from pdcluster.ready import announce
 from pdcluster.transfer.base import Peer
 from pdcluster.wire.sockets import WireSettings
+from pdcluster_router.admin import Admin
 from pdcluster_router.admission import Slo
 from pdcluster_router.app import create_app
 from pdcluster_router.attempt import StageDeadlines
 from pdcluster_router.chooser import Chooser, PolicyHolder
 from pdcluster_router.cluster import Cluster
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
+from pdcluster_router.events import EventLog
 from pdcluster_router.headroom import Headroom
 from pdcluster_router.hold import HoldLimits
 from pdcluster_router.index_metrics import IndexCollector
@@ -50,7 +53,8 @@ async def _serve(config: RouterConfig) -> int:
     async with AsyncExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.destroy, 0)
-        cluster = Cluster(me, context=context, settings=wire_settings(config))
+        events = EventLog()
+        cluster = Cluster(me, context=context, settings=wire_settings(config), events=events)
         stack.callback(cluster.close)
         models = Models(cluster, config.tokenizer)
         chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), cluster.view, cluster.cached, force=config.mode)
@@ -64,7 +68,13 @@ async def _serve(config: RouterConfig) -> int:
             tasks.append(task)
             await stack.enter_async_context(task)
         address, grpc_address = await stack.enter_async_context(_front_doors(config, dispatch, metrics))
-        announce(config.ready_fd, address, name=name, grpc=grpc_address)
+        admin_address = None
+        if config.admin is not None:
+            from pdcluster_router import admin_api  # brings grpc, as the gRPC front door does
+
+            admin = Admin(cluster, dispatch.open, chooser.holder, events, time.monotonic)
+            admin_address = await stack.enter_async_context(admin_api.listening(admin, config.admin, config.admin_token()))
+        announce(config.ready_fd, address, name=name, grpc=grpc_address, admin=admin_address)
         logger.info("router %s serves http://%s%s", name, address, f" and grpc://{grpc_address}" if grpc_address else "")
         await stop.wait()
         failed = any(task.failed for task in tasks)

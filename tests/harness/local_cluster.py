@@ -211,8 +211,8 @@ class LocalCluster:
         for name, role in self.roles.items():
             self.start(name, role)
         block_tokens = next(iter(self.nodes.values())).kit.shape.block_tokens
-        chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.router.view, self.router.cached)
-        self.dispatch = Dispatch(self.router, OneModel(block_tokens), chooser, DispatchSettings(stages=self.stages, hold_s=5.0), self.clock)
+        self.chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.router.view, self.router.cached)
+        self.dispatch = Dispatch(self.router, OneModel(block_tokens), self.chooser, DispatchSettings(stages=self.stages, hold_s=5.0), self.clock)
         await self.until(lambda: len(self.router.view().nodes) == len(self.roles))
 
     def context_of(self, process: str) -> zmq.Context[zmq.Socket[bytes]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-READY = re.compile(r"ready in [\d.]+ s: (http://\S+)/v1\s+grpc (\S+)\s+model (\S+)")
+READY = re.compile(r"ready in [\d.]+ s: (http://\S+)/v1\s+grpc (\S+)\s+admin (\S+)\s+model (\S+)")
 READY_S = 120.0
 
 
@@ -35,7 +35,7 @@ class Up:
             self.stop()
             raise AssertionError("up did not become ready:\n" + self.output())
         match = next(found for line in self.lines if (found := READY.search(line)))
-        self.url, self.grpc, self.model = match[1], match[2], match[3]
+        self.url, self.grpc, self.admin, self.model = match.groups()
         self.client = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
 
     def _read(self) -> None:

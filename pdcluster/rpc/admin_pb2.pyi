@@ -1,0 +1,274 @@
+from pdcluster.rpc import bootstrap_pb2 as _bootstrap_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ListNodesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListNodesReply(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[Node]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ...) -> None: ...
+
+class Node(_message.Message):
+    __slots__ = ("name", "incarnation", "role", "state", "address", "model", "device", "backends", "max_len", "load", "in_flight")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    BACKENDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LEN_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: str
+    role: _bootstrap_pb2.Role
+    state: str
+    address: str
+    model: str
+    device: str
+    backends: _containers.RepeatedScalarFieldContainer[str]
+    max_len: int
+    load: NodeLoad
+    in_flight: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_bootstrap_pb2.Role, str]] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., max_len: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., in_flight: _Optional[int] = ...) -> None: ...
+
+class NodeLoad(_message.Message):
+    __slots__ = ("waiting", "running", "waiting_tokens", "context_tokens", "slots", "slots_used", "pages_total", "pages_free", "pages_cached", "pages_quarantined", "pages_pinned", "pages_parked", "steps")
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_PINNED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_PARKED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    waiting: int
+    running: int
+    waiting_tokens: int
+    context_tokens: int
+    slots: int
+    slots_used: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_quarantined: int
+    pages_pinned: int
+    pages_parked: int
+    steps: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., slots_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., pages_pinned: _Optional[int] = ..., pages_parked: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+
+class Path(_message.Message):
+    __slots__ = ("peer", "backend", "bytes_per_s", "breaker", "is_chosen")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_FIELD_NUMBER: _ClassVar[int]
+    IS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    backend: str
+    bytes_per_s: float
+    breaker: str
+    is_chosen: bool
+    def __init__(self, peer: _Optional[str] = ..., backend: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., breaker: _Optional[str] = ..., is_chosen: _Optional[bool] = ...) -> None: ...
+
+class DescribeNodeRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class NodeDescription(_message.Message):
+    __slots__ = ("node", "paths", "requests", "events")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    node: Node
+    paths: _containers.RepeatedCompositeFieldContainer[Path]
+    requests: _containers.RepeatedCompositeFieldContainer[Request]
+    events: _containers.RepeatedCompositeFieldContainer[Event]
+    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., paths: _Optional[_Iterable[_Union[Path, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+
+class CordonRequest(_message.Message):
+    __slots__ = ("node", "cordoned")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    CORDONED_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    cordoned: bool
+    def __init__(self, node: _Optional[str] = ..., cordoned: _Optional[bool] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("node", "deadline_s")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    deadline_s: float
+    def __init__(self, node: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class DrainProgress(_message.Message):
+    __slots__ = ("waiting", "running", "pages_parked", "safe_to_stop")
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    PAGES_PARKED_FIELD_NUMBER: _ClassVar[int]
+    SAFE_TO_STOP_FIELD_NUMBER: _ClassVar[int]
+    waiting: int
+    running: int
+    pages_parked: int
+    safe_to_stop: bool
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., pages_parked: _Optional[int] = ..., safe_to_stop: _Optional[bool] = ...) -> None: ...
+
+class SetRoleRequest(_message.Message):
+    __slots__ = ("node", "role")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    role: _bootstrap_pb2.Role
+    def __init__(self, node: _Optional[str] = ..., role: _Optional[_Union[_bootstrap_pb2.Role, str]] = ...) -> None: ...
+
+class Request(_message.Message):
+    __slots__ = ("id", "model", "state", "mode", "prefill", "decode", "prompt_tokens", "output_tokens", "attempts", "age_s")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    model: str
+    state: str
+    mode: str
+    prefill: str
+    decode: str
+    prompt_tokens: int
+    output_tokens: int
+    attempts: int
+    age_s: float
+    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., mode: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class ListRequestsRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class ListRequestsReply(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[Request]
+    def __init__(self, requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ...) -> None: ...
+
+class CancelRequestRequest(_message.Message):
+    __slots__ = ("id", "reason")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    reason: str
+    def __init__(self, id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class CancelRequestReply(_message.Message):
+    __slots__ = ("cancelled",)
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    cancelled: int
+    def __init__(self, cancelled: _Optional[int] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("json", "text")
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    json: _containers.RepeatedScalarFieldContainer[str]
+    text: str
+    def __init__(self, json: _Optional[_Iterable[str]] = ..., text: _Optional[str] = ...) -> None: ...
+
+class GetPolicyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Policy(_message.Message):
+    __slots__ = ("live", "shadow", "known")
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    live: str
+    shadow: str
+    known: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, live: _Optional[str] = ..., shadow: _Optional[str] = ..., known: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SetPolicyRequest(_message.Message):
+    __slots__ = ("live", "shadow", "dry_run")
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    live: str
+    shadow: str
+    dry_run: bool
+    def __init__(self, live: _Optional[str] = ..., shadow: _Optional[str] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+
+class GetCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CachedNode(_message.Message):
+    __slots__ = ("node", "blocks")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    blocks: int
+    def __init__(self, node: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class CacheReply(_message.Message):
+    __slots__ = ("entries", "bytes", "nodes")
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    entries: int
+    bytes: int
+    nodes: _containers.RepeatedCompositeFieldContainer[CachedNode]
+    def __init__(self, entries: _Optional[int] = ..., bytes: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[CachedNode, _Mapping]]] = ...) -> None: ...
+
+class EventsRequest(_message.Message):
+    __slots__ = ("since", "follow")
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    since: int
+    follow: bool
+    def __init__(self, since: _Optional[int] = ..., follow: _Optional[bool] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("sequence", "at", "kind", "subject", "message")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    at: float
+    kind: str
+    subject: str
+    message: str
+    def __init__(self, sequence: _Optional[int] = ..., at: _Optional[float] = ..., kind: _Optional[str] = ..., subject: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...

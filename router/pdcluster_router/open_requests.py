@@ -1,0 +1,107 @@
+"""Which requests this router is working on, for operators: who they are, where they run, and how to end one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from pdcluster.errors import Cancelled
+from pdcluster_router.generation import Mode
+from pdcluster_router.policy.base import Choice
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """One choice of a client's request. started: on the dispatcher's clock. nodes are named once they are chosen; num_output: tokens sent so far."""
+
+    request: str
+    model: str
+    num_prompt: int
+    started: float
+    task: asyncio.Task[object]
+    attempts: int = 0
+    mode: Mode | None = None
+    prefill: str | None = None
+    decode: str | None = None
+    num_output: int = 0
+    cancelled_because: str | None = None
+    _is_outside: bool = field(default=False)
+
+    def place(self, choice: Choice) -> None:
+        """A new attempt runs where the policy chose."""
+        self.attempts += 1
+        self.mode = choice.mode
+        self.prefill = choice.prefill.name if choice.prefill is not None else None
+        self.decode = choice.decode.name
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """While the block runs, the client is being served what there is: a cancel waits for its end, so that the client gets its error."""
+        self._is_outside = True
+        try:
+            yield
+        finally:
+            self._is_outside = False
+        self._check()
+
+    def cancel(self, reason: str) -> None:
+        self.cancelled_because = reason
+        if not self._is_outside:
+            self.task.cancel()
+
+    def _check(self) -> None:
+        if self.cancelled_because is not None:
+            raise self.cancelled()
+
+    def cancelled(self) -> Cancelled:
+        return Cancelled(f"request {self.request} was cancelled by an operator: {self.cancelled_because}")
+
+    @property
+    def state(self) -> str:
+        if self.mode is None:
+            return "held"
+        return "prefill" if not self.num_output else "decode"
+
+
+class OpenRequests:
+    """Owned by the router's event loop. Bounded by the places of the front doors."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, OpenRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @contextmanager
+    def entered(self, request: str, model: str, num_prompt: int, started: float) -> Iterator[OpenRequest]:
+        """Listed while the block runs, in the task that runs it. A cancel by an operator ends the block with Cancelled."""
+        task = asyncio.current_task()
+        assert task is not None
+        found = OpenRequest(request, model, num_prompt, started, task)
+        cancelling = task.cancelling()
+        self._open[request] = found
+        try:
+            yield found
+        except asyncio.CancelledError:
+            if found.cancelled_because is None or task.uncancel() > cancelling:
+                raise
+            raise found.cancelled() from None
+        finally:
+            del self._open[request]
+
+    def all(self) -> list[OpenRequest]:
+        """Oldest first."""
+        return list(self._open.values())
+
+    def matching(self, request: str) -> list[OpenRequest]:
+        """The one of this id, or all choices of the client's request of this id."""
+        return [found for name, found in self._open.items() if name == request or name.rpartition("-")[0] == request]
+
+    def cancel(self, request: str, reason: str) -> int:
+        """How many choices were told to end; each answers its client with an error. Idempotent."""
+        found = [entry for entry in self.matching(request) if entry.cancelled_because is None]
+        for entry in found:
+            entry.cancel(reason)
+        return len(found)

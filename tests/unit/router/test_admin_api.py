@@ -1,0 +1,197 @@
+"""The Admin service over a real socket, on real node loops: what operators see, what they change, and who may."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from local_cluster import LocalCluster
+from oracle import VOCAB, reference
+
+from pdcluster.config import RouterConfig
+from pdcluster.errors import Cancelled, ConfigError
+from pdcluster.rpc import admin_pb2 as pb
+from pdcluster.rpc import admin_pb2_grpc as stubs
+from pdcluster.rpc import bootstrap_pb2
+from pdcluster_router.admin import Admin
+from pdcluster_router.admin_api import SERVICE, listening
+
+TOKEN = "0123456789abcdef0123"
+PAIR = {"p0": "prefill", "d0": "decode"}
+
+
+def prompt_of(length: int) -> list[int]:
+    return [random.Random(length).randrange(VOCAB) for _ in range(length)]
+
+
+@asynccontextmanager
+async def administered(cluster: LocalCluster, token: str | None = None) -> AsyncIterator[tuple[Any, str]]:
+    admin = Admin(cluster.router, cluster.dispatch.open, cluster.chooser.holder, cluster.router.events, time.monotonic)
+    async with listening(admin, "127.0.0.1:0", token) as address, grpc.aio.insecure_channel(address) as channel:
+        yield stubs.AdminStub(channel), address
+
+
+async def code_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        else:
+            await call
+    return caught.value.code(), caught.value.details() or ""
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    while not await condition():
+        await asyncio.sleep(0.02)
+
+
+async def test_nodes_are_listed_with_what_they_reported() -> None:
+    async with LocalCluster(PAIR) as cluster, administered(cluster) as (stub, _):
+        await cluster.run(prompt_of(40), 3)
+        await cluster.until_idle()
+        nodes = {node.name: node for node in (await stub.ListNodes(pb.ListNodesRequest())).nodes}
+        assert set(nodes) == {"p0", "d0"} and {node.state for node in nodes.values()} == {"ready"}
+        assert nodes["p0"].role == bootstrap_pb2.ROLE_PREFILL and nodes["d0"].load.pages_cached > 0
+        events = (await stub.DescribeNode(pb.DescribeNodeRequest(node="d0"))).events
+        assert [event.kind for event in events] == ["node-up"]
+
+
+async def test_a_role_and_a_cordon_reach_the_node_and_are_told_as_events() -> None:
+    async with LocalCluster(PAIR) as cluster, administered(cluster) as (stub, _):
+        assert (await stub.SetRole(pb.SetRoleRequest(node="p0", role=bootstrap_pb2.ROLE_MIXED))).role == bootstrap_pb2.ROLE_MIXED
+        assert (await stub.Cordon(pb.CordonRequest(node="d0", cordoned=True))).state == "cordoned"
+        await cluster.until(lambda: {node.name: (node.role, node.accepts_work) for node in cluster.router.view().nodes}["d0"] == ("decode", False))
+        tokens, done = await cluster.run(prompt_of(20), 4)
+        assert tokens == reference(prompt_of(20), 4) and done.route.decode == "p0"
+        assert (await stub.Cordon(pb.CordonRequest(node="d0", cordoned=False))).state == "ready"
+        kinds = [event.kind async for event in stub.Events(pb.EventsRequest())]
+        assert kinds[-3:] == ["role", "cordon", "uncordon"]
+
+
+async def test_a_drain_tells_how_much_is_left_and_when_the_node_may_stop() -> None:
+    async with LocalCluster({"m0": "mixed", "m1": "mixed"}, num_pages=128) as cluster, administered(cluster) as (stub, _):
+        running = [asyncio.create_task(cluster.run(prompt_of(30 + index), 60)) for index in range(4)]
+        await cluster.until(lambda: sum(node.num_requests for node in cluster.router.view().nodes) >= 4)
+        told = [progress async for progress in stub.Drain(pb.DrainRequest(node="m0", deadline_s=30.0))]
+        assert told[-1].safe_to_stop and not told[-1].running and not any(progress.safe_to_stop for progress in told[:-1])
+        for index, (tokens, _) in enumerate(await asyncio.gather(*running)):
+            assert tokens == reference(prompt_of(30 + index), 60)
+        assert (await stub.DescribeNode(pb.DescribeNodeRequest(node="m0"))).node.state == "cordoned"
+
+
+async def test_a_drain_that_takes_too_long_says_so() -> None:
+    async with LocalCluster({"m0": "mixed"}, num_pages=128) as cluster, administered(cluster) as (stub, _):
+        running = asyncio.create_task(cluster.run(prompt_of(30), 300))
+        await cluster.until(lambda: any(node.num_requests for node in cluster.router.view().nodes))
+        code, details = await code_of(stub.Drain(pb.DrainRequest(node="m0", deadline_s=0.05)))
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "stays cordoned" in details
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_requests_are_listed_where_they_run_and_a_cancelled_one_frees_everything() -> None:
+    async with LocalCluster(PAIR, num_pages=128) as cluster, administered(cluster) as (stub, _):
+        running = asyncio.create_task(cluster.run(prompt_of(30), 300))
+
+        async def is_decoding() -> bool:
+            found = (await stub.ListRequests(pb.ListRequestsRequest())).requests
+            return bool(found) and found[0].state == "decode"
+
+        await until(is_decoding)
+        (request,) = (await stub.ListRequests(pb.ListRequestsRequest(node="d0"))).requests
+        assert (request.mode, request.prefill, request.decode, request.prompt_tokens) == ("remote", "p0", "d0", 30)
+        assert request.output_tokens >= 1 and request.attempts == 1 and request.age_s > 0
+        assert (await stub.CancelRequest(pb.CancelRequestRequest(id=request.id, reason="a runaway"))).cancelled == 1
+        with pytest.raises(Cancelled, match="a runaway"):
+            await running
+        await cluster.until_idle()
+        assert (await code_of(stub.CancelRequest(pb.CancelRequestRequest(id=request.id))))[0] is grpc.StatusCode.NOT_FOUND
+
+
+async def test_the_policy_is_shown_checked_and_replaced() -> None:
+    async with LocalCluster(PAIR) as cluster, administered(cluster) as (stub, _):
+        before = await stub.GetPolicy(pb.GetPolicyRequest())
+        assert before.live in before.known and before.shadow == ""
+        other = next(name for name in before.known)
+        checked = await stub.SetPolicy(pb.SetPolicyRequest(live=other, shadow=other, dry_run=True))
+        assert (checked.live, checked.shadow) == (before.live, "")
+        assert (await stub.SetPolicy(pb.SetPolicyRequest(shadow=other))).shadow == other
+        tokens, _ = await cluster.run(prompt_of(20), 4)
+        assert tokens == reference(prompt_of(20), 4)
+        assert (await stub.SetPolicy(pb.SetPolicyRequest(shadow=""))).shadow == ""
+        code, details = await code_of(stub.SetPolicy(pb.SetPolicyRequest(live="fortune")))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and "fortune" in details
+
+
+async def test_events_can_be_followed() -> None:
+    async with LocalCluster(PAIR) as cluster, administered(cluster) as (stub, _):
+        call = stub.Events(pb.EventsRequest(since=2, follow=True))
+        waiting = asyncio.ensure_future(anext(aiter(call)))
+        await stub.Cordon(pb.CordonRequest(node="p0", cordoned=True))
+        assert (await waiting).kind == "cordon"
+        call.cancel()
+
+
+async def test_names_that_are_not_there_are_answered_with_those_that_are() -> None:
+    async with LocalCluster(PAIR) as cluster, administered(cluster) as (stub, _):
+        for call in (
+            stub.DescribeNode(pb.DescribeNodeRequest(node="p9")),
+            stub.Cordon(pb.CordonRequest(node="p9", cordoned=True)),
+            stub.Drain(pb.DrainRequest(node="p9")),
+        ):
+            code, details = await code_of(call)
+            assert code is grpc.StatusCode.NOT_FOUND and "d0, p0" in details
+        code, details = await code_of(stub.SetRole(pb.SetRoleRequest(node="p0")))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and "role" in details
+
+
+async def test_without_the_token_nothing_is_told_and_nothing_changes() -> None:
+    async with LocalCluster(PAIR) as cluster, administered(cluster, TOKEN) as (stub, address):
+        for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", TOKEN),)):
+            for call in (
+                stub.ListNodes(pb.ListNodesRequest(), metadata=metadata),
+                stub.Cordon(pb.CordonRequest(node="p0", cordoned=True), metadata=metadata),
+                stub.Drain(pb.DrainRequest(node="p0"), metadata=metadata),
+                stub.Events(pb.EventsRequest(), metadata=metadata),
+            ):
+                assert (await code_of(call))[0] is grpc.StatusCode.UNAUTHENTICATED
+        async with grpc.aio.insecure_channel(address) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert (await code_of(check))[0] is grpc.StatusCode.UNAUTHENTICATED
+        assert all(node.accepts_work for node in cluster.router.view().nodes)
+        allowed = (("authorization", f"Bearer {TOKEN}"),)
+        assert len((await stub.ListNodes(pb.ListNodesRequest(), metadata=allowed)).nodes) == 2
+
+
+async def test_the_service_can_be_found_by_reflection() -> None:
+    async with LocalCluster(PAIR) as cluster, administered(cluster) as (_, address):
+
+        def services() -> set[str]:
+            with grpc.insecure_channel(address) as channel:
+                return set(ProtoReflectionDescriptorDatabase(channel).get_services())
+
+        assert SERVICE in await asyncio.to_thread(services)
+
+
+def test_an_admin_port_for_everybody_needs_a_token(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="admin_token_file"):
+        RouterConfig(admin="0.0.0.0:50052")
+    assert RouterConfig(admin="[::1]:50052").admin_token() is None
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    assert RouterConfig(admin="0.0.0.0:50052", admin_token_file=file).admin_token() == TOKEN
+    file.write_text("short")
+    with pytest.raises(ConfigError, match="at least 16"):
+        RouterConfig(admin_token_file=file).admin_token()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        RouterConfig(admin_token_file=tmp_path / "none").admin_token()
