@@ -83,6 +83,11 @@ class AdminService(stubs.AdminServicer):
         self._admin.set_policy(live=live, shadow=shadow, dry_run=request.dry_run)
         return self._policy()
 
+    async def GetCache(self, request: pb.GetCacheRequest, context: grpc.aio.ServicerContext) -> pb.CacheReply:
+        index = self._admin.cluster.caches.index
+        nodes = [pb.CachedNode(node=card.node, blocks=index.num_blocks(card.incarnation)) for card in self._admin.cluster.cards()]
+        return pb.CacheReply(entries=index.num_entries, bytes=index.num_bytes, nodes=nodes)
+
     async def Events(self, request: pb.EventsRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Event]:
         if not request.follow:
             for event in self._admin.events.since(request.since):

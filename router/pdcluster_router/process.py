@@ -15,11 +15,12 @@ import zmq
 
 from pdcluster.bootstrap.agent import watch
 from pdcluster.config import RouterConfig
+from pdcluster.errors import PdclusterError
 from pdcluster.metrics import HoldMetrics, RouterMetrics
 from pdcluster.ready import announce
 from pdcluster.transfer.base import Peer
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.admin import Admin
+from pdcluster_router.admin import LOOK_S, Admin
 from pdcluster_router.admission import Slo
 from pdcluster_router.app import create_app
 from pdcluster_router.attempt import StageDeadlines
@@ -34,6 +35,7 @@ from pdcluster_router.models import Models
 from pdcluster_router.node_metrics import NodeCollector
 from pdcluster_router.places import Places
 from pdcluster_router.policy.registry import DEFAULT, make_policy
+from pdcluster_router.roles import RoleController, RoleSettings
 from pdcluster_router.server import http_settings, listening, router_metrics
 
 logger = logging.getLogger(__name__)
@@ -61,19 +63,22 @@ async def _serve(config: RouterConfig) -> int:
         metrics = router_metrics()
         metrics.registry.register(NodeCollector(cluster))
         metrics.registry.register(IndexCollector(cluster.caches))
-        dispatch = Dispatch(cluster, models, chooser, dispatch_settings(config), metrics=HoldMetrics(metrics.registry))
+        settings = dispatch_settings(config)
+        dispatch = Dispatch(cluster, models, chooser, settings, metrics=HoldMetrics(metrics.registry))
         tasks: list[_running] = []
         for work in (cluster.follow(watch(config.bootstrap)), models.keep_loaded(), dispatch.waiting.follow(cluster)):
             task = _running(work, stop)
             tasks.append(task)
             await stack.enter_async_context(task)
         address, grpc_address = await stack.enter_async_context(_front_doors(config, dispatch, metrics))
+        admin = Admin(cluster, dispatch.open, chooser.holder, events, time.monotonic)
         admin_address = None
         if config.admin is not None:
             from pdcluster_router import admin_api  # brings grpc, as the gRPC front door does
 
-            admin = Admin(cluster, dispatch.open, chooser.holder, events, time.monotonic)
             admin_address = await stack.enter_async_context(admin_api.listening(admin, config.admin, config.admin_token()))
+        if config.auto_roles:
+            await stack.enter_async_context(_running(keep_roles(admin, RoleController(RoleSettings(), settings.headroom)), stop))
         announce(config.ready_fd, address, name=name, grpc=grpc_address, admin=admin_address)
         logger.info("router %s serves http://%s%s", name, address, f" and grpc://{grpc_address}" if grpc_address else "")
         await stop.wait()
@@ -101,6 +106,20 @@ async def _front_doors(config: RouterConfig, dispatch: Dispatch, metrics: Router
         yield address, grpc_address
     finally:
         await asyncio.gather(*(door.aclose() for door in doors))
+
+
+async def keep_roles(admin: Admin, controller: RoleController) -> None:
+    """Look every second, and carry out what the controller wants."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        flip = controller.decide(time.monotonic(), admin.cluster.view())
+        if flip is None:
+            continue
+        admin.events.add("auto-role", flip.node.name, f"{flip.node.role} should become {flip.role}: {flip.why}")
+        try:
+            await admin.set_role(flip.node.endpoint.incarnation, flip.role, flip.why)
+        except PdclusterError as error:
+            logger.warning("node %s keeps its role: %s", flip.node.name, error)
 
 
 def wire_settings(config: RouterConfig) -> WireSettings:

@@ -24,6 +24,9 @@ from pdcluster.rpc import admin_pb2_grpc as stubs
 from pdcluster.rpc import bootstrap_pb2
 from pdcluster_router.admin import Admin
 from pdcluster_router.admin_api import SERVICE, listening
+from pdcluster_router.headroom import Headroom
+from pdcluster_router.process import keep_roles
+from pdcluster_router.roles import RoleController, RoleSettings
 
 TOKEN = "0123456789abcdef0123"
 PAIR = {"p0": "prefill", "d0": "decode"}
@@ -131,6 +134,30 @@ async def test_the_policy_is_shown_checked_and_replaced() -> None:
         assert (await stub.SetPolicy(pb.SetPolicyRequest(shadow=""))).shadow == ""
         code, details = await code_of(stub.SetPolicy(pb.SetPolicyRequest(live="fortune")))
         assert code is grpc.StatusCode.INVALID_ARGUMENT and "fortune" in details
+
+
+async def test_the_cache_is_counted_by_node() -> None:
+    async with LocalCluster(PAIR) as cluster, administered(cluster) as (stub, _):
+        await cluster.run(prompt_of(40), 3)
+        await cluster.until_idle()
+        await cluster.until(lambda: cluster.router.caches.index.num_entries >= 20)
+        cache = await stub.GetCache(pb.GetCacheRequest())
+        blocks = {node.node: node.blocks for node in cache.nodes}
+        assert blocks["p0"] >= 10 and blocks["d0"] >= 10 and cache.entries == sum(blocks.values()) and cache.bytes > 0
+
+
+async def test_the_controller_of_roles_is_obeyed_and_its_reason_told() -> None:
+    async with LocalCluster({"p0": "prefill", "d0": "decode", "d1": "decode"}) as cluster:
+        admin = Admin(cluster.router, cluster.dispatch.open, cluster.chooser.holder, cluster.router.events, time.monotonic)
+        eager = RoleSettings(backlog_high_s=-1.0, use_low=2.0, sustain_s=0.0)
+        keeping = asyncio.create_task(keep_roles(admin, RoleController(eager, Headroom())))
+        await cluster.until(lambda: sorted(node.role for node in cluster.router.view().nodes) == ["decode", "prefill", "prefill"])
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        kinds = {event.kind: event.message for event in cluster.router.events.since(0)}
+        assert "prompts wait per prefill node" in kinds["auto-role"] and "decode becomes prefill" in kinds["role"]
+        tokens, _ = await cluster.run(prompt_of(30), 5)
+        assert tokens == reference(prompt_of(30), 5)
 
 
 async def test_events_can_be_followed() -> None:
