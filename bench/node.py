@@ -22,7 +22,7 @@ from pdcluster.node import server
 from pdcluster.node.decode import DecodeSide
 from pdcluster.node.loop import NodeLoop
 from pdcluster.node.prefill import PrefillSide
-from pdcluster.transfer.base import Backend, Handle, Peer, Run, Stamp, WriteStatus
+from pdcluster.transfer.base import Backend, Handle, Peer, Runs, Stamp, WriteStatus
 from pdcluster.transfer.reader import Reader
 from pdcluster.transfer.session import Landed
 from pdcluster.transfer.writer import Writer
@@ -87,15 +87,17 @@ class SlowLink:
         self._bytes_s = bytes_s
         self._handles = itertools.count(1)
         self._started: dict[Handle, Handle] = {}
+        self._done: tuple[Handle, Handle] | None = None
+        """The write that `poll` just said is DONE: ours and the inner one's."""
         self._queue: queue.SimpleQueue[tuple[Handle, tuple[Any, ...]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="slow-link").start()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...]) -> Handle:
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
         handle = Handle(next(self._handles))
-        self._queue.put((handle, (peer, source_region, target_region, stamp, runs)))
+        self._queue.put((handle, (peer, source_region, target_region, stamp, runs, digests)))
         return handle
 
     def poll(self, handle: Handle) -> WriteStatus:
@@ -103,8 +105,18 @@ class SlowLink:
             return WriteStatus.PENDING
         status = self._inner.poll(self._started[handle])
         if status not in (WriteStatus.PENDING, WriteStatus.UNKNOWN):
-            del self._started[handle]
+            self._done = (handle, self._started.pop(handle))
         return status
+
+    def take_digest(self, handle: Handle) -> int | None:
+        return self._inner.take_digest(self._inner_done(handle))
+
+    def take_duration(self, handle: Handle) -> float | None:
+        return self._inner.take_duration(self._inner_done(handle))
+
+    def _inner_done(self, handle: Handle) -> Handle:
+        assert self._done is not None and self._done[0] == handle, "digest and duration are taken right after poll said DONE"
+        return self._done[1]
 
     def _run(self) -> None:
         free_at = 0.0

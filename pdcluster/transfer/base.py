@@ -18,12 +18,15 @@ Requirements every backend meets (tests/contract/test_backends.py runs them over
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NewType, Protocol
 
 Handle = NewType("Handle", int)
+Span = tuple[int, int]
+"""(offset, nbytes)"""
+Spans = Sequence[Span]
 
 
 class WriteStatus(Enum):
@@ -75,7 +78,7 @@ class Arrival:
 
     stamp: Stamp
     digest: int | None = None
-    spans: tuple[tuple[int, int], ...] = ()
+    spans: Spans = ()
     region: int = 0
 
 
@@ -88,6 +91,10 @@ class Run:
     nbytes: int
 
 
+Runs = Sequence[Run]
+"""A tuple, or many of them as a table (`runs`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Permit:
     """What the holder of `nonce` may write into `region`: byte ranges (offset, nbytes), sorted and disjoint. digests: wanted on arrival."""
@@ -95,7 +102,7 @@ class Permit:
     nonce: int
     writer: Peer
     region: int
-    ranges: tuple[tuple[int, int], ...]
+    ranges: Spans
     digests: bool = False
 
 
@@ -123,7 +130,7 @@ class Backend(Protocol):
         """Reader: forget a permit. On media that check at the receiver, later writes under it are dropped, and the answer is FENCED: no byte
         under this nonce lands after the call (it waits for a receiving thread to pass its check, microseconds). May be called again."""
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...], digests: bool = False) -> Handle:
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
         """Start copying `runs`; raises PeerUnreachable when the peer is not connected. digests: digest the payload on the way, if the medium's
         mover can."""
 

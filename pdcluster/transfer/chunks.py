@@ -6,23 +6,12 @@ from collections.abc import Iterable
 
 import xxhash
 
-from pdcluster.transfer.geometry import Span
+from pdcluster.transfer.base import Span
 
 
 def page_slice(first_token: int, num_tokens: int, page_tokens: int) -> slice:
     """Indexes, into a ticket's page list, of the pages that hold tokens [first_token, first_token + num_tokens)."""
     return slice(first_token // page_tokens, -(-(first_token + num_tokens) // page_tokens))
-
-
-def joined(pieces: Iterable[Span]) -> list[Span]:
-    """The same bytes in the same order, neighbours joined."""
-    spans: list[Span] = []
-    for start, nbytes in pieces:
-        if spans and sum(spans[-1]) == start:
-            spans[-1] = (spans[-1][0], spans[-1][1] + nbytes)
-        else:
-            spans.append((start, nbytes))
-    return spans
 
 
 def digest(memory: memoryview, spans: Iterable[Span]) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pdcluster.errors import PeerUnreachable
-from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
+from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Run, Runs, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside
 
 
@@ -46,7 +46,7 @@ class _Write:
     source: Region
     region: int
     stamp: Stamp
-    runs: tuple[Run, ...]
+    runs: Runs
     fault: Fault
     cut: bool = False
     """Its connection ended: no further byte lands, the source is not read."""
@@ -142,7 +142,7 @@ class FakeBackend:
         self._permits.revoke(nonce)
         return Fence.FENCED if self.network.checks_permits else Fence.CANNOT_FENCE
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...], digests: bool = False) -> Handle:
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
         if peer not in self._connected:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
         network, fault, handle = self.network, self.network.plan(stamp), self._writes.new()

@@ -17,11 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcluster.kv.layout import ITEM_BYTES, KVLayout, head_range
-from pdcluster.transfer.base import Run
+from pdcluster.transfer.runs import RunTable, SpanTable
 
 Offsets = NDArray[np.int64]
-Span = tuple[int, int]
-"""(offset, nbytes)"""
 
 
 class Piece(IntEnum):
@@ -145,9 +143,7 @@ def pieces_per_block(shape: PageShape, part: Part, piece: Piece) -> int:
     return planes if piece is Piece.HEADS else planes * (part.end_head - part.first_head)
 
 
-def offsets(
-    shape: PageShape, rank: int, pages: Sequence[int] | Offsets, first_page: int, part: Part, piece: Piece
-) -> tuple[Offsets, int]:
+def offsets(shape: PageShape, rank: int, pages: Sequence[int] | Offsets, first_page: int, part: Part, piece: Piece) -> tuple[Offsets, int]:
     """Where the pieces of a part begin in a rank's region, in the order of the wire, and the bytes of each. pages: ids, the first of them holding
     tokens from first_page * page_tokens on."""
     tokens = np.arange(part.first_block, part.end_block, dtype=np.int64) * part.block_tokens
@@ -164,16 +160,22 @@ def offsets(
     return (starts[:, :, None] + np.arange(heads, dtype=np.int64) * shape.head_bytes).ravel(), block_bytes
 
 
-def join_runs(sources: Offsets, targets: Offsets, nbytes: int) -> tuple[Run, ...]:
+def join_runs(sources: Offsets, targets: Offsets, nbytes: int) -> RunTable:
     """Copies of equal pieces as runs, neighbours joined where they are contiguous at both ends."""
-    breaks = np.flatnonzero((np.diff(sources) != nbytes) | (np.diff(targets) != nbytes)) + 1
-    firsts = np.concatenate([[0], breaks])
-    counts = np.diff(np.concatenate([firsts, [len(sources)]])) * nbytes
-    return tuple(map(Run, sources[firsts].tolist(), targets[firsts].tolist(), counts.tolist()))
+    breaks = (np.diff(sources) != nbytes) | (np.diff(targets) != nbytes)
+    firsts, counts = _stretches(breaks)
+    return RunTable(np.column_stack([sources[firsts], targets[firsts], counts * nbytes]))
 
 
-def join_spans(starts: Offsets, nbytes: int) -> list[Span]:
+def join_spans(starts: Offsets, nbytes: int) -> SpanTable:
     """Equal pieces as spans in the same order, neighbours joined."""
-    firsts = np.concatenate([[0], np.flatnonzero(np.diff(starts) != nbytes) + 1])
-    counts = np.diff(np.concatenate([firsts, [len(starts)]])) * nbytes
-    return list(zip(starts[firsts].tolist(), counts.tolist(), strict=True))
+    if not len(starts):
+        return SpanTable(np.empty((0, 2), dtype=np.int64))
+    firsts, counts = _stretches(np.diff(starts) != nbytes)
+    return SpanTable(np.column_stack([starts[firsts], counts * nbytes]))
+
+
+def _stretches(breaks: NDArray[np.bool_]) -> tuple[Offsets, Offsets]:
+    """Where stretches begin that are not broken, and their lengths. breaks[i]: between i and i + 1."""
+    firsts = np.concatenate([np.zeros(1, dtype=np.int64), np.flatnonzero(breaks) + 1])
+    return firsts, np.diff(firsts, append=len(breaks) + 1)

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from pdcluster.lifecycle import Reading
 from pdcluster.messages import ChunkEntry, Commit, CommitAck, Endpoint, Leg, Ticket
 from pdcluster.transfer.base import Arrival, Peer
-from pdcluster.transfer.geometry import PageShape, Part, Span, part_bytes
+from pdcluster.transfer.geometry import Offsets, PageShape, Part, part_bytes
+from pdcluster.transfer.runs import SpanTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +22,17 @@ class Landing:
 
     entry: ChunkEntry
     rank: int
-    spans: list[Span]
+    spans: SpanTable
 
 
 @dataclass(slots=True)
 class Incoming:
-    """One ticket. `writable`: the pages the writer may write, in token order; `unchecked`: chunks of the Commit not digested yet; `repeated`:
-    chunks of which more than one write arrived."""
+    """One ticket. `writable`: the pages the writer may write, in token order; `missing`: chunks of the Commit, found to cover the ticket, of
+    which no stamp was seen yet; `unchecked`: those not digested yet; `repeated`: chunks of which more than one write arrived."""
 
     ticket: Ticket
     writer: Peer
-    writable: list[int]
+    writable: Offsets
     opened: float
     deadline: float
     state: Reading = Reading.OPEN
@@ -41,6 +42,7 @@ class Incoming:
     commit: Commit | None = None
     commit_time: float = 0.0
     answers: dict[int, CommitAck] = field(default_factory=dict)
+    missing: list[ChunkEntry] | None = None
     unchecked: deque[Landing] | None = None
     promised: int = 0
     """Chunks in the Commit."""

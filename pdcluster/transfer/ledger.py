@@ -5,15 +5,15 @@ Every class here may be used from any thread. No sockets, no policy.
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from pdcluster.transfer.base import Arrival, Handle, Peer, Permit, Region, Stamp, WriteStatus
+from pdcluster.transfer.base import Arrival, Handle, Peer, Permit, Region, Spans, Stamp, WriteStatus
+from pdcluster.transfer.runs import cover, span_table
 
 FINAL = frozenset({WriteStatus.DONE, WriteStatus.FAILED, WriteStatus.REFUSED, WriteStatus.LOST})
 
@@ -103,8 +103,8 @@ class Arrivals:
         self._doorbell = doorbell
         self._arrivals: deque[Arrival] = deque()
 
-    def add(self, stamp: Stamp, digest: int | None = None, spans: Iterable[tuple[int, int]] = (), region: int = 0) -> None:
-        self._arrivals.append(Arrival(stamp, digest, tuple(spans), region))
+    def add(self, stamp: Stamp, digest: int | None = None, spans: Spans = (), region: int = 0) -> None:
+        self._arrivals.append(Arrival(stamp, digest, spans, region))
         self._doorbell.ring()
 
     def take(self) -> list[Arrival]:
@@ -158,7 +158,7 @@ class Permits:
     def is_current(self, permit: Permit) -> bool:
         return self._permits.get(permit.nonce, {}).get(permit.region) is permit
 
-    def find(self, writer: Peer, nonce: int, region: int, spans: Iterable[tuple[int, int]]) -> Permit | None:
+    def find(self, writer: Peer, nonce: int, region: int, spans: Spans) -> Permit | None:
         """The permit that allows `writer` to write all the spans of `region`; None, and counted by reason, when there is none."""
         regions = self._permits.get(nonce, {})
         permit = regions.get(region)
@@ -166,20 +166,11 @@ class Permits:
             self._counts.add("unknown_nonce")
         elif all(each.writer != writer for each in regions.values()):
             self._counts.add("wrong_writer")
-        elif permit is None or permit.writer != writer or not all(covers(permit.ranges, offset, nbytes) for offset, nbytes in spans):
+        elif permit is None or permit.writer != writer or not cover(permit.ranges, span_table(spans)):
             self._counts.add("outside_permit")
         else:
             return permit
         return None
-
-
-def covers(ranges: tuple[tuple[int, int], ...], offset: int, nbytes: int) -> bool:
-    """Is [offset, offset + nbytes) inside one of the sorted, disjoint, joined ranges?"""
-    index = bisect.bisect_right(ranges, (offset, 1 << 63)) - 1
-    if index < 0 or nbytes <= 0:
-        return False
-    start, length = ranges[index]
-    return start <= offset and offset + nbytes <= start + length
 
 
 def is_inside(region: Region, offset: int, nbytes: int) -> bool:

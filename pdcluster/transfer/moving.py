@@ -19,6 +19,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from pdcluster.transfer.runs import RunTable, SpanTable
+
 LOG = logging.getLogger(__name__)
 
 BLOCK_BYTES = 64 << 10
@@ -31,6 +33,34 @@ Table = NDArray[np.uint64]
 
 def table_of(moves: Iterable[tuple[int, int, int]]) -> Table:
     return np.array(list(moves), dtype=np.uint64).reshape(-1, 3)
+
+
+def copies(runs: RunTable, target: int, source: int) -> Table:
+    """Runs between memory at these two addresses."""
+    return (runs.rows.take((1, 0, 2), axis=1) + np.array([target, source, 0], dtype=np.int64)).view(np.uint64)
+
+
+def reads(spans: SpanTable, address: int) -> Table:
+    """Spans of the memory at this address, to be digested only."""
+    table = np.zeros((len(spans), 3), dtype=np.uint64)
+    table[:, 1:] = (spans.rows + np.array([address, 0], dtype=np.int64)).view(np.uint64)
+    return table
+
+
+def packing(runs: RunTable, source: int, block: int) -> Table:
+    """Runs from the memory at `source`, one after the other into `block`."""
+    table = np.empty((len(runs), 3), dtype=np.int64)
+    table[:, 1], table[:, 2] = runs.rows[:, 0] + source, runs.rows[:, 2]
+    table[:, 0] = block + np.cumsum(table[:, 2]) - table[:, 2]
+    return table.view(np.uint64)
+
+
+def packed(spans: SpanTable, address: int, block: int) -> Table:
+    """Spans of the memory at `address`, copied from the bytes at `block` that are theirs one after the other."""
+    table = np.empty((len(spans), 3), dtype=np.int64)
+    table[:, 0], table[:, 2] = spans.rows[:, 0] + address, spans.rows[:, 1]
+    table[:, 1] = block + np.cumsum(table[:, 2]) - table[:, 2]
+    return table.view(np.uint64)
 
 
 class _Native:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from pdcluster.errors import TransferError
 from pdcluster.lifecycle import Writing
 from pdcluster.messages import ChunkEntry, Leg, Ticket, TokenLogprobs, unpack_tokens
-from pdcluster.transfer.base import Peer, Run
+from pdcluster.transfer.base import Peer
 from pdcluster.transfer.chunks import page_slice
 from pdcluster.transfer.geometry import Course, PageShape, Part, join_runs, offsets, part_bytes, piece_of, pieces_per_block
+from pdcluster.transfer.runs import RunTable
 from pdcluster.transfer.session import Settings, peer_of
 
 
@@ -26,7 +27,7 @@ class Chunk:
     num_tokens: int
     first_layer: int
     num_layers: int
-    runs: tuple[Run, ...]
+    runs: RunTable
     nbytes: int
     trial: int = 0
     path: str = ""
@@ -121,19 +122,21 @@ class Outgoing:
         )
 
 
-def cut(ours: PageShape, outgoing: Outgoing, course: Course, push: Push, settings: Settings) -> Iterator[tuple[Part, tuple[Run, ...]]]:
+def cut(ours: PageShape, outgoing: Outgoing, course: Course, push: Push, settings: Settings) -> Iterator[tuple[Part, RunTable]]:
     """One leg of a push, in parts of bounded bytes and runs."""
     block, theirs, targets = outgoing.block_tokens, outgoing.theirs, np.array(outgoing.pages, dtype=np.int64)
     first, end = push.start // block, -(-push.end // block)
     whole = Part(block, first, end, push.first_layer, push.end_layer, course.first_head, course.end_head)
     piece = min(piece_of(ours, course.writer_rank, whole), piece_of(theirs, course.reader_rank, whole))
+    pieces_each = pieces_per_block(ours, whole, piece)
+    starts, nbytes = offsets(ours, course.writer_rank, push.pages, push.first_page, whole, piece)
+    ends, _ = offsets(theirs, course.reader_rank, targets, 0, whole, piece)
     one = replace(whole, end_block=first + 1)
-    blocks_each = max(1, min(settings.chunk_bytes // part_bytes(ours, one), settings.chunk_runs // pieces_per_block(ours, one, piece)))
+    blocks_each = max(1, min(settings.chunk_bytes // part_bytes(ours, one), settings.chunk_runs // pieces_each))
     for block_number in range(first, end, blocks_each):
         part = replace(whole, first_block=block_number, end_block=min(block_number + blocks_each, end))
-        starts, nbytes = offsets(ours, course.writer_rank, push.pages, push.first_page, part, piece)
-        ends, _ = offsets(theirs, course.reader_rank, targets, 0, part, piece)
-        yield part, join_runs(starts, ends, nbytes)
+        held = slice((part.first_block - first) * pieces_each, (part.end_block - first) * pieces_each)
+        yield part, join_runs(starts[held], ends[held], nbytes)
 
 
 def checked_shape(ticket: Ticket, shape: PageShape) -> PageShape:

@@ -6,13 +6,16 @@ import random
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from pdcluster.errors import IntegrityError
 from pdcluster.lifecycle import READING, Reading, advance
 from pdcluster.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Endpoint, Leg, Ticket, pack_tokens
-from pdcluster.transfer.base import Arrival, Backend, Fence, Peer, Permit
-from pdcluster.transfer.chunks import digest, joined, page_slice
-from pdcluster.transfer.geometry import PageShape, Span, join_spans, offsets, piece_of
+from pdcluster.transfer.base import Arrival, Backend, Fence, Peer, Permit, Spans
+from pdcluster.transfer.chunks import digest, page_slice
+from pdcluster.transfer.geometry import Offsets, PageShape, join_spans, offsets, piece_of
 from pdcluster.transfer.incoming import Incoming, Landing, Notice, covers_all, part_of
+from pdcluster.transfer.runs import SpanTable, merged, span_table
 from pdcluster.transfer.session import Clock, Failed, Landed, ReaderEvent, Reclaimed, Send, Settings, TransferStats, earliest, peer_of, reply_to
 
 __all__ = ["Failed", "Landed", "Reader", "ReaderEvent", "Reclaimed", "Send", "TransferStats"]
@@ -87,8 +90,8 @@ class Reader:
         incoming = Incoming(ticket, peer_of(writer), writable, now, now + deadline_s)
         self._gone.discard(incoming.writer)  # declared dead too early: it is spoken to again
         self._tickets[nonce] = incoming
-        self._owner.update(dict.fromkeys(writable, nonce))
-        whole = joined((page * self._shape.page_bytes, self._shape.page_bytes) for page in sorted(writable))
+        self._owner.update(dict.fromkeys(writable.tolist(), nonce))
+        whole = join_spans(np.sort(writable) * self._shape.page_bytes, self._shape.page_bytes)
         self._permit(incoming, dict.fromkeys(range(self._shape.ranks), whole))
         return ticket
 
@@ -155,38 +158,38 @@ class Reader:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError when the books contradict each other."""
-        pages = [page for each in self._tickets.values() for page in each.writable]
+        pages = [page for each in self._tickets.values() for page in each.writable.tolist()]
         if len(set(pages)) != len(pages):
             raise IntegrityError("a page is writable under two tickets")
-        if self._owner != {page: nonce for nonce, each in self._tickets.items() for page in each.writable}:
+        if self._owner != {page: nonce for nonce, each in self._tickets.items() for page in each.writable.tolist()}:
             raise IntegrityError("the page owners and the tickets disagree")
         if any(incoming.state not in (Reading.OPEN, Reading.ABORTING) for incoming in self._tickets.values()):
             raise IntegrityError("a ticket that ended is still in the books")
 
     # ------------------------------------------------------------ opening
 
-    def _check(self, pages: Sequence[int], num_tokens: int, cached_tokens: int) -> list[int]:
+    def _check(self, pages: Sequence[int], num_tokens: int, cached_tokens: int) -> Offsets:
         """The pages the writer may write. All mistakes here are our own node's."""
         tokens, num_pages = self._shape.page_tokens, self._num_pages
         if not 0 <= cached_tokens <= num_tokens or num_tokens < 1 or cached_tokens % tokens or len(pages) < -(-num_tokens // tokens):
             raise IntegrityError(f"cannot issue a ticket for tokens {cached_tokens}…{num_tokens} in {len(pages)} pages of {tokens} tokens")
-        writable = list(pages[page_slice(cached_tokens, num_tokens - cached_tokens, tokens)])
-        for page in writable:
-            if not 0 <= page < num_pages:
-                raise IntegrityError(f"page {page} does not exist, there are {num_pages}")
-            if page in self._owner:
-                raise IntegrityError(f"page {page} belongs to ticket {self._owner[page]:x} already")
-        if len(set(writable)) != len(writable):
-            raise IntegrityError(f"a page appears twice in {writable}")
-        return writable
+        wanted = list(pages[page_slice(cached_tokens, num_tokens - cached_tokens, tokens)])
+        if not 0 <= min(wanted, default=0) <= max(wanted, default=0) < num_pages:
+            raise IntegrityError(f"a page of {min(wanted)}…{max(wanted)} does not exist, there are {num_pages}")
+        if not self._owner.keys().isdisjoint(wanted):
+            page = next(page for page in wanted if page in self._owner)
+            raise IntegrityError(f"page {page} belongs to ticket {self._owner[page]:x} already")
+        if len(set(wanted)) != len(wanted):
+            raise IntegrityError(f"a page appears twice in {wanted}")
+        return np.array(wanted, dtype=np.int64)
 
     def _adverts(self) -> tuple[tuple[str, bytes], ...]:
         return tuple((name, self._backends[name].advert()) for name in self._order)
 
-    def _permit(self, incoming: Incoming, ranges: Mapping[int, Sequence[Span]]) -> None:
+    def _permit(self, incoming: Incoming, ranges: Mapping[int, Spans]) -> None:
         """ranges: by rank."""
         for rank, spans in ranges.items():
-            permit = Permit(incoming.ticket.nonce, incoming.writer, self._region + rank, tuple(spans), self._settings.digests)
+            permit = Permit(incoming.ticket.nonce, incoming.writer, self._region + rank, spans, self._settings.digests)
             for name in self._order:
                 self._backends[name].permit(permit)
 
@@ -200,7 +203,7 @@ class Reader:
         elif message.round != incoming.round:
             self.counters["wrong_round"] += 1
         elif incoming.commit is None:
-            incoming.commit = message
+            incoming.commit, incoming.missing = message, None
             incoming.commit_time = self._clock()
 
     def _answer_late(self, sender: Peer, message: Commit) -> None:
@@ -236,7 +239,7 @@ class Reader:
             return
         ticket, now = incoming.ticket, self._clock()
         incoming.state = advance(READING, incoming.state, "abort")
-        incoming.commit = incoming.unchecked = None
+        incoming.commit = incoming.missing = incoming.unchecked = None
         self._events.append(Failed(ticket.nonce, reason))
         self.counters["failed"] += 1
         self._poll_now = True
@@ -256,7 +259,7 @@ class Reader:
 
     def _drop(self, incoming: Incoming) -> None:
         del self._tickets[incoming.ticket.nonce]
-        for page in incoming.writable:
+        for page in incoming.writable.tolist():
             del self._owner[page]
 
     def _land(self, incoming: Incoming, commit: Commit) -> None:
@@ -339,20 +342,21 @@ class Reader:
                     incoming.bad.append(landing.entry.index)
 
     def _begin_check(self, incoming: Incoming, commit: Commit) -> None:
-        if not covers_all(self._shape, incoming.ticket, commit):
+        """Once all its stamps are here, or are overdue."""
+        if incoming.missing is None and not covers_all(self._shape, incoming.ticket, commit):
             self.counters["bad_commit"] += 1
             self._refuse(incoming, commit, "the Commit's chunks do not cover the ticket's tokens")
             return
         entries = [entry for leg in commit.legs for entry in leg.chunks]
-        missing = [entry.index for entry in entries if not self._has_arrived(incoming, entry)]
-        if missing and self._clock() < incoming.commit_time + self._settings.arrival_s:
+        incoming.missing = [entry for entry in incoming.missing or entries if not self._has_arrived(incoming, entry)]
+        if incoming.missing and self._clock() < incoming.commit_time + self._settings.arrival_s:
             return
         for name in self._order:
             self._backends[name].revoke(commit.nonce)  # R2; the Commit promised that no write is under way
         self._collect()
         incoming.promised = len(entries)
-        incoming.bad = missing
-        absent = set(missing)
+        absent = {entry.index for entry in entries if not self._has_arrived(incoming, entry)}
+        incoming.bad = sorted(absent)
         entries_of = ((leg, entry) for leg in commit.legs for entry in leg.chunks)
         incoming.unchecked = deque(self._landing(incoming, commit, *each) for each in entries_of if each[1].index not in absent)
 
@@ -383,7 +387,7 @@ class Reader:
         arrival = incoming.arrived[landing.entry.index]
         if arrival.digest is None or incoming.repeated or arrival.stamp.trial != landing.entry.trial or len(incoming.arrived) != incoming.promised:
             return None
-        as_said = arrival.region == self._region + landing.rank and joined(arrival.spans) == landing.spans
+        as_said = arrival.region == self._region + landing.rank and span_table(arrival.spans).joined() == landing.spans
         return arrival.digest if as_said else None
 
     def _end_check(self, incoming: Incoming) -> None:
@@ -401,15 +405,15 @@ class Reader:
         ack = CommitAck(commit.nonce, resend=bad, round=commit.round)
         incoming.answers[commit.round] = ack
         incoming.round += 1
-        incoming.commit = None
+        incoming.commit = incoming.missing = None
         incoming.resent += len(bad)
         self.counters["chunks_asked_again"] += len(bad)
-        ranges: dict[int, list[Span]] = {}
+        asked: dict[int, list[SpanTable]] = {}
         for leg in commit.legs:
             for entry in (entry for entry in leg.chunks if entry.index in bad):
                 incoming.arrived.pop(entry.index, None)
-                ranges.setdefault(leg.reader_rank, []).extend(self._landing(incoming, commit, leg, entry).spans)
-        self._permit(incoming, {rank: joined(sorted(spans)) for rank, spans in ranges.items()})
+                asked.setdefault(leg.reader_rank, []).append(self._landing(incoming, commit, leg, entry).spans)
+        self._permit(incoming, {rank: merged(tables) for rank, tables in asked.items()})
         self._send(incoming, ack)
 
     def _refuse(self, incoming: Incoming, commit: Commit, reason: str) -> None:

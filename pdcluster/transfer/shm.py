@@ -21,18 +21,16 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from pdcluster.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
-from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
-from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside
+from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
+from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes
 from pdcluster.transfer.mapping import MappedMemory
-from pdcluster.transfer.moving import GilWaits, Payload, native, table_of
+from pdcluster.transfer.moving import GilWaits, Payload, copies, native, reads
 from pdcluster.transfer.pidfd import Processes
+from pdcluster.transfer.runs import RunTable, SpanTable, run_table
 from pdcluster.transfer.shm_frames import (
     MAX_HELLO_BYTES,
     MAX_NOTICE_BYTES,
-    MAX_NOTICE_RUNS,
     MAX_REGIONS,
     TOKEN_BYTES,
     Advert,
@@ -79,7 +77,7 @@ class _Write:
     source: Region
     region: int
     stamp: Stamp
-    runs: tuple[Run, ...]
+    runs: RunTable
     digests: bool
 
 
@@ -172,23 +170,19 @@ class _Mover:
         return any(mapping.populate_more() for mapping in self._maps.values())
 
     def _copy(self, sock: socket.socket, write: _Write) -> None:
-        mapping = self._maps.get(write.region)
-        table = np.array([(run.target, run.source, run.nbytes) for run in write.runs], dtype=np.int64)
-        if mapping is None or table[:, (0, 2)].min() < 0 or (table[:, 0] + table[:, 2]).max() > mapping.nbytes:
+        mapping, spans = self._maps.get(write.region), write.runs.targets
+        if mapping is None or not spans.are_inside(mapping.nbytes):
             self._writes.settle(write.handle, WriteStatus.FAILED)
             return
         if not mapping.is_populated:
-            for run in write.runs:
-                mapping.populate(run.target, run.nbytes)
-        runs = table[:, (0, 2)].tobytes() if len(table) <= MAX_NOTICE_RUNS else b""
-        table[:, :2] += (mapping.address, write.source.address)
-        payload = Payload(table.view(np.uint64), digests=write.digests, waits=self._waits)
+            for offset, nbytes in spans.joined():
+                mapping.populate(offset, nbytes)
+        payload = Payload(copies(write.runs, mapping.address, write.source.address), digests=write.digests, waits=self._waits)
         for _ in range(0, write.stamp.nbytes, BURST_BYTES):  # bounded, so that `end` is seen soon
             if self._ending:
                 raise ConnectionAbortedError("closed by this node")
             payload.advance(BURST_BYTES)
-        stamp = write.stamp
-        self._notify(sock, pack_notice(stamp, write.region, runs))
+        self._notify(sock, pack_notice(write.stamp, write.region, spans))
         self._writes.settle(write.handle, WriteStatus.DONE, payload.digest() if write.digests else None)
 
     def _notify(self, sock: socket.socket, notice: bytes) -> None:
@@ -305,16 +299,16 @@ class ShmBackend:
             raise PeerUnreachable(f"{peer.node} does not accept connections on this host: {error}") from error
         return _Mover(sock, self._me, peer, advert, self._settings, self._writes, self.gil_waits)
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...], digests: bool = False) -> Handle:
-        mover, region = self._movers.get(peer), self._regions[source_region]
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
+        mover, region, table = self._movers.get(peer), self._regions[source_region], run_table(runs)
         if mover is None:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
-        if sum(run.nbytes for run in runs) != stamp.nbytes or not all(is_inside(region, run.source, run.nbytes) for run in runs):
+        if not table.sources.add_up_to(stamp.nbytes) or not table.sources.are_inside(region.nbytes):
             raise IntegrityError(f"a write of {stamp.nbytes} bytes does not add up or reads outside of region {source_region}")
         if mover.failed_at is not None and time.monotonic() - mover.failed_at >= self._settings.retry_s:
             mover = self._movers[peer] = self._start(peer, mover.advert)
         handle = self._writes.new()
-        if not mover.add(_Write(handle, region, target_region, stamp, runs, digests)):
+        if not mover.add(_Write(handle, region, target_region, stamp, table, digests)):
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
 
@@ -431,13 +425,13 @@ class ShmBackend:
         permit = self._permits.find(peer, stamp.nonce, region_id, spans)
         if permit is None:
             return
-        digest = self._digest(self._regions[region_id], spans) if permit.digests and spans else None
+        digest = self._digest(self._regions[region_id], spans) if permit.digests and len(spans) else None
         self._arrivals.add(stamp, digest, spans, region_id)
 
-    def _digest(self, region: Region, spans: list[tuple[int, int]]) -> int:
+    def _digest(self, region: Region, spans: SpanTable) -> int:
         """Of what lies in the pages. The writer copies in one thread and sends its notice after its copy, so this write can not land again."""
-        payload = Payload(table_of((0, region.address + offset, length) for offset, length in spans), digests=True)
-        payload.advance(sum(length for _, length in spans))
+        payload = Payload(reads(spans, region.address), digests=True)
+        payload.advance(int(spans.rows[:, 1].sum()))
         return payload.digest()
 
 

@@ -11,13 +11,14 @@ import msgspec
 
 from pdcluster.errors import PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Stamp
+from pdcluster.transfer.runs import SpanTable
 
 NOTICE = struct.Struct("<4sQIIIQ")
-"""magic, nonce, chunk, trial, region, bytes; then RUN for each run, or none where they are too many for one notice."""
-RUN = struct.Struct("<QQ")
+"""magic, nonce, chunk, trial, region, bytes; then the spans written, SPAN_BYTES each, or none where they are too many for one notice."""
+SPAN_BYTES = 16
 MAGIC = b"KVs2"
-MAX_NOTICE_RUNS = 2048
-MAX_NOTICE_BYTES = NOTICE.size + MAX_NOTICE_RUNS * RUN.size
+MAX_NOTICE_SPANS = 4096
+MAX_NOTICE_BYTES = NOTICE.size + MAX_NOTICE_SPANS * SPAN_BYTES
 MAX_HELLO_BYTES = 1024
 MAX_REGIONS = 64
 TOKEN_BYTES = 16
@@ -82,18 +83,18 @@ def _decode(name: str, data: bytes, kind: type[Frame]) -> Frame:
         raise ProtocolError(f"the {name} is not readable: {error}") from error
 
 
-def pack_notice(stamp: Stamp, region: int, runs: bytes) -> bytes:
-    """runs: RUN for each run, packed."""
-    return NOTICE.pack(MAGIC, stamp.nonce, stamp.chunk, stamp.trial, region, stamp.nbytes) + runs
+def pack_notice(stamp: Stamp, region: int, spans: SpanTable) -> bytes:
+    where = spans.pack() if len(spans) <= MAX_NOTICE_SPANS else b""
+    return NOTICE.pack(MAGIC, stamp.nonce, stamp.chunk, stamp.trial, region, stamp.nbytes) + where
 
 
-def decode_notice(data: bytes) -> tuple[Stamp, int, list[tuple[int, int]]]:
+def decode_notice(data: bytes) -> tuple[Stamp, int, SpanTable]:
     """Stamp, region and spans."""
-    runs_bytes = len(data) - NOTICE.size
-    if not 0 <= runs_bytes <= MAX_NOTICE_RUNS * RUN.size or runs_bytes % RUN.size or not data.startswith(MAGIC):
+    spans_bytes = len(data) - NOTICE.size
+    if not 0 <= spans_bytes <= MAX_NOTICE_SPANS * SPAN_BYTES or spans_bytes % SPAN_BYTES or not data.startswith(MAGIC):
         raise ProtocolError(f"a notice of {len(data)} bytes")
     _, nonce, chunk, trial, region, nbytes = NOTICE.unpack_from(data)
-    spans = list(RUN.iter_unpack(data[NOTICE.size :]))
-    if spans and sum(length for _, length in spans) != nbytes:
+    spans = SpanTable.unpack(memoryview(data)[NOTICE.size :])
+    if len(spans) and not spans.add_up_to(nbytes):
         raise ProtocolError(f"the runs of a notice do not add up to {nbytes} bytes")
     return Stamp(nonce, chunk, trial, nbytes), region, spans

@@ -21,17 +21,18 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
-from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
-from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside
+from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
+from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes
 from pdcluster.transfer.links import Advert, Link, Listener, connect, decode_advert
-from pdcluster.transfer.moving import GilWaits, Payload, native, table_of
-from pdcluster.transfer.staging import Blocks, Engine, StagedSettings, pieces
+from pdcluster.transfer.moving import GilWaits, Payload, native, packed, packing, table_of
+from pdcluster.transfer.runs import RunTable, SpanTable, chained, run_table
+from pdcluster.transfer.staging import Blocks, Engine, StagedSettings
 
 LOG = logging.getLogger(__name__)
 
 NOTICE = struct.Struct("<4sIIQIIIQQ")
-"""magic, block, num_runs, nonce, chunk, trial, region, bytes of this piece, bytes of the whole write; then num_runs × RUN."""
-RUN = struct.Struct("<QQ")
+"""magic, block, num_runs, nonce, chunk, trial, region, bytes of this piece, bytes of the whole write; then num_runs × (offset, bytes)."""
+RUN_BYTES = 16
 ANSWER = struct.Struct("<4sIB")
 """magic, block, whether the piece was copied to its pages."""
 NOTICE_MAGIC, AWAKE_MAGIC, ANSWER_MAGIC = b"KVm1", b"KVw1", b"KVb1"
@@ -65,11 +66,11 @@ class _Write:
     source: Region
     region: int
     stamp: Stamp
-    runs: tuple[Run, ...]
+    runs: RunTable
     payload: Payload
     """Digests what was put into staging, piece after piece."""
     digests: bool
-    pieces: deque[tuple[Run, ...]] | None = None
+    pieces: deque[RunTable] | None = None
     """Not started yet; cut when the size of the peer's blocks is known."""
     unanswered: int = 0
     """Pieces with the engine or with the reader."""
@@ -82,7 +83,7 @@ class _Write:
 @dataclass(slots=True)
 class _Piece:
     write: _Write
-    runs: tuple[Run, ...]
+    runs: RunTable
     nbytes: int
     batch: int
     submitted: float = field(default_factory=time.monotonic)
@@ -175,21 +176,16 @@ class _Pump:
             return
         write = self._queue[0]
         if write.pieces is None:
-            write.pieces = deque(pieces(write.runs, grant.block_bytes))
+            write.pieces = deque(write.runs.pieces(grant.block_bytes))
         runs = write.pieces.popleft()
         if not write.pieces:
             with self._lock:
                 self._queue.popleft()
         self._start(grant, far, staging, write, runs)
 
-    def _start(self, grant: _Grant, far: str, staging: Blocks, write: _Write, runs: tuple[Run, ...]) -> None:
-        block = self._free.pop(0)
-        position, moves = staging.at(block), []
-        for run in runs:
-            moves.append((position, write.source.address + run.source, run.nbytes))
-            position += run.nbytes
-        nbytes = position - staging.at(block)
-        write.payload.extend(table_of(moves))
+    def _start(self, grant: _Grant, far: str, staging: Blocks, write: _Write, runs: RunTable) -> None:
+        block, nbytes = self._free.pop(0), runs.nbytes
+        write.payload.extend(packing(runs, write.source.address, staging.at(block)))
         write.payload.advance(nbytes)
         batch = self._engine.submit(far, staging.at(block), grant.address + block * grant.block_bytes, nbytes)
         piece = _Piece(write, runs, nbytes, batch if batch is not None else 0)
@@ -233,7 +229,7 @@ class _Pump:
         if not self._reader_has:
             self._progress = time.monotonic()
         self._reader_has[block] = piece
-        link.send(header + b"".join(RUN.pack(run.target, run.nbytes) for run in piece.runs))
+        link.send(header + piece.runs.targets.pack())
 
     def _take_answers(self, link: Link) -> None:
         try:
@@ -276,7 +272,7 @@ class _Landing:
 
     payload: Payload
     nbytes: int = 0
-    spans: list[tuple[int, int]] = field(default_factory=list)
+    spans: list[SpanTable] = field(default_factory=list)
 
 
 def _read_grant(link: Link) -> _Grant:
@@ -368,18 +364,19 @@ class StagedBackend:
         self._pumps[peer] = self._start(peer, pump.advert)
         return self._pumps[peer]
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...], digests: bool = False) -> Handle:
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
         pump, region = self._pumps.get(peer), self._regions[source_region]
         if pump is None:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
-        if len(runs) > MAX_RUNS or not 0 < stamp.nbytes <= MAX_WRITE_BYTES or sum(run.nbytes for run in runs) != stamp.nbytes:
-            raise IntegrityError(f"a write has {len(runs)} runs and {stamp.nbytes} bytes; at most {MAX_RUNS} and {MAX_WRITE_BYTES}, adding up")
-        if not all(is_inside(region, run.source, run.nbytes) for run in runs):
+        table = run_table(runs)
+        if len(table) > MAX_RUNS or not 0 < stamp.nbytes <= MAX_WRITE_BYTES or not table.sources.add_up_to(stamp.nbytes):
+            raise IntegrityError(f"a write has {len(table)} runs and {stamp.nbytes} bytes; at most {MAX_RUNS} and {MAX_WRITE_BYTES}, adding up")
+        if not table.sources.are_inside(region.nbytes):
             raise IntegrityError(f"a write reads outside of region {source_region} ({region.nbytes} bytes)")
         pump = self._living(peer, pump)
         handle = self._writes.new()
         payload = Payload(table_of(()), digests=digests, after=True, waits=self.gil_waits)
-        if not pump.add(_Write(handle, region, target_region, stamp, runs, payload, digests)):
+        if not pump.add(_Write(handle, region, target_region, stamp, table, payload, digests)):
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
 
@@ -403,11 +400,11 @@ class StagedBackend:
         magic, block, num_runs, nonce, chunk, trial, region_id, nbytes, total = self._next_notice(link)
         if magic != NOTICE_MAGIC or block >= self._settings.blocks or not 0 < num_runs <= MAX_RUNS or not 0 < total <= MAX_WRITE_BYTES:
             raise ProtocolError(f"a notice for block {block} with {num_runs} runs of {total} bytes")
-        spans = list(RUN.iter_unpack(link.receive(num_runs * RUN.size)))
-        if sum(length for _, length in spans) != nbytes or not 0 < nbytes <= min(ring.block_bytes, total) or not all(n for _, n in spans):
+        spans = SpanTable.unpack(link.receive(num_runs * RUN_BYTES))
+        if not 0 < nbytes <= min(ring.block_bytes, total) or not spans.add_up_to(nbytes):
             raise ProtocolError(f"a notice of {nbytes} bytes in blocks of {ring.block_bytes}, or its runs do not add up")
         region = self._regions.get(region_id)
-        if region is None or not all(is_inside(region, *span) for span in spans):
+        if region is None or not spans.are_inside(region.nbytes):
             self._counts.add("outside_region")
             return block, False
         permit = self._permits.find(link.peer, nonce, region_id, spans)
@@ -427,25 +424,22 @@ class StagedBackend:
                 return notice
             self._engine.expect()
 
-    def _copy(self, link: Link, permit: Permit, landing: _Landing, region: Region, source: int, spans: list[tuple[int, int]]) -> bool:
-        moves = []
-        for offset, length in spans:
-            moves.append((region.address + offset, source, length))
-            source += length
-        landing.payload.extend(table_of(moves))
+    def _copy(self, link: Link, permit: Permit, landing: _Landing, region: Region, source: int, spans: SpanTable) -> bool:
+        nbytes = int(spans.rows[:, 1].sum())
+        landing.payload.extend(packed(spans, region.address, source))
         with link.lock:
             if not self._permits.is_current(permit):
                 self._counts.add("revoked_while_landing")
                 return False
-            landing.payload.advance(sum(length for _, length in spans))
-        landing.nbytes += sum(length for _, length in spans)
-        landing.spans += spans
+            landing.payload.advance(nbytes)
+        landing.nbytes += nbytes
+        landing.spans.append(spans)
         return True
 
     def _count(self, stamp: Stamp, landing: _Landing, permit: Permit, landed: OrderedDict[tuple[int, int, int], _Landing]) -> None:
         if landing.nbytes >= stamp.nbytes:
             del landed[stamp.nonce, stamp.chunk, stamp.trial]
-            self._arrivals.add(stamp, landing.payload.digest() if permit.digests else None, landing.spans, permit.region)
+            self._arrivals.add(stamp, landing.payload.digest() if permit.digests else None, chained(landing.spans), permit.region)
         elif len(landed) > MAX_UNFINISHED:
             landed.popitem(last=False)  # of a writer that gave up; if not, its chunk is asked for again
 

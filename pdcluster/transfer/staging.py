@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdcluster.transfer.base import Run, WriteStatus
+from pdcluster.transfer.base import WriteStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +80,3 @@ class Blocks:
         self._engine.unregister(self.address, self.nbytes)
         self._memory.madvise(mmap.MADV_DONTNEED)
         Blocks._retired.append(self._memory)
-
-
-def pieces(runs: tuple[Run, ...], block_bytes: int) -> Iterator[tuple[Run, ...]]:
-    """Runs in order, cut so that each piece fits a block."""
-    piece: list[Run] = []
-    room = block_bytes
-    for run in runs:
-        done = 0
-        while done < run.nbytes:
-            take = min(room, run.nbytes - done)
-            piece.append(Run(run.source + done, run.target + done, take))
-            done, room = done + take, room - take
-            if not room:
-                yield tuple(piece)
-                piece, room = [], block_bytes
-    if piece:
-        yield tuple(piece)

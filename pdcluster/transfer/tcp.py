@@ -1,8 +1,9 @@
 """Backend `tcp`: scatter/gather sockets straight from the writer's pages into the reader's, over a few lanes per peer. Also the reference.
 
-Frame of a write, little endian: FRAME header, num_runs × RUN, payload in run order. It is answered by ACK when its payload is in memory
+Frame of a write, little endian: FRAME header, num_runs × (offset, bytes), payload in run order. It is answered by ACK when its payload is in memory
 (landed) or was discarded (no permit). The reader checks a frame against its permits before a byte of payload goes into memory, and again
-before every burst, so a revoke takes effect in the middle of a frame. A write is LOST when its connection ends before its answer.
+before every burst, so a revoke takes effect in the middle of a frame. Small runs go through a block that stays in the cache (`packing`). A
+write is LOST when its connection ends before its answer.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
-from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
-from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside, memory_of
+from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
+from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, memory_of
 from pdcluster.transfer.links import BURST_BYTES, Advert, Cursor, Link, Listener, connect, decode_advert
-from pdcluster.transfer.moving import GilWaits, Payload, native, table_of
+from pdcluster.transfer.moving import GilWaits, Payload, native, reads, table_of
+from pdcluster.transfer.packing import Block, Packer, Unpacker, is_scattered
+from pdcluster.transfer.runs import RunTable, SpanTable, run_table
 
 LOG = logging.getLogger(__name__)
 
 FRAME = struct.Struct("<4sIQIIIQ")
-RUN = struct.Struct("<QQ")
+RUN_BYTES = 16
 ACK = struct.Struct("<4sQIIB")
 WRITE_MAGIC, ACK_MAGIC = b"KVw1", b"KVa1"
 MAX_RUNS = 65536
@@ -49,11 +52,11 @@ class TcpSettings:
 class _Write:
     handle: Handle
     stamp: Stamp
-    cursor: Cursor
+    cursor: Cursor | Packer
     payload: Payload | None
-    """To be digested a burst ahead of the sending, so that its bytes are in the cache for both."""
-    sent: int = 0
+    """To be digested a burst ahead of the sending, so that its bytes are in the cache for both; or by the Packer."""
     digested: int = 0
+    sent: int = 0
 
     def digest_burst(self) -> None:
         if self.payload is not None and self.digested < min(self.sent + BURST_BYTES, self.stamp.nbytes):
@@ -79,6 +82,7 @@ class _Lane:
         self._sending: _Write | None = None
         self._partial = b""
         self._progress = 0.0
+        self.block = Block()
         self.thread = threading.Thread(target=self._run, name=f"kv-send-{peer.node}", daemon=True)
         self.thread.start()
 
@@ -263,46 +267,50 @@ class TcpBackend:
             remote.lanes.append(best)
         return best
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...], digests: bool = False) -> Handle:
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
         remote = self._remotes.get(peer)
         if remote is None:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
-        if len(runs) > MAX_RUNS or not 0 < stamp.nbytes <= MAX_WRITE_BYTES or sum(run.nbytes for run in runs) != stamp.nbytes:
-            raise IntegrityError(f"a write has {len(runs)} runs and {stamp.nbytes} bytes; at most {MAX_RUNS} and {MAX_WRITE_BYTES}, adding up")
-        region, memory = self._regions[source_region], self._memory[source_region]
-        if not all(is_inside(region, run.source, run.nbytes) for run in runs):
+        region, table = self._regions[source_region], run_table(runs)
+        if len(table) > MAX_RUNS or not 0 < stamp.nbytes <= MAX_WRITE_BYTES or not table.sources.add_up_to(stamp.nbytes):
+            raise IntegrityError(f"a write has {len(table)} runs and {stamp.nbytes} bytes; at most {MAX_RUNS} and {MAX_WRITE_BYTES}, adding up")
+        if not table.sources.are_inside(region.nbytes):
             raise IntegrityError(f"a write reads outside of region {source_region} ({region.nbytes} bytes)")
-        header = FRAME.pack(WRITE_MAGIC, len(runs), stamp.nonce, stamp.chunk, stamp.trial, target_region, stamp.nbytes)
-        table = b"".join(RUN.pack(run.target, run.nbytes) for run in runs)
-        cursor = Cursor([memoryview(header + table), *(memory[run.source : run.source + run.nbytes] for run in runs)])
-        payload = None
-        if digests:
-            moves = table_of((0, region.address + run.source, run.nbytes) for run in runs)
-            payload = Payload(moves, digests=True, waits=self.gil_waits)
+        header = FRAME.pack(WRITE_MAGIC, len(table), stamp.nonce, stamp.chunk, stamp.trial, target_region, stamp.nbytes) + table.targets.pack()
         lane = self._lane(peer, remote)
         handle = self._writes.new()
-        if not lane.add(_Write(handle, stamp, cursor, payload)):
+        if not lane.add(self._prepared(handle, stamp, header, table, region, lane.block, digests=digests)):
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
+
+    def _prepared(self, handle: Handle, stamp: Stamp, header: bytes, runs: RunTable, region: Region, block: Block, *, digests: bool) -> _Write:
+        if is_scattered(runs.sources):
+            payload = Payload(table_of(()), digests=digests, after=True, waits=self.gil_waits)
+            packer = Packer(header, runs, region.address, payload, block)
+            return _Write(handle, stamp, packer, payload if digests else None, digested=stamp.nbytes)
+        memory = self._memory[region.id]
+        cursor = Cursor([memoryview(header), *(memory[offset : offset + nbytes] for offset, nbytes in runs.sources.joined())])
+        return _Write(handle, stamp, cursor, Payload(reads(runs.sources, region.address), digests=True, waits=self.gil_waits) if digests else None)
 
     # ------------------------------------------------------------ receiving, on the listener's threads
 
     def _serve(self, link: Link) -> None:
+        block = Block()
         while True:
             magic, num_runs, nonce, chunk, trial, region, nbytes = FRAME.unpack(link.receive(FRAME.size, idle=True))
             if magic != WRITE_MAGIC or not 0 < num_runs <= MAX_RUNS or not 0 < nbytes <= MAX_WRITE_BYTES:
                 raise ProtocolError(f"a frame with {num_runs} runs and {nbytes} bytes")
-            spans = list(RUN.iter_unpack(link.receive(num_runs * RUN.size)))
-            if sum(length for _, length in spans) != nbytes or not all(length for _, length in spans):
+            spans = SpanTable.unpack(link.receive(num_runs * RUN_BYTES))
+            if not spans.add_up_to(nbytes):
                 raise ProtocolError(f"the runs of a frame do not add up to {nbytes} bytes")
-            landed = self._receive(link, Stamp(nonce, chunk, trial, nbytes), region, spans)
+            landed = self._receive(link, Stamp(nonce, chunk, trial, nbytes), region, spans, block)
             link.send(ACK.pack(ACK_MAGIC, nonce, chunk, trial, landed))
 
-    def _receive(self, link: Link, stamp: Stamp, region_id: int, spans: list[tuple[int, int]]) -> bool:
+    def _receive(self, link: Link, stamp: Stamp, region_id: int, spans: SpanTable, block: Block) -> bool:
         """Payload of a frame: into memory under its permit, or away. Was it all written?"""
         region = self._regions.get(region_id)
         permit: Permit | None = None
-        if region is None or not all(is_inside(region, *span) for span in spans):
+        if region is None or not spans.are_inside(region.nbytes):
             self._counts.add("outside_region")
         else:
             permit = self._permits.find(link.peer, stamp.nonce, region_id, spans)
@@ -310,18 +318,33 @@ class TcpBackend:
             _discard(link, stamp.nbytes)
             return False
         assert region is not None
-        memory = self._memory[region_id]
-        cursor = Cursor(memory[offset : offset + length] for offset, length in spans)
-        moves = table_of((0, region.address + offset, length) for offset, length in spans)
-        payload = Payload(moves, digests=True) if permit.digests else None
-        left = self._fill(link, permit, cursor, payload, stamp.nbytes)
+        if is_scattered(spans):
+            unpacker = Unpacker(spans, region.address, block, digests=permit.digests)
+            left, digest = self._unpack(link, permit, unpacker), unpacker.digest()
+        else:
+            memory = self._memory[region_id]
+            cursor = Cursor(memory[offset : offset + length] for offset, length in spans.joined())
+            payload = Payload(reads(spans, region.address), digests=True) if permit.digests else None
+            left = self._fill(link, permit, cursor, payload, stamp.nbytes)
+            digest = None if payload is None else payload.digest()
         _discard(link, left)
         with link.lock:
             if left or not self._permits.is_current(permit):
                 self._counts.add("revoked_while_landing")
                 return False
-            self._arrivals.add(stamp, None if payload is None else payload.digest(), spans, region_id)
+            self._arrivals.add(stamp, digest, spans, region_id)
             return True
+
+    def _unpack(self, link: Link, permit: Permit, unpacker: Unpacker) -> int:
+        """As `_fill`, of many small runs."""
+        while unpacker.left:
+            view = unpacker.next_view()
+            link.receive_into(view)
+            with link.lock:
+                if not self._permits.is_current(permit):
+                    return unpacker.left - len(view)
+                unpacker.put()
+        return 0
 
     def _fill(self, link: Link, permit: Permit, cursor: Cursor, payload: Payload | None, left: int) -> int:
         """Receive into memory while the permit stands, and digest what came; returns how many bytes are still to come when it was revoked. A

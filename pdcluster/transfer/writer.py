@@ -360,7 +360,7 @@ class Writer:
 
     def _digest(self, chunk: Chunk, taken: int | None) -> int:
         """taken: by the mover, on the way. The source is pinned and does not change, so that it can still be taken now."""
-        return taken if taken is not None else digest(self._memories[chunk.course.writer_rank], [(run.source, run.nbytes) for run in chunk.runs])
+        return taken if taken is not None else digest(self._memories[chunk.course.writer_rank], chunk.runs.sources)
 
     def _ended_badly(self, outgoing: Outgoing, chunk: Chunk, status: WriteStatus, flight: Flight) -> None:
         if not flight.is_unknown:

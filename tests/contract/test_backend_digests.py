@@ -12,7 +12,8 @@ from transfer_peer import READER, WRITER
 
 from pdcluster.transfer.base import Arrival, Permit, Run, Stamp, WriteStatus
 
-RUNS = (Run(4096, 0, 3000), Run(0, 100_000, 65_536), Run(500_001, 300_007, 200_003))
+LARGE = (Run(4096, 0, 3000), Run(0, 100_000, 65_536), Run(500_001, 300_007, 200_003))
+SMALL = tuple(Run(7 + 2001 * index, NBYTES - 1999 * (index + 1), 1990 + index % 7) for index in range(300))
 
 
 @pytest.fixture(params=REAL)
@@ -24,18 +25,19 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     ends.close()
 
 
-def move(ends: Ends, *, at_writer: bool, at_reader: bool) -> tuple[int | None, Arrival]:
+def move(ends: Ends, runs: tuple[Run, ...] = LARGE, *, at_writer: bool, at_reader: bool) -> tuple[int | None, Arrival]:
     ends.reader.permit(Permit(7, WRITER, 0, ((0, NBYTES),), at_reader))
-    handle = ends.writer.write(READER, 0, 0, Stamp(7, 0, 1, sum(run.nbytes for run in RUNS)), RUNS, at_writer)
+    handle = ends.writer.write(READER, 0, 0, Stamp(7, 0, 1, sum(run.nbytes for run in runs)), runs, at_writer)
     assert ends.result(handle) is WriteStatus.DONE
     arrivals: list[Arrival] = []
     eventually(lambda: arrivals.extend(ends.reader.arrivals()) or arrivals, "an arrival")
     return ends.writer.take_digest(handle), arrivals[0]
 
 
-def test_both_ends_digest_the_same_payload_in_the_order_of_its_runs(ends: Ends) -> None:
-    payload = b"".join(ends.source.bytes[run.source : run.source + run.nbytes].tobytes() for run in RUNS)
-    sent, arrival = move(ends, at_writer=True, at_reader=True)
+@pytest.mark.parametrize("runs", [LARGE, SMALL], ids=["large", "small"])
+def test_both_ends_digest_the_same_payload_in_the_order_of_its_runs(ends: Ends, runs: tuple[Run, ...]) -> None:
+    payload = b"".join(ends.source.bytes[run.source : run.source + run.nbytes].tobytes() for run in runs)
+    sent, arrival = move(ends, runs, at_writer=True, at_reader=True)
     assert sent == arrival.digest == xxhash.xxh3_64(payload).intdigest()
     landed = b"".join(ends.target.bytes[offset : offset + nbytes].tobytes() for offset, nbytes in arrival.spans)
     assert landed == payload and arrival.stamp == Stamp(7, 0, 1, len(payload))

@@ -32,6 +32,7 @@ from pdcluster.transfer.fake import FakeBackend, FakeNetwork
 from pdcluster.transfer.mooncake import MooncakeEngine, environment
 from pdcluster.transfer.nixl import PACKAGES, NixlEngine
 from pdcluster.transfer.nixl import environment as nixl_environment
+from pdcluster.transfer.runs import span_table
 from pdcluster.transfer.staged import StagedBackend
 from pdcluster.transfer.staging import Engine, StagedSettings
 
@@ -282,13 +283,15 @@ def test_an_advert_that_is_no_advert_is_refused(ends: Ends) -> None:
         ends.writer.connect(READER, b"\xff\xfe what")
 
 
-def test_a_revoke_in_the_middle_of_a_stream_of_writes_stops_it_at_once() -> None:
+@pytest.mark.parametrize("run_bytes", [32 << 20, 4096])
+def test_a_revoke_in_the_middle_of_a_stream_of_writes_stops_it_at_once(run_bytes: int) -> None:
     """FENCED means now: what is in memory when `revoke` returns stays."""
     for name in ("tcp", "mooncake", *(["nixl"] if HAS_NIXL else [])):
         ends = Ends(name, 32 << 20)
         ends.connect()
         ends.permit()
-        handles = [ends.write(Run(0, 0, 32 << 20), chunk=chunk) for chunk in range(4)]
+        runs = [Run(offset, offset, run_bytes) for offset in range(0, 32 << 20, run_bytes)]
+        handles = [ends.write(*runs, chunk=chunk) for chunk in range(4)]
         eventually(lambda ends=ends: ends.target.bytes[:4096].any(), "the first bytes")
         assert ends.reader.revoke(7) is Fence.FENCED
         ends.target.bytes[:] = 0
@@ -353,13 +356,13 @@ def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, fra
             "random": random.Random(3).randbytes(200),
             "huge": tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 1 << 60),
             "many runs": tcp.FRAME.pack(tcp.WRITE_MAGIC, 1 << 31, 7, 0, 1, 0, 64),
-            "not adding up": tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + tcp.RUN.pack(0, 65),
+            "not adding up": tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + span_table([(0, 65)]).pack(),
         },
         "staged": {
             "random": random.Random(3).randbytes(200),
             "huge": staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 1 << 60),
             "many runs": staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1 << 31, 7, 0, 1, 0, 64, 64),
-            "not adding up": staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + staged.RUN.pack(0, 65),
+            "not adding up": staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + span_table([(0, 65)]).pack(),
         },
     }
     link.send(frames["tcp" if name == "tcp" else "staged"][frame])

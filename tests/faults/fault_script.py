@@ -10,7 +10,7 @@ from simulated_cluster import SimulatedBackend, SimulatedCluster
 from virtual_wire import Connection, Delivery
 
 from pdcluster.messages import AnyMessage, Commit, CommitAck, Deliver, Reserve, Reserved, Ticket
-from pdcluster.transfer.base import Peer, Run, Stamp, WriteStatus
+from pdcluster.transfer.base import Peer, Runs, Stamp, WriteStatus
 from pdcluster.transfer.fake import Fault
 from pdcluster.wire import codec
 
@@ -114,7 +114,7 @@ class Script:
 
     # ------------------------------------------------------------ writes
 
-    def _plan_write(self, backend: SimulatedBackend, peer: Peer, stamp: Stamp, runs: tuple[Run, ...]) -> Fault:
+    def _plan_write(self, backend: SimulatedBackend, peer: Peer, stamp: Stamp, runs: Runs) -> Fault:
         ticket = self._tickets.get(stamp.nonce)
         if {backend.me.node, peer.node} & self.cluster.zmq.muted:
             return Fault(delay_s=15.0, lost_s=5.0)
@@ -183,7 +183,7 @@ def control_step(message: AnyMessage) -> str | None:
     return "ack" if isinstance(message, CommitAck) else None
 
 
-def chunk_step(ticket: Ticket, stamp: Stamp, runs: tuple[Run, ...]) -> str:
+def chunk_step(ticket: Ticket, stamp: Stamp, runs: Runs) -> str:
     """The first chunk of a ticket, the one with the last bytes of its last page, or another one."""
     if stamp.chunk == 0:
         return "first chunk"

@@ -30,7 +30,7 @@ from oracle import OracleEngine
 from pdcluster.config import set_library_environment
 from pdcluster.messages import Commit, CommitAck, Deliver, Reserve, Ticket
 from pdcluster.step import StepPlan
-from pdcluster.transfer.base import Backend, Handle, Peer, Run, Stamp
+from pdcluster.transfer.base import Backend, Handle, Peer, Runs, Stamp
 from pdcluster.transfer.links import Advert
 from pdcluster.transfer.session import Settings
 from pdcluster.transfer.staging import StagedSettings
@@ -92,7 +92,7 @@ class Tapped:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.on_write: Callable[[Peer, Stamp, tuple[Run, ...]], None] = lambda *_: None
+        self.on_write: Callable[[Peer, Stamp, Runs], None] = lambda *_: None
         self.proxy_port: int | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -104,7 +104,7 @@ class Tapped:
             return advert
         return msgspec.msgpack.encode(msgspec.structs.replace(msgspec.msgpack.decode(advert, type=Advert), port=self.proxy_port))
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...], *rest: bool) -> Handle:
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, *rest: bool) -> Handle:
         self.on_write(peer, stamp, runs)
         return self._backend.write(peer, source_region, target_region, stamp, runs, *rest)
 
@@ -165,7 +165,7 @@ class FaultyNode(LocalNode):
                 self._pass(control_step(message), self.me.node, each.peer.node)
         return received
 
-    def _on_write(self, peer: Peer, stamp: Stamp, runs: tuple[Run, ...]) -> None:
+    def _on_write(self, peer: Peer, stamp: Stamp, runs: Runs) -> None:
         ticket = self._tickets.get(stamp.nonce)
         if ticket is not None:
             self._pass(chunk_step(ticket, stamp, runs), self.me.node, peer.node)
@@ -221,6 +221,7 @@ class FaultyNode(LocalNode):
     def _connect_twice(self, node: str) -> None:
         """Say hello to a reader of shm a second time, and repeat the first notice of each of its tickets there."""
         from pdcluster.transfer import shm_frames
+        from pdcluster.transfer.runs import span_table
 
         for peer, data in list(self._adverts.items()):
             if peer.node != node:
@@ -234,7 +235,7 @@ class FaultyNode(LocalNode):
                     for fd in socket.recv_fds(sock, 65536, 64)[1]:
                         os.close(fd)
                     for nonce, ticket in list(self._tickets.items()):
-                        sock.send(shm_frames.pack_notice(Stamp(nonce, 0, 1, 4096), ticket.region, b""))
+                        sock.send(shm_frames.pack_notice(Stamp(nonce, 0, 1, 4096), ticket.region, span_table(())))
                 except OSError:
                     continue  # an older boot of the reader
 

@@ -19,7 +19,7 @@ from virtual_wire import Context, Wire
 from pdcluster.bootstrap.card import ClusterSnapshot
 from pdcluster.messages import Role
 from pdcluster.step import StepPlan
-from pdcluster.transfer.base import Handle, Peer, Run, Stamp
+from pdcluster.transfer.base import Handle, Peer, Runs, Stamp
 from pdcluster.transfer.fake import FakeBackend, FakeNetwork, Fault
 from pdcluster.transfer.session import Settings
 from pdcluster.wire.sockets import WireSettings
@@ -79,7 +79,7 @@ class WakingNetwork(FakeNetwork):
 
     loop: VirtualLoop
     wake: Callable[[], None]
-    plan_write: Callable[[SimulatedBackend, Peer, Stamp, tuple[Run, ...]], Fault]
+    plan_write: Callable[[SimulatedBackend, Peer, Stamp, Runs], Fault]
 
     def at(self, delay_s: float, action: Callable[[], None]) -> None:
         super().at(delay_s, action)
@@ -89,7 +89,7 @@ class WakingNetwork(FakeNetwork):
 class SimulatedBackend(FakeBackend):
     network: WakingNetwork
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: tuple[Run, ...], *rest: bool) -> Handle:
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, *rest: bool) -> Handle:
         fault = self.network.plan_write(self, peer, stamp, runs)
         self.network.plan = lambda _: fault
         return super().write(peer, source_region, target_region, stamp, runs, *rest)

@@ -14,7 +14,7 @@ from virtual_wire import Context, Wire
 
 from pdcluster.messages import AnyMessage, Endpoint, Role
 from pdcluster.node.loop import NodeLoop
-from pdcluster.transfer.base import Peer, Run
+from pdcluster.transfer.base import Peer, Runs
 from pdcluster.transfer.fake import FakeBackend, FakeNetwork
 from pdcluster.transfer.session import Settings
 from pdcluster.wire.hub import Received
@@ -128,6 +128,6 @@ class SteppedNodes:
             node.end()
 
 
-def pages_of(runs: tuple[Run, ...], page_bytes: int, *, source: bool) -> set[int]:
+def pages_of(runs: Runs, page_bytes: int, *, source: bool) -> set[int]:
     spans = [(run.source if source else run.target, run.nbytes) for run in runs]
     return {page for offset, nbytes in spans for page in range(offset // page_bytes, -(-(offset + nbytes) // page_bytes))}

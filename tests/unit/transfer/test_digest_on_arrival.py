@@ -9,7 +9,7 @@ import pytest
 import xxhash
 from transfer_harness import Pair
 
-from pdcluster.transfer.base import Arrival, Handle, Peer, Run, Stamp
+from pdcluster.transfer.base import Arrival, Handle, Peer, Runs, Stamp
 from pdcluster.transfer.fake import Fault
 
 PAGES, SOURCE, TOKENS = [10, 11, 30, 31], [3, 4, 5, 20], 16
@@ -21,7 +21,7 @@ def take_digests(pair: Pair, change: Callable[[Arrival], Arrival] = lambda arriv
     spans: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
     write, arrivals = source.write, target.arrivals
 
-    def noting(peer: Peer, near: int, far: int, stamp: Stamp, runs: tuple[Run, ...], digests: bool = False) -> Handle:
+    def noting(peer: Peer, near: int, far: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
         spans[stamp.nonce, stamp.chunk, stamp.trial] = tuple((run.target, run.nbytes) for run in runs)
         return write(peer, near, far, stamp, runs, digests)
 

@@ -7,7 +7,7 @@ import select
 import pytest
 
 from pdcluster.transfer.base import Arrival, Peer, Permit, Stamp, WriteStatus
-from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, covers
+from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes
 
 ME, OTHER = Peer("p0", "a"), Peer("p0", "b")
 
@@ -94,9 +94,3 @@ def test_a_permit_allows_all_of_its_ranges_until_it_is_revoked() -> None:
     assert permits.revoke(7)
     assert not permits.is_current(permit)
     assert not permits.revoke(7)
-
-
-def test_covers_knows_borders() -> None:
-    ranges = ((0, 16), (32, 8))
-    assert covers(ranges, 0, 16) and covers(ranges, 32, 8) and covers(ranges, 39, 1)
-    assert not covers(ranges, 15, 2) and not covers(ranges, 40, 1) and not covers((), 0, 1)

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcluster.transfer import moving
-from pdcluster.transfer.moving import GilWaits, Payload, table_of
+from pdcluster.transfer.base import Run
+from pdcluster.transfer.moving import GilWaits, Payload, copies, packed, packing, reads, table_of
+from pdcluster.transfer.runs import run_table
 
 SIZE = 1 << 16
 
@@ -101,3 +103,17 @@ def test_a_machine_without_the_compiled_loop_says_so_and_goes_on(monkeypatch: py
 
     monkeypatch.setattr(moving, "_Native", fail)
     assert moving.native.__wrapped__() is None and "no numba" in caplog.text
+
+
+def test_tables_of_addresses_name_the_bytes_that_runs_and_spans_mean() -> None:
+    source, target = buffers()
+    block, runs = np.zeros(300, dtype=np.uint8), run_table([Run(5000, 7, 100), Run(64, 900, 200)])
+    for table in (packing(runs, source.ctypes.data, block.ctypes.data), packed(runs.targets, target.ctypes.data, block.ctypes.data)):
+        Payload(table, digests=False, after=True).advance(SIZE)
+    assert (target[7:107] == source[5000:5100]).all() and (target[900:1100] == source[64:264]).all() and target.any()
+    again = np.zeros(SIZE, dtype=np.uint8)
+    Payload(copies(runs, again.ctypes.data, source.ctypes.data), digests=False).advance(SIZE)
+    assert (again == target).all()
+    payload = Payload(reads(runs.targets, target.ctypes.data), digests=True)
+    payload.advance(SIZE)
+    assert payload.digest() == xxhash.xxh3_64(block.tobytes()).intdigest()

@@ -1,0 +1,57 @@
+"""Small runs through a block: whatever their sizes, the bytes arrive in their places, in wire order, with the digest of both ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xxhash
+
+from pdcluster.transfer.base import Run
+from pdcluster.transfer.moving import Payload, table_of
+from pdcluster.transfer.packing import BLOCK_BYTES, SCATTERED_BYTES, Block, Packer, Unpacker, is_scattered
+from pdcluster.transfer.runs import RunTable, run_table, span_table
+
+SIZE = 4 * BLOCK_BYTES
+
+
+def scattered(seed: int) -> RunTable:
+    """Runs of odd sizes that fill a bit more than two blocks, with gaps at both ends."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 9000, 140)
+    starts = np.cumsum(lengths + rng.integers(0, 50, 140)) - lengths
+    return run_table([Run(int(start), int(SIZE - start - count), int(count)) for start, count in zip(starts, lengths, strict=True)])
+
+
+def packer(runs: RunTable, source: np.ndarray) -> Packer:
+    return Packer(b"header", runs, source.ctypes.data, Payload(table_of(()), digests=True, after=True), Block())
+
+
+@pytest.mark.parametrize("step", [1000, 77_777, SIZE])
+def test_what_is_packed_is_the_header_and_the_runs_in_order_however_much_the_socket_takes(step: int) -> None:
+    runs, source = scattered(1), np.random.default_rng(2).integers(0, 256, SIZE, dtype=np.uint8)
+    packed, wire = packer(runs, source), b""
+    while not packed.is_done:
+        data = b"".join(packed.head())[:step]
+        packed.advance(len(data))
+        wire += data
+    assert wire == b"header" + b"".join(source[run.source : run.source + run.nbytes].tobytes() for run in runs) and packed.started
+
+
+@pytest.mark.parametrize("digests", [False, True])
+def test_what_is_unpacked_lies_in_its_places_and_nowhere_else(digests: bool) -> None:
+    runs, target = scattered(3), np.zeros(SIZE, dtype=np.uint8)
+    wire = np.random.default_rng(4).integers(1, 256, runs.nbytes, dtype=np.uint8).tobytes()
+    unpacker, position = Unpacker(runs.targets, target.ctypes.data, Block(), digests=digests), 0
+    while unpacker.left:
+        view = unpacker.next_view()
+        view[:] = wire[position : position + len(view)]
+        position += len(view)
+        unpacker.put()
+    assert b"".join(target[run.target : run.target + run.nbytes].tobytes() for run in runs) == wire
+    assert np.count_nonzero(target) == runs.nbytes
+    assert unpacker.digest() == (xxhash.xxh3_64(wire).intdigest() if digests else None)
+
+
+def test_pages_are_not_packed_and_pieces_of_pages_are() -> None:
+    assert not is_scattered(span_table([(0, SCATTERED_BYTES), (1 << 20, SCATTERED_BYTES)]))
+    assert is_scattered(span_table([(0, 4096)] * 3))
