@@ -36,16 +36,15 @@ class Ladder:
         left = [name for name in outgoing.backends if name not in chunk.spent]
         if not left:
             return None
-        again = chunk.tries_here > 0 and chunk.path in left and self._paths.has_room(outgoing.peer, chunk.path)
+        again = chunk.retries == "failed" and chunk.path in left and self._paths.has_room(outgoing.peer, chunk.path)
         return chunk.path if again else self._paths.best(outgoing.peer, left, chunk.nbytes)
 
     def begin(self, outgoing: Outgoing, chunk: Chunk, name: str) -> None:
         """A write of the chunk begins by that backend."""
         if chunk.retries:
             self.resends[chunk.retries if chunk.retries == "not_verified" else "same_path" if name == chunk.path else "other_path"] += 1
-        if name != chunk.path:
-            chunk.path, chunk.tries_here = name, 0
-        chunk.tries_here += 1
+        chunk.path = name
+        chunk.tries[name] += 1
         chunk.trial += 1
         chunk.retries = ""
         chunk.began = self._paths.begin(outgoing.peer, name)
@@ -62,7 +61,7 @@ class Ladder:
         else:
             self._paths.failed(peer, chunk.path, chunk.began)
         if status is WriteStatus.FAILED:
-            self._step_down(chunk, is_spent=chunk.tries_here >= self._trials)
+            self._step_down(chunk, is_spent=chunk.tries[chunk.path] >= self._trials)
 
     def unreachable(self, peer: Peer, chunk: Chunk) -> None:
         """The write could not even begin: no use in trying the same at once."""
@@ -73,7 +72,8 @@ class Ladder:
     def not_verified(self, outgoing: Outgoing, chunk: Chunk) -> None:
         """The reader asks for it again."""
         self._paths.distrust(outgoing.peer, chunk.path, chunk.began)
-        chunk.done, chunk.tries_here, chunk.retries = False, 0, "not_verified"
+        chunk.done, chunk.retries = False, "not_verified"
+        chunk.tries.clear()
         chunk.spent.add(chunk.path)
         if chunk.spent.issuperset(outgoing.backends):
             chunk.spent.clear()
@@ -82,4 +82,3 @@ class Ladder:
         chunk.retries = chunk.retries or "failed"
         if is_spent:
             chunk.spent.add(chunk.path)
-            chunk.tries_here = 0

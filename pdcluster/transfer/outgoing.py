@@ -31,9 +31,9 @@ class Chunk:
     nbytes: int
     trial: int = 0
     path: str = ""
-    """The backend that wrote it last; began: when; tries_here: how often in a row. See ladder."""
+    """The backend that wrote it last; began: when; tries: how often each did. See ladder."""
     began: float = 0.0
-    tries_here: int = 0
+    tries: Counter[str] = field(default_factory=Counter)
     spent: set[str] = field(default_factory=set)
     """Backends that are not tried again for it."""
     retries: str = ""
