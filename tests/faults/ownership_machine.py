@@ -56,9 +56,12 @@ class Asked:
 
 class Ownership(RuleBasedStateMachine):
     @initialize(
-        checks=st.booleans(), faults=st.lists(st.integers(0, len(FAULTS) - 1), min_size=1, max_size=10), layered=st.booleans()
-    )  # fmt: skip
-    def start(self, checks: bool, faults: list[int], layered: bool) -> None:
+        media=st.lists(st.booleans(), min_size=1, max_size=2),
+        faults=st.lists(st.integers(0, len(FAULTS) - 1), min_size=1, max_size=10),
+        layered=st.booleans(),
+    )
+    def start(self, media: list[bool], faults: list[int], layered: bool) -> None:
+        """media: for each, whether its reader's end checks permits; a ticket may be written over all of them."""
         self.now = 1000.0
         self.count = 0
 
@@ -68,9 +71,12 @@ class Ownership(RuleBasedStateMachine):
 
         self.is_healed = False
         self.problems: list[str] = []
-        self.network = FakeNetwork(lambda: self.now, plan=plan, checks_permits=checks, on_land=self.on_land)
+        self.networks = {
+            f"medium{number}": FakeNetwork(lambda: self.now, plan=plan, checks_permits=checks, on_land=self.on_land)
+            for number, checks in enumerate(media)
+        }
         roles = {**dict.fromkeys(PREFILLS, "prefill"), **dict.fromkeys(DECODES, "decode")}
-        self.cluster = SteppedNodes(roles, self.network, num_pages=24, group_s=1e-12 if layered else 1.0)  # type: ignore[arg-type]
+        self.cluster = SteppedNodes(roles, self.networks, num_pages=24, group_s=1e-12 if layered else 1.0)  # type: ignore[arg-type]
         self.asked: dict[str, Asked] = {}
         self.old: list[Letter] = []
 
@@ -188,7 +194,8 @@ class Ownership(RuleBasedStateMachine):
         node = self.cluster.nodes[name]
         if node.is_alive:
             node.is_alive = False
-            self.network.kill(node.me)
+            for network in self.networks.values():
+                network.kill(node.me)
         for other in told:
             self.cluster.nodes[other].neighbours.news.append(node.me)
 
@@ -225,7 +232,7 @@ class Ownership(RuleBasedStateMachine):
 
     @invariant()
     def no_source_is_free_while_a_write_reads_it(self) -> None:
-        for write in self.network.writes if "network" in self.__dict__ else ():
+        for write in [write for network in self.__dict__.get("networks", {}).values() for write in network.writes]:
             node = self.cluster.node_of(write.writer.me)
             if node is None or write.cut or write.snapshot is not None:
                 continue

@@ -14,6 +14,8 @@ from ownership_machine import Ownership
 from pdcluster.errors import IntegrityError
 from pdcluster.node.decode import DecodeLeg, DecodeSide
 from pdcluster.node.prefill import Pins, PrefillSide
+from pdcluster.transfer.base import Peer
+from pdcluster.transfer.incoming import Incoming
 from pdcluster.transfer.reader import Reader
 from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
 from pdcluster.transfer.writer import Writer
@@ -107,6 +109,13 @@ class BelievesAnyFence(Reader):
         return True
 
 
+class AsksTheFirstMediumOnly(Reader):
+    """Takes the fence of the best medium for that of all by which the ticket may have been written."""
+
+    def _has_fence(self, incoming: Incoming, name: str, closed: dict[tuple[Peer, str], bool]) -> bool:
+        return name != self._order[0] or super()._has_fence(incoming, name, closed)
+
+
 BROKEN: dict[str, dict[str, type]] = {
     "pages freed at abort": {"DecodeSide": FreesAtAbort},
     "pages freed by a timer": {"Reader": ReclaimsByTime},
@@ -115,6 +124,7 @@ BROKEN: dict[str, dict[str, type]] = {
     "source never pinned": {"PrefillSide": NeverPins},
     "abort acknowledged too early": {"Writer": AcknowledgesTooEarly},
     "fence without proof": {"Reader": BelievesAnyFence},
+    "fence of one medium only": {"Reader": AsksTheFirstMediumOnly},
 }
 
 

@@ -100,14 +100,14 @@ class LocalNode:
         self.role = role
         self.engine = kit.engine
         self.neighbours = NoNeighbours()
-        self.backend: Backend = cluster.make_backend(self.me)
+        self.backends: dict[str, Backend] = cluster.make_backends(self.me)
         wiring = Wiring(
             self.me,
             role,
             "127.0.0.1:0",
             cluster.context_of(name),
             cluster.wire,
-            {self.backend.name: self.backend},
+            self.backends,
             cluster.transfer,
             parking_s=5.0,
             group_s=cluster.group_s,
@@ -134,7 +134,7 @@ class LocalNode:
             self.kit.max_len,
             shape.vocab_size,
             shape.num_pages,
-            backends=(self.backend.name,),
+            backends=tuple(self.backends),
         )
 
     async def _run(self) -> None:
@@ -149,8 +149,9 @@ class LocalNode:
         """SIGKILL, as far as others can see: sockets close, writes stop, nothing is said."""
         self.is_alive = False
         await self.task
-        if isinstance(self.backend, FakeBackend):
-            self.backend.network.kill(self.me)
+        for backend in self.backends.values():
+            if isinstance(backend, FakeBackend):
+                backend.network.kill(self.me)
         self.parts.hub.close()
 
     def is_idle(self) -> bool:
@@ -162,15 +163,16 @@ class LocalNode:
             self.is_alive = False
             await self.task
             self.parts.hub.close()
-        self.backend.shutdown()
+        for backend in self.backends.values():
+            backend.shutdown()
         self.engine.close()
         os.close(self.neighbours.wakeup_fd)
         os.close(self.loop._stop_fd)
 
 
 class LocalCluster:
-    """Use as `async with`. group_s: next to nothing makes one group of each layer. make_backend: the medium of every node; default: the scripted
-    one, whose faults are `network.plan`."""
+    """Use as `async with`. group_s: next to nothing makes one group of each layer. make_backend: the medium of every node; default: scripted
+    ones by these names, whose faults are `networks[name].plan`."""
 
     def __init__(
         self,
@@ -179,6 +181,7 @@ class LocalCluster:
         num_pages: int = 256,
         make_kit: Callable[[int], EngineKit] = oracle_kit,
         make_backend: Callable[[Peer], Backend] | None = None,
+        media: tuple[str, ...] = ("fake",),
         group_s: float = 0.0004,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -192,8 +195,9 @@ class LocalCluster:
         self.make_kit = make_kit
         self.boots = itertools.count()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.network = FakeNetwork(clock)
-        self.make_backend = make_backend or (lambda me: FakeBackend(self.network, me))
+        self.networks = {name: FakeNetwork(clock) for name in media}
+        self.network = self.networks[media[0]]
+        self.make_backend = make_backend
         self.transfer = Settings(repeat_s=0.02, commit_s=1.0, arrival_s=0.1, proof_s=0.02)
         self.nodes: dict[str, LocalNode] = {}
         self.versions = itertools.count(1)
@@ -214,6 +218,13 @@ class LocalCluster:
         self.chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.router.view, self.router.cached)
         self.dispatch = Dispatch(self.router, OneModel(block_tokens), self.chooser, DispatchSettings(stages=self.stages, hold_s=5.0), self.clock)
         await self.until(lambda: len(self.router.view().nodes) == len(self.roles))
+
+    def make_backends(self, me: Peer) -> dict[str, Backend]:
+        """The media of a node by name, best first."""
+        if self.make_backend is not None:
+            backend = self.make_backend(me)
+            return {backend.name: backend}
+        return {name: FakeBackend(network, me, name) for name, network in self.networks.items()}
 
     def context_of(self, process: str) -> zmq.Context[zmq.Socket[bytes]]:
         """All processes share one here; a simulated wire tells them apart."""

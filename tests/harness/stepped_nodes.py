@@ -16,6 +16,8 @@ from pdcluster.messages import AnyMessage, Endpoint, Role
 from pdcluster.node.loop import NodeLoop
 from pdcluster.transfer.base import Peer, Runs
 from pdcluster.transfer.fake import FakeBackend, FakeNetwork
+from pdcluster.transfer.ladder import Ladder
+from pdcluster.transfer.measure import MeasureSettings, Paths
 from pdcluster.transfer.session import Settings
 from pdcluster.wire.hub import Received
 from pdcluster.wire.sockets import WireSettings
@@ -69,6 +71,9 @@ class SteppedNode(LocalNode):
         self.neighbours = Watch()
         self.box = LetterBox(self.me, self.parts.hub.address, cluster.letters.append)
         self.parts = replace(self.parts, hub=self.box, neighbours=self.neighbours)
+        writer = self.parts.writer  # that measures with chunks of any size, so that tickets are written over several media
+        writer.paths = Paths(tuple(self.backends), cluster.clock, measure=MeasureSettings(smallest_bytes=0))
+        writer.ladder = Ladder(writer.paths, cluster.transfer.trials)
         self.loop = NodeLoop(self.parts, report_s=1e9, drain_s=5.0, clock=cluster.clock)
 
     def _begin(self) -> None:  # type: ignore[override]
@@ -83,24 +88,26 @@ class SteppedNode(LocalNode):
         return Endpoint(self.me.node, self.me.incarnation, self.parts.hub.address)
 
     def end(self) -> None:
-        self.backend.shutdown()
+        for backend in self.backends.values():
+            backend.shutdown()
         self.engine.close()
         os.close(self.loop._stop_fd)
         os.close(self.neighbours.wakeup_fd)
 
 
 class SteppedNodes:
-    """Stands where a node looks for its LocalCluster. letters: what was sent and not delivered yet."""
+    """Stands where a node looks for its LocalCluster. letters: what was sent and not delivered yet. networks: the media by name, best
+    first."""
 
-    def __init__(self, roles: dict[str, Role], network: FakeNetwork, *, num_pages: int, group_s: float = 0.0004) -> None:
-        self.clock = network.clock
+    def __init__(self, roles: dict[str, Role], networks: dict[str, FakeNetwork], *, num_pages: int, group_s: float = 0.0004) -> None:
+        self.clock = next(iter(networks.values())).clock
         self.num_pages = num_pages
         self.group_s = group_s
         self.wire = WireSettings()
         self.report_s = 1e9
         self.transfer = Settings(chunk_bytes=128, window_bytes=512, verify_bytes=256)
         self.boots = itertools.count()
-        self.network = network
+        self.networks = networks
         self.letters: list[Letter] = []
         self._sockets = Wire(None)  # type: ignore[arg-type]  # only bound, never used
         self.nodes = {name: SteppedNode(self, name, role) for name, role in roles.items()}
@@ -108,8 +115,8 @@ class SteppedNodes:
     def context_of(self, process: str) -> Context:
         return self._sockets.context(process)
 
-    def make_backend(self, me: Peer) -> FakeBackend:
-        return FakeBackend(self.network, me)
+    def make_backends(self, me: Peer) -> dict[str, FakeBackend]:
+        return {name: FakeBackend(network, me, name) for name, network in self.networks.items()}
 
     def node_of(self, peer: Peer) -> SteppedNode | None:
         node = self.nodes.get(peer.node)
