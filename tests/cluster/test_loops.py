@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 import pytest
 from local_cluster import LocalCluster
 from oracle import VOCAB, reference
 
 from pdcluster import errors
-from pdcluster.transfer.base import WriteStatus
+from pdcluster.transfer.base import Stamp, WriteStatus
 from pdcluster.transfer.fake import Fault
 
 PAIR = {"p0": "prefill", "d0": "decode"}
@@ -226,4 +227,32 @@ async def test_a_step_that_fails_between_two_groups_of_layers_leaves_nothing_beh
         prompts = [prompt_of(30, seed) for seed in range(3)]
         results = await asyncio.gather(*(cluster.run(prompt, 8) for prompt in prompts))
         assert [tokens for tokens, _ in results] == [reference(prompt, 8) for prompt in prompts]
+        await cluster.until_idle()
+
+
+async def test_a_chunk_that_fails_by_every_medium_leads_to_a_new_ticket_of_another_pair_with_the_right_tokens() -> None:
+    """The prefill node still holds the KV, so that nothing is computed again."""
+    async with LocalCluster(TWO_PAIRS, media=("best", "other")) as cluster:
+        failed: set[tuple[str, str]] = set()
+
+        def plan_of(medium: str) -> Callable[[Stamp], Fault]:
+            def plan(stamp: Stamp) -> Fault:
+                tickets = [node.parts.writer._open.get(stamp.nonce) for node in cluster.nodes.values()]
+                (reader,) = {ticket.peer.node for ticket in tickets if ticket is not None}
+                if not failed or reader == next(iter(failed))[0]:
+                    failed.add((reader, medium))
+                    return Fault(status=WriteStatus.FAILED)
+                return Fault()
+
+            return plan
+
+        for name, network in cluster.networks.items():
+            network.plan = plan_of(name)
+        prompt = prompt_of(40)
+        tokens, done = await cluster.run(prompt, 12)
+        (unreachable,) = {reader for reader, _ in failed}
+        assert {medium for _, medium in failed} == {"best", "other"}, "every rung before the new attempt"
+        assert tokens == reference(prompt, 12) and done.route.mode == "remote" and done.route.decode not in (unreachable, None)
+        gave_up = {name: node.parts.writer.counters["given_up"] for name, node in cluster.nodes.items()}
+        assert gave_up[str(done.route.prefill)] == 1 and sum(gave_up.values()) == 1
         await cluster.until_idle()

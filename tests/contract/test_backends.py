@@ -405,6 +405,22 @@ def test_a_writer_that_never_connected_is_fenced_by_refusing_what_it_holds() -> 
     ends.close()
 
 
+@pytest.mark.parametrize("closes", ["writer", "reader"])
+def test_a_pair_connects_again_after_a_close_and_writes_as_before(ends: Ends, closes: str) -> None:
+    ends.connect()
+    ends.permit()
+    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    if closes == "writer":
+        ends.writer.close(READER)
+    else:
+        ends.reader.close(WRITER)
+    ends.reader.arrivals()
+    ends.target.bytes[:] = 0
+    ends.permit()  # a new ticket
+    eventually(lambda: writes_again(ends), "writing works again")
+    assert (ends.target.bytes == ends.source.bytes).all() and ends.arrivals(1)[-1].nbytes == NBYTES
+
+
 def test_a_writer_closing_settles_its_unfinished_writes(ends: Ends) -> None:
     ends.connect()
     ends.permit()

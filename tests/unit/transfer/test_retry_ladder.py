@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -164,8 +165,8 @@ def test_the_breaker_opens_half_opens_after_a_growing_time_and_closes_when_the_m
         if any(name == "fast" for name, _, _ in rungs.tried):
             opened.append(rungs.clock.now)
             assert [name for name, _, _ in rungs.tried].count("fast") == 1, "one probe, not all chunks"
-    gaps = [later - earlier for earlier, later in zip(opened, opened[1:], strict=False)]
-    assert len(gaps) >= 4 and all(later > 1.6 * earlier for earlier, later in zip(gaps, gaps[1:], strict=False)), gaps
+    gaps = [later - earlier for earlier, later in itertools.pairwise(opened)]
+    assert len(gaps) >= 4 and all(later > 1.6 * earlier for earlier, later in itertools.pairwise(gaps)), gaps
     assert len(rungs.acked) == 161, "every ticket went by the other medium meanwhile"
     rungs.faults = {}
     rungs.clock.now += 61.0
@@ -203,7 +204,8 @@ def test_as_long_as_one_medium_works_every_ticket_arrives(story: list[tuple[str,
 
 
 def test_while_a_pair_is_measured_one_ticket_is_written_over_both_media_one_write_at_a_time() -> None:
-    rungs = Rungs(measure=MeasureSettings(smallest_bytes=2 * PAGE_BYTES, warm_writes=0, sample_writes=1), fast=Fault(delay_s=0.06), slow=Fault(delay_s=0.02))
+    measure = MeasureSettings(smallest_bytes=2 * PAGE_BYTES, warm_writes=0, sample_writes=1)
+    rungs = Rungs(measure=measure, fast=Fault(delay_s=0.06), slow=Fault(delay_s=0.02))
     ticket = rungs.open(TARGET, TOKENS)
     rungs.send_all(ticket, SOURCE)
     while not rungs.acked:
