@@ -65,6 +65,7 @@ class Options(TypedDict, total=False):
     logprobs: int
     echo: bool
     cache_salt: str
+    priority: int
     return_prompt_token_ids: bool
 
 
@@ -148,10 +149,12 @@ class Model:
 
 
 class Client:
-    """Safe to use from several threads. timeout_s of a call is its deadline, which the server honours on every node."""
+    """Safe to use from several threads. timeout_s of a call is its deadline, which the server honours on every node. api_key: of a tenant, where the
+    cluster has some."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, api_key: str | None = None) -> None:
         self._address = address
+        self._metadata = _metadata(api_key)
         self._channel = grpc.insecure_channel(address, _CHANNEL)
         self._stub = stubs.InferenceStub(self._channel)
 
@@ -166,13 +169,13 @@ class Client:
 
     def models(self, timeout_s: float = 10.0) -> list[Model]:
         try:
-            return _models(self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s))
+            return _models(self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata))
         except grpc.RpcError as error:
             raise error_of(error, self._address) from error
 
     def generate(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Generator[Output, None, None]:
         """Outputs as they come; close the generator to cancel."""
-        call = self._stub.Generate(_request(prompt, options), timeout=timeout_s)
+        call = self._stub.Generate(_request(prompt, options), timeout=timeout_s, metadata=self._metadata)
         try:
             for reply in call:
                 yield _output(reply)
@@ -189,8 +192,9 @@ class Client:
 class AsyncClient:
     """As `Client`, for the event loop it was made in."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, api_key: str | None = None) -> None:
         self._address = address
+        self._metadata = _metadata(api_key)
         self._channel = grpc.aio.insecure_channel(address, _CHANNEL)
         self._stub = stubs.InferenceStub(self._channel)
 
@@ -205,13 +209,13 @@ class AsyncClient:
 
     async def models(self, timeout_s: float = 10.0) -> list[Model]:
         try:
-            return _models(await self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s))
+            return _models(await self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata))
         except grpc.RpcError as error:
             raise error_of(error, self._address) from error
 
     async def generate(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> AsyncGenerator[Output, None]:
         """Outputs as they come; close the generator to cancel."""
-        call = self._stub.Generate(_request(prompt, options), timeout=timeout_s)
+        call = self._stub.Generate(_request(prompt, options), timeout=timeout_s, metadata=self._metadata)
         try:
             async for reply in call:
                 yield _output(reply)
@@ -226,6 +230,10 @@ class AsyncClient:
 
 
 # ---------------------------------------------------------------- to and from protobuf
+
+
+def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
 
 
 def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:

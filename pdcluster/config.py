@@ -258,6 +258,7 @@ class RouterConfig(Section):
     tokenizer: Path | None = key(None, path, "directory with tokenizer.json and the chat template; default: asked from a node")
     mode: Mode = key("auto", choice("auto", "remote", "local"), "remote: prefill and decode on two nodes, local: on one; auto chooses per request")
     auto_roles: bool = key(False, boolean, "change nodes' roles by what waits for them; on one router of a cluster only")
+    tenants: Path | None = key(None, path, "TOML or JSON file of tenants and their API keys; default: everyone is one tenant, without keys")
     max_requests: int = key(1024, integer(1, 2**20), "most requests accepted at a time")
     max_body_bytes: int = key(8 * 2**20, size(1024), "largest request body")
     deadline_s: float = key(600.0, duration(0.001), "longest time of one request")

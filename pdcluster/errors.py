@@ -2,6 +2,7 @@
 
     PdclusterError
     ├─ BadRequest            the caller must change the request      400
+    │  ├─ Unauthorized       no API key, or one nobody knows         401
     │  ├─ UnknownModel                                               404
     │  ├─ UnknownName                                                404
     │  └─ RequestTooLarge                                            413
@@ -40,6 +41,11 @@ class BadRequest(PdclusterError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class Unauthorized(BadRequest):
+    code = "invalid_api_key"
+    http_status = 401
 
 
 class UnknownModel(BadRequest):

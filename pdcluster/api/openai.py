@@ -51,6 +51,7 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-10, le=10)] | None = None
     # without effect here
     user: object = None
     metadata: object = None

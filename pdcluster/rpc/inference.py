@@ -14,7 +14,7 @@ from pdcluster.rpc import inference_pb2 as pb
 
 _SAME_NAME = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n",
-    "ignore_eos", "skip_special_tokens", "add_special_tokens", "cache_salt",
+    "ignore_eos", "skip_special_tokens", "add_special_tokens", "cache_salt", "priority",
 )  # fmt: skip
 """Optional fields that are called and mean the same over HTTP."""
 

@@ -12,6 +12,7 @@ from pdcluster.errors import (
     NodeLost,
     Overloaded,
     PdclusterError,
+    Unauthorized,
     Unavailable,
     UnknownModel,
     UnknownName,
@@ -21,6 +22,7 @@ RETRY_AFTER = "retry-after-s"
 _CODES: tuple[tuple[type[PdclusterError], grpc.StatusCode], ...] = (
     # The first that fits, so that subclasses come before their bases.
     (UnknownName, grpc.StatusCode.NOT_FOUND),
+    (Unauthorized, grpc.StatusCode.UNAUTHENTICATED),
     (UnknownModel, grpc.StatusCode.NOT_FOUND),
     (BadRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),

@@ -22,13 +22,16 @@ from pdcluster_router.answer import answer
 from pdcluster_router.asgi import Exchange, MethodNotAllowed, NotFound, Receive, Scope, Send
 from pdcluster_router.generation import Dispatcher, ModelInfo
 from pdcluster_router.places import Places
-from pdcluster_router.prepare import Terms, encode, encode_chat, find_model, prepare_chat, prepare_completion
+from pdcluster_router.prepare import Terms, deadline_of, encode, encode_chat, find_model, prepare_chat, prepare_completion
+from pdcluster_router.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
 MODELS_PREFIX = "/v1/models/"
+AUTHORIZATION = b"authorization"
+DEADLINE = b"x-request-deadline-s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +136,20 @@ class App:
     # ------------------------------------------------ generations
 
     async def _chat(self, exchange: Exchange) -> None:
-        with self._places.taken():
+        with self._places.taken(exchange.header(AUTHORIZATION)) as tenant:
             request = openai.decode_chat(await self._body(exchange))
-            prepared = await prepare_chat(request, self._dispatcher, self._terms(exchange))
+            prepared = await prepare_chat(request, self._dispatcher, self._terms(exchange, tenant))
             await answer(exchange, prepared, self._dispatcher, self._metrics)
 
     async def _completion(self, exchange: Exchange) -> None:
-        with self._places.taken():
+        with self._places.taken(exchange.header(AUTHORIZATION)) as tenant:
             request = openai.decode_completion(await self._body(exchange))
-            prepared = await prepare_completion(request, self._dispatcher, self._terms(exchange))
+            prepared = await prepare_completion(request, self._dispatcher, self._terms(exchange, tenant))
             await answer(exchange, prepared, self._dispatcher, self._metrics)
 
-    def _terms(self, exchange: Exchange) -> Terms:
-        return Terms(exchange.id, exchange.arrived, self._settings.max_choices, self._settings.deadline_s)
+    def _terms(self, exchange: Exchange, tenant: Tenant) -> Terms:
+        deadline_s = deadline_of(exchange.header(DEADLINE), self._settings.deadline_s)
+        return Terms(exchange.id, exchange.arrived, self._settings.max_choices, deadline_s, tenant)
 
     async def _body(self, exchange: Exchange) -> bytes:
         return await exchange.read_json(self._settings.max_body_bytes, self._settings.body_s)
@@ -153,7 +157,7 @@ class App:
     # ------------------------------------------------ tokens
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        with self._places.taken():
+        with self._places.taken(exchange.header(AUTHORIZATION)):
             request = openai.decode_tokenize(await self._body(exchange))
             model = find_model(self._dispatcher, request.model)
             if request.prompt is not None:
@@ -167,7 +171,7 @@ class App:
             await exchange.reply(200, msgspec.json.encode(reply))
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        with self._places.taken():
+        with self._places.taken(exchange.header(AUTHORIZATION)):
             request = openai.decode_detokenize(await self._body(exchange))
             model = find_model(self._dispatcher, request.model)
             token_ids = limits.check_token_ids(request.tokens, model.info.vocab_size, "tokens")
@@ -190,10 +194,12 @@ class App:
         await exchange.reply(200, body, ((b"content-type", CONTENT_TYPE_LATEST.encode()),))
 
     async def _models(self, exchange: Exchange) -> None:
+        self._places.identify(exchange.header(AUTHORIZATION))
         reply = ModelList([_card(model) for model in self._dispatcher.models()])
         await exchange.reply(200, msgspec.json.encode(reply))
 
     async def _model(self, exchange: Exchange) -> None:
+        self._places.identify(exchange.header(AUTHORIZATION))
         model = find_model(self._dispatcher, exchange.path.removeprefix(MODELS_PREFIX))
         await exchange.reply(200, msgspec.json.encode(_card(model.info)))
 

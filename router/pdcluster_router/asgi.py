@@ -12,7 +12,7 @@ from typing import Any
 
 from pdcluster.api import sse
 from pdcluster.api.replies import error_body
-from pdcluster.errors import BadRequest, Cancelled, Overloaded, PdclusterError, RequestTooLarge
+from pdcluster.errors import BadRequest, Cancelled, Overloaded, PdclusterError, RequestTooLarge, Unauthorized
 
 Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
@@ -190,6 +190,10 @@ class Exchange:
         if error.http_status in (429, 503):
             wait_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
             headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
+        if isinstance(error, Overloaded):
+            headers.append((b"x-pdcluster-predicted-wait-s", b"%.3f" % error.retry_after_s))
+        if isinstance(error, Unauthorized):
+            headers.append((b"www-authenticate", b"Bearer"))
         if isinstance(error, RequestTooLarge | SlowRequest):
             headers.append((b"connection", b"close"))
         await self.reply(error.http_status, error_body(error), headers)

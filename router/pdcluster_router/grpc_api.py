@@ -80,14 +80,20 @@ class Inference(stubs.InferenceServicer):
             self._metrics.request_seconds.labels("Generate").observe(monotonic() - arrived)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext) -> pb.ListModelsReply:
+        try:
+            self._places.identify(_metadata(context, "authorization"))
+        except PdclusterError as error:
+            self._metrics.grpc_requests.labels("ListModels", status_of(error).name).inc()
+            await self._fail(context, error)
         self._metrics.grpc_requests.labels("ListModels", grpc.StatusCode.OK.name).inc()
         return convert.models_to_proto([(model.id, model.created, model.max_len, model.vocab_size) for model in self._dispatcher.models()])
 
     async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, arrived: float) -> None:
-        with self._places.taken():
+        with self._places.taken(_metadata(context, "authorization")) as tenant:
             request_id = secrets.token_hex(12)
             await context.send_initial_metadata((("x-request-id", _trace_id(context) or request_id),))
-            prepared = await self._prepare(request, Terms(request_id, arrived, self._settings.max_choices, self._deadline_s(context)))
+            terms = Terms(request_id, arrived, self._settings.max_choices, self._deadline_s(context), tenant)
+            prepared = await self._prepare(request, terms)
             pieces = merge([pieces_of(choice, self._dispatcher) for choice in prepared.choices])
             try:
                 async with aclosing(pieces):
@@ -142,10 +148,15 @@ def _reply(choice: Choice, index: int, piece: Piece, *, is_first: bool) -> pb.Ge
     return reply
 
 
+def _metadata(context: grpc.aio.ServicerContext, name: str) -> str | None:
+    given = next((value for key, value in context.invocation_metadata() or () if key == name), None)
+    return given if isinstance(given, str) else None
+
+
 def _trace_id(context: grpc.aio.ServicerContext) -> str | None:
     """The client's own x-request-id, when it is short and plain. Only echoed."""
-    given = next((value for key, value in context.invocation_metadata() or () if key == "x-request-id"), None)
-    return given if isinstance(given, str) and 0 < len(given) <= 128 and given.isascii() and given.isprintable() else None
+    given = _metadata(context, "x-request-id")
+    return given if given is not None and 0 < len(given) <= 128 and given.isascii() and given.isprintable() else None
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""How many requests a router process works on at a time, whichever front door they came through. Taken before a body is looked at."""
+"""How many requests a router process works on at a time, whichever front door they came through, and in whose name. Before a body is looked at."""
 
 from __future__ import annotations
 
@@ -6,22 +6,46 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pdcluster.errors import Overloaded
+from pdcluster.metrics import HoldMetrics
+from pdcluster_router.shares import GREED, Shares
+from pdcluster_router.tenants import Tenant, Tenants
 
 
 class Places:
-    """Owned by the router's event loop."""
+    """Owned by the router's event loop. When there are tenants, none of them can take all places."""
 
-    def __init__(self, max_requests: int) -> None:
-        self._max_requests = max_requests
-        self.num_taken = 0
+    def __init__(self, max_requests: int, tenants: Tenants | None = None, metrics: HoldMetrics | None = None) -> None:
+        self._tenants = tenants or Tenants()
+        self._metrics = metrics
+        self._shares = Shares(max_requests, GREED if self._tenants.is_configured else None)
+
+    @property
+    def num_taken(self) -> int:
+        return self._shares.used
+
+    def identify(self, authorization: str | None) -> Tenant:
+        """Raises Unauthorized."""
+        return self._tenants.identify(authorization)
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """One place while the block runs; raises Overloaded when there is none."""
-        if self.num_taken >= self._max_requests:
-            raise Overloaded(f"{self.num_taken} requests are being worked on, as many as --max-requests allows; retry later")
-        self.num_taken += 1
+    def taken(self, authorization: str | None = None) -> Iterator[Tenant]:
+        """One place while the block runs, for the tenant with that key; raises Unauthorized, and Overloaded when there is none."""
+        tenant = self.identify(authorization)
+        self._check(tenant)
+        self._shares.take(tenant.name)
         try:
-            yield
+            yield tenant
         finally:
-            self.num_taken -= 1
+            self._shares.give_back(tenant.name)
+
+    def _check(self, tenant: Tenant) -> None:
+        own = self._shares.taken_by(tenant.name)
+        if tenant.max_requests is not None and own >= tenant.max_requests:
+            raise self._refused(tenant, "tenant_requests", f"{own} requests of tenant {tenant.name} are being worked on, as many as it may have")
+        if not self._shares.has_room(tenant.name):
+            raise self._refused(tenant, "requests", f"{self.num_taken} requests are being worked on, as many as --max-requests allows")
+
+    def _refused(self, tenant: Tenant, reason: str, message: str) -> Overloaded:
+        if self._metrics is not None:
+            self._metrics.refused(reason, tenant.name)
+        return Overloaded(f"{message}; retry later", reason=reason)

@@ -6,6 +6,7 @@ Long prompts are tokenized in a thread, so that one of them does not hold up eve
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from array import array
@@ -26,6 +27,7 @@ from pdcluster.errors import BadRequest, Unavailable, UnknownModel
 from pdcluster.messages import Sampling
 from pdcluster_router.choices import Choice, Clock, Echo
 from pdcluster_router.generation import Dispatcher, Generation, ModelInfo
+from pdcluster_router.tenants import ANYBODY, Tenant
 
 SEED_BITS = 63
 
@@ -38,6 +40,7 @@ class Terms:
     arrived: float
     max_choices: int
     deadline_s: float
+    tenant: Tenant = ANYBODY
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,19 @@ class Prompt:
 
     token_ids: array[int]
     echo: str | None = None
+
+
+def deadline_of(given: str | None, most_s: float) -> float:
+    """From the header x-request-deadline-s: seconds from now after which the answer is of no use; at most what the server allows."""
+    if given is None:
+        return most_s
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise BadRequest(f"x-request-deadline-s is {given[:100]!r}; it must be a number of seconds above 0, such as 2.5", "x-request-deadline-s")
+    return min(seconds, most_s)
 
 
 def find_model(dispatcher: Dispatcher, name: str | None) -> Model:
@@ -169,6 +185,7 @@ class _Builder:
         self._num = request.n or 1
         eos = () if request.ignore_eos else model.info.eos_token_ids
         self._silent = frozenset((*eos, *(request.stop_token_ids or ())))
+        self._standing = terms.tenant.standing(request.priority)
 
     def check_number(self, num_prompts: int) -> None:
         if num_prompts * self._num > self._terms.max_choices:
@@ -194,7 +211,8 @@ class _Builder:
             token_ids=prompt.token_ids,
             sampling=sampling,
             deadline_s=self._terms.deadline_s,
-            salt=(self._request.cache_salt or "").encode(),
+            salt=self._terms.tenant.cache_salt(self._request.cache_salt),
+            standing=self._standing,
         )
         skip = self._request.skip_special_tokens is not False
         echo = self._echo(prompt, skip, reports_prompt)

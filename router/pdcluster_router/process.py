@@ -37,6 +37,7 @@ from pdcluster_router.places import Places
 from pdcluster_router.policy.registry import DEFAULT, make_policy
 from pdcluster_router.roles import RoleController, RoleSettings
 from pdcluster_router.server import http_settings, listening, router_metrics
+from pdcluster_router.tenants import read_tenants
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +61,20 @@ async def _serve(config: RouterConfig) -> int:
         stack.callback(cluster.close)
         models = Models(cluster, config.tokenizer)
         chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), cluster.view, cluster.cached, force=config.mode)
+        tenants = read_tenants(config.tenants)
         metrics = router_metrics()
+        hold_metrics = HoldMetrics(metrics.registry)
         metrics.registry.register(NodeCollector(cluster))
         metrics.registry.register(IndexCollector(cluster.caches))
-        settings = dispatch_settings(config)
-        dispatch = Dispatch(cluster, models, chooser, settings, metrics=HoldMetrics(metrics.registry))
+        settings = dispatch_settings(config, is_shared=tenants.is_configured)
+        dispatch = Dispatch(cluster, models, chooser, settings, metrics=hold_metrics)
         tasks: list[_running] = []
         for work in (cluster.follow(watch(config.bootstrap)), models.keep_loaded(), dispatch.waiting.follow(cluster)):
             task = _running(work, stop)
             tasks.append(task)
             await stack.enter_async_context(task)
-        address, grpc_address = await stack.enter_async_context(_front_doors(config, dispatch, metrics))
+        places = Places(config.max_requests, tenants, hold_metrics)
+        address, grpc_address = await stack.enter_async_context(_front_doors(config, dispatch, metrics, places))
         admin = Admin(cluster, dispatch.open, chooser.holder, events, time.monotonic)
         admin_address = None
         if config.admin is not None:
@@ -88,9 +92,8 @@ async def _serve(config: RouterConfig) -> int:
 
 
 @asynccontextmanager
-async def _front_doors(config: RouterConfig, dispatch: Dispatch, metrics: RouterMetrics) -> AsyncIterator[tuple[str, str | None]]:
+async def _front_doors(config: RouterConfig, dispatch: Dispatch, metrics: RouterMetrics, places: Places) -> AsyncIterator[tuple[str, str | None]]:
     """HTTP and gRPC while the block runs; both drain at the same time."""
-    places = Places(config.max_requests)
     app = create_app(dispatch, http_settings(config), metrics, places)
     doors = [AsyncExitStack()]
     try:
@@ -126,7 +129,7 @@ def wire_settings(config: RouterConfig) -> WireSettings:
     return WireSettings(heartbeat_s=config.heartbeat_s, lease_s=config.lease_s, cluster_key=config.security.key_bytes())
 
 
-def dispatch_settings(config: RouterConfig) -> DispatchSettings:
+def dispatch_settings(config: RouterConfig, *, is_shared: bool = False) -> DispatchSettings:
     own = config.stages
     stages = StageDeadlines(queue_s=own.queue_s, liveness_s=own.liveness_s, handshake_s=own.handshake_s, transfer_s=own.transfer_s)
     hold, slo = config.hold, config.slo
@@ -140,6 +143,7 @@ def dispatch_settings(config: RouterConfig) -> DispatchSettings:
             age_s=hold.age_s,
             patience_s=hold.patience_s,
             floor=hold.floor_percent / 100,
+            is_shared=is_shared,
         ),
         headroom=Headroom(backlog_s=hold.backlog_s),
         slo=Slo(ttft_s=slo.ttft_s, margin=slo.margin_percent / 100),

@@ -12,6 +12,7 @@ from pdcluster.errors import PdclusterError, UnknownModel
 from pdcluster.messages import FinishReason, TokenLogprobs
 from pdcluster_router.app import HttpSettings, create_app
 from pdcluster_router.generation import Chunk, Done, Generation, ModelInfo, Route, Timeline
+from pdcluster_router.places import Places
 from pdcluster_router.server import listening, router_metrics
 from tests.unit.api.tiny_tokenizers import byte_level_files
 
@@ -112,9 +113,9 @@ class ScriptedDispatcher:
 
 
 @asynccontextmanager
-async def served(dispatcher: ScriptedDispatcher, settings: HttpSettings | None = None) -> AsyncIterator[str]:
+async def served(dispatcher: ScriptedDispatcher, settings: HttpSettings | None = None, places: Places | None = None) -> AsyncIterator[str]:
     """The application behind a real socket; gives its base URL."""
-    app = create_app(dispatcher, settings or HttpSettings(), router_metrics())
+    app = create_app(dispatcher, settings or HttpSettings(), router_metrics(), places)
     async with listening(app, "127.0.0.1:0", drain_s=1.0) as address:
         yield f"http://{address}"
 

@@ -23,6 +23,7 @@ from pdcluster.errors import BadRequest, ConfigError, DeadlineExceeded, NodeLost
 from pdcluster_router.grpc_api import SERVICE, GrpcSettings, Inference, listening
 from pdcluster_router.places import Places
 from pdcluster_router.server import router_metrics
+from pdcluster_router.tenants import Entry, Tenants
 
 ROOT = Path(__file__).parents[3]
 
@@ -266,6 +267,23 @@ async def test_the_request_id_of_the_client_is_echoed(address: str) -> None:
             headers = dict(await running.initial_metadata())
             assert headers["x-request-id"] == back if back else len(headers["x-request-id"]) == 24
             running.cancel()
+
+
+async def test_with_tenants_a_key_is_asked_for_and_names_whose_request_it_is(dispatcher: ScriptedDispatcher) -> None:
+    places = Places(4, Tenants({"acme": Entry(keys=["sk-acme-0001"], weight=3.0, priority=-1)}))
+    servicer = Inference(dispatcher, GrpcSettings(), router_metrics(), places)
+    async with listening(servicer, dispatcher, "127.0.0.1:0", GrpcSettings(), drain_s=1.0) as address:
+        for key in (None, "sk-acme-0002"):
+            async with api.AsyncClient(address, key) as stranger:
+                assert "UNAUTHENTICATED" in str(await failure(stranger))
+                with pytest.raises(PdclusterError, match="UNAUTHENTICATED"):
+                    await stranger.models()
+        assert dispatcher.started == []
+        async with api.AsyncClient(address, "sk-acme-0001") as client:
+            await client.complete("hi", priority=-1)
+            assert len(await client.models()) == 1
+    standing = dispatcher.started[0].standing
+    assert (standing.tenant, standing.weight, standing.priority) == ("acme", 3.0, -1)
 
 
 async def test_an_address_in_use_names_the_flag(address: str, dispatcher: ScriptedDispatcher) -> None:
