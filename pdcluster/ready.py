@@ -34,7 +34,7 @@ def parse(line: bytes) -> dict[str, object]:
     """The facts of one announcement."""
     try:
         facts = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a child wrote {line[:80]!r} to its ready descriptor instead of a JSON line") from error
     if not isinstance(facts, dict) or facts.get("ready") is not True or not isinstance(facts.get("address"), str):
         raise ProtocolError(f"a child announced {line[:80]!r}, which lacks ready or address")

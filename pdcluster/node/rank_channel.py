@@ -16,6 +16,7 @@ import numpy as np
 from pdcluster.errors import ProtocolError
 from pdcluster.messages import Sampling
 from pdcluster.step import Row, StepPlan
+from pdcluster.transfer.base import DECODE_ERRORS
 
 LENGTH = struct.Struct("<I")
 MAX_BYTES = 256 << 20
@@ -99,6 +100,10 @@ def pack_plan(plan: StepPlan) -> Plan:
 
 
 def unpack_plan(plan: Plan) -> StepPlan:
+    """Raises ProtocolError for arrays that are none."""
+    for row in plan.rows:
+        if len(row.tokens) % 4 or len(row.pages) % 4:
+            raise ProtocolError(f"a row of {row.request} has {len(row.tokens)} bytes of tokens and {len(row.pages)} of pages, no int32s")
     return StepPlan(
         tuple(
             Row(
@@ -146,7 +151,7 @@ class RankChannel:
             if length > MAX_BYTES:
                 raise ProtocolError(f"a message of {length} bytes between ranks exceeds {MAX_BYTES} bytes; the processes run different versions")
             return _decoder.decode(self._take(length, fds)), fds
-        except (msgspec.DecodeError, struct.error) as error:
+        except (*DECODE_ERRORS, struct.error) as error:
             _close_all(fds)
             raise ProtocolError(f"a message between ranks is not readable: {error}") from error
         except BaseException:

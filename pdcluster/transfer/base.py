@@ -23,10 +23,15 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NewType, Protocol
 
+import msgspec
+
 Handle = NewType("Handle", int)
 Span = tuple[int, int]
 """(offset, nbytes)"""
 Spans = Sequence[Span]
+
+DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What msgspec raises for bytes of a peer that it cannot take: text that is no UTF-8 is a ValueError."""
 
 
 class WriteStatus(Enum):

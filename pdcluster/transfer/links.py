@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from pdcluster.errors import PeerUnreachable, ProtocolError
-from pdcluster.transfer.base import Peer
+from pdcluster.transfer.base import DECODE_ERRORS, Peer
 from pdcluster.transfer.ledger import Counts
 
 LOG = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Advert(msgspec.Struct, frozen=True, array_like=True):
 def decode_advert(data: bytes) -> Advert:
     try:
         advert = msgspec.msgpack.decode(data, type=Advert)
-    except msgspec.DecodeError as error:
+    except DECODE_ERRORS as error:
         raise PeerUnreachable(f"the peer's advert is not readable: {error}") from error
     if not 0 < advert.port < 65536 or len(advert.token) != TOKEN_BYTES:
         raise PeerUnreachable(f"the peer's advert names port {advert.port} and a token of {len(advert.token)} bytes")

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from pdcluster.errors import PeerUnreachable, ProtocolError
-from pdcluster.transfer.base import Stamp
+from pdcluster.transfer.base import DECODE_ERRORS, Stamp
 from pdcluster.transfer.runs import SpanTable
 
 NOTICE = struct.Struct("<4sQIIIQ")
@@ -23,9 +23,6 @@ MAX_HELLO_BYTES = 1024
 MAX_REGIONS = 64
 TOKEN_BYTES = 16
 MAX_SOCKET_NAME_BYTES = 107
-
-DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What msgspec raises for bytes that it cannot take."""
 
 
 class Advert(msgspec.Struct, frozen=True, array_like=True):

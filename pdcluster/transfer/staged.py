@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
-from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
+from pdcluster.transfer.base import DECODE_ERRORS, Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes
 from pdcluster.transfer.links import Advert, Link, Listener, connect, decode_advert
 from pdcluster.transfer.moving import GilWaits, Payload, native, packed, packing, table_of
@@ -281,7 +281,7 @@ def _read_grant(link: Link) -> _Grant:
         raise ProtocolError(f"a grant of {length} bytes")
     try:
         grant = msgspec.msgpack.decode(link.receive(length), type=_Grant)
-    except msgspec.DecodeError as error:
+    except DECODE_ERRORS as error:
         raise ProtocolError(f"the grant is not readable: {error}") from error
     if not (0 < grant.blocks <= MAX_BLOCKS and 4096 <= grant.block_bytes <= 64 << 20):
         raise ProtocolError(f"a ring of {grant.blocks} blocks of {grant.block_bytes} bytes")

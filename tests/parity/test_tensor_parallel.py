@@ -22,6 +22,7 @@ from pdcluster.kv.layout import Fingerprint
 from pdcluster.messages import Role, Sampling
 from pdcluster.node.engines import NodeEngine, start_engine
 from pdcluster.transfer.choose import create_backends
+from pdcluster.wire.sockets import WireSettings
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
 
@@ -117,6 +118,7 @@ class MixedCluster(LocalCluster):
         if case.backend != "fake":
             make_backend = lambda me: create_backends(case.backend, me, host="127.0.0.1", staging_bytes=1 << 22)[case.backend]  # noqa: E731
         super().__init__({"p0": "prefill", "d0": "decode"}, make_backend=make_backend, group_s=1e-12 if case.layer_groups else 1.0)
+        self.wire = WireSettings(heartbeat_s=0.1, lease_s=20.0)  # starting ranks holds everything else here up for seconds
         self.case = case
         self.directory = directory
         self.lost: list[str] = []

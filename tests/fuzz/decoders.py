@@ -1,0 +1,344 @@
+"""Every decoder of bytes that another process sent: what good input looks like, and which errors bad input may lead to.
+
+A decoder of a stream gets its bytes through FedLink, which also sees that nothing large is asked for before its size was checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from pdcluster import messages as m
+from pdcluster.bootstrap.card import NodeCard, check_card
+from pdcluster.errors import BadRequest, PeerUnreachable, ProtocolError
+from pdcluster.kv.layout import Fingerprint, KVLayout
+from pdcluster.node import rank_channel
+from pdcluster.ready import parse
+from pdcluster.rpc import bootstrap_pb2 as pb
+from pdcluster.rpc import inference_pb2
+from pdcluster.rpc.cards import card_from_proto, card_to_proto, snapshot_from_proto
+from pdcluster.rpc.inference import request_from_proto
+from pdcluster.step import Row, StepPlan
+from pdcluster.transfer import links, shm_frames, staged, tcp
+from pdcluster.transfer.base import Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
+from pdcluster.transfer.ledger import Counts, Doorbell, Writes
+from pdcluster.transfer.links import Advert, Cursor, Listener
+from pdcluster.transfer.moving import Payload, table_of
+from pdcluster.transfer.runs import run_table, span_table
+from pdcluster.transfer.shm import ShmBackend
+from pdcluster.transfer.staging import Blocks, StagedSettings
+from pdcluster.wire import codec
+from pdcluster.wire.address import parse_address
+
+READER, WRITER = Peer("r", "r1"), Peer("w", "w1")
+REGION_BYTES, PERMITTED = 1 << 16, (4096, 8192)
+MOST_AT_ONCE = 1 << 20
+"""Bytes that a decoder may ask for before it knows whether they come: the longest table of runs."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """errors: what it may raise; anything else is a crash. check: what must hold afterwards. ends: lets go of what it uses."""
+
+    name: str
+    corpus: tuple[bytes, ...]
+    decode: Callable[[bytes], object]
+    errors: tuple[type[Exception], ...]
+    check: Callable[[], None] = lambda: None
+    end: Callable[[], None] = lambda: None
+
+
+class FedLink:
+    """A links.Link at whose other end somebody said `data` and hung up."""
+
+    def __init__(self, data: bytes, peer: Peer = WRITER) -> None:
+        self._data = memoryview(data)
+        self.sock = self
+        self.peer = peer
+        self.lock = threading.Lock()
+
+    def receive_into(self, view: memoryview, *, idle: bool = False) -> None:
+        if not self._take(view) == len(view):
+            raise ConnectionResetError("the end of what it said")
+
+    def receive(self, nbytes: int, *, idle: bool = False) -> bytearray:
+        assert nbytes <= MOST_AT_ONCE, f"{nbytes} bytes are allocated because a peer says so"
+        data = bytearray(nbytes)
+        self.receive_into(memoryview(data), idle=idle)
+        return data
+
+    def recvmsg_into(self, views: list[memoryview]) -> tuple[int]:
+        return (sum(self._take(view) for view in views),)
+
+    def recv(self, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        return bytes(data[: self._take(memoryview(data))])
+
+    def send(self, data: bytes) -> None:
+        """Nobody listens."""
+
+    def wait(self, events: int, timeout_s: float | None) -> None:
+        raise TimeoutError("nothing comes")
+
+    def _take(self, view: memoryview) -> int:
+        count = min(len(view), len(self._data))
+        view[:count], self._data = self._data[:count], self._data[count:]
+        return count
+
+
+class NoEngine:
+    """A transfer library that moves nothing."""
+
+    needs_calls = True
+
+    def register(self, address: int, nbytes: int) -> None: ...
+    def unregister(self, address: int, nbytes: int) -> None: ...
+    def expect(self) -> None: ...
+    def part(self, far: str) -> None: ...
+    def close(self) -> None: ...
+
+    def grant(self, address: int, nbytes: int) -> bytes:
+        return b"engine"
+
+    def meet(self, grant: bytes) -> str:
+        return "far"
+
+    def submit(self, far: str, source: int, target: int, nbytes: int) -> int | None:
+        return None
+
+    def check(self, batch: int) -> WriteStatus:
+        return WriteStatus.UNKNOWN
+
+
+def _span(offset: int, nbytes: int) -> bytes:
+    return span_table([(offset, nbytes)]).pack()
+
+
+class Guarded:
+    """A region of which a permit opens a part; nothing else of it may change."""
+
+    def __init__(self) -> None:
+        self.bytes = np.zeros(REGION_BYTES, np.uint8)
+        self.region = Region(0, self.bytes.ctypes.data, REGION_BYTES)
+        self.permit = Permit(7, WRITER, 0, (PERMITTED,), True)
+
+    def check(self) -> None:
+        start, length = PERMITTED
+        assert not self.bytes[:start].any() and not self.bytes[start + length :].any(), "bytes landed outside of what was permitted"
+        self.bytes[start : start + length] = 0
+
+
+# ---------------------------------------------------------------- control
+
+
+def frames() -> tuple[bytes, ...]:
+    work = m.Work("r", 0, m.pack_tokens(range(40)), 33, bytes(16), m.Sampling(max_tokens=4, seed=1), 5.0)
+    reader, writer = m.Endpoint("d0", "d1", "127.0.0.1:4000", (("tcp", b"\x01"),)), m.Endpoint("p0", "p1", "[::1]:4001")
+    ticket = m.Ticket(2**64 - 1, "r", 0, reader, writer, 0, m.pack_tokens([4, 9]), 32, 65536, 40, 32, 9.5)
+    logprobs = m.TokenLogprobs(-0.5, (3,), (-0.5,))
+    said: tuple[m.AnyMessage, ...] = (
+        m.Hello("router", (("r", 0, 3),)),
+        m.Prefill(work, True),
+        m.Reserve(work, writer),
+        m.Deliver(ticket),
+        m.Tokens((m.TokenRow("r", 0, 5, (7, 8), (logprobs, logprobs)),)),
+        m.Commit(5, 32, (m.Leg(0, 0, 0, 8, (m.ChunkEntry(0, 0, 32, 0, 4, 65536, 2**64 - 1),)),), 11, logprobs),
+        m.CommitAck(5, (0, 3)),
+        m.CacheDelta(1, True, bytes(48), b""),
+    )
+    return tuple(codec.encode(m.Envelope(m.PROTOCOL_VERSION, "a", "a1", "b1", 1, message)) for message in said)
+
+
+def wire_decoders() -> list[Decoder]:
+    whole = frames()
+    bodies = tuple(frame[: -codec.DIGEST_BYTES] for frame in whole)
+    return [
+        Decoder("wire frame", whole, codec.decode, (ProtocolError,)),
+        Decoder("wire frame with a good digest", bodies, lambda data: codec.decode(codec.seal(data)), (ProtocolError,)),
+        Decoder("address", (b"127.0.0.1:80", b"[::1]:9", b"node-3.x:1"), lambda data: parse_address(data.decode("latin-1")), (ProtocolError,)),
+        Decoder("ready line", (b'{"ready": true, "address": "h:1", "name": "x"}\n',), parse, (ProtocolError,)),
+    ]
+
+
+def card_decoders() -> list[Decoder]:
+    layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, page_tokens=32, dtype="float32")
+    card = NodeCard("p0", "p1", "prefill", "127.0.0.1:4000", "tiny", Fingerprint("tiny", "sha", 1, 32, layout), 2048, 1000, 64, (2,), "abc", ("tcp",))
+    good = card_to_proto(card)
+    errors = (BadRequest, DecodeError)
+    snapshot = pb.Snapshot(boot="b", version=3, nodes=[good, good])
+    return [
+        Decoder("card", (good.SerializeToString(),), lambda data: check_card(card_from_proto(pb.NodeCard.FromString(data))), errors),
+        Decoder("snapshot", (snapshot.SerializeToString(),), lambda data: snapshot_from_proto(pb.Snapshot.FromString(data)), errors),
+    ]
+
+
+def generate_decoder() -> Decoder:
+    text = inference_pb2.GenerateRequest(model="tiny", text="once", max_tokens=4, stop=["x"], logprobs=2)
+    ids = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2, 3]), temperature=0.5, seed=3)
+    corpus = (text.SerializeToString(), ids.SerializeToString())
+    decode = inference_pb2.GenerateRequest.FromString
+    return Decoder("generate request", corpus, lambda data: request_from_proto(decode(data), "tiny"), (BadRequest, DecodeError))
+
+
+def rank_decoder() -> Decoder:
+    row = Row("r", np.arange(4, dtype=np.int32), 0, np.arange(2, dtype=np.int32), m.Sampling(max_tokens=4, seed=1), 0)
+    said = (rank_channel.pack_plan(StepPlan((row,))), rank_channel.Ready(4, 4096, "d"), rank_channel.Here())
+
+    def decode(data: bytes) -> None:
+        near, far = socket.socketpair()
+        with near, far:
+            far.sendall(data)
+            far.shutdown(socket.SHUT_WR)
+            found = rank_channel.RankChannel(near, send_s=1.0).receive(1.0)
+        if found is not None and isinstance(found[0], rank_channel.Plan):
+            rank_channel.unpack_plan(found[0])
+
+    return Decoder("rank message", tuple(rank_channel.frame(message) for message in said), decode, (ProtocolError,))
+
+
+# ---------------------------------------------------------------- transfer
+
+
+def hello_decoder() -> Decoder:
+    listener = Listener("127.0.0.1", lambda link: None, Counts(), progress_s=1.0)
+    good = links.HELLO.pack(links.MAGIC, links.decode_advert(listener.advert()).token, 2, 4) + b"p0p0-1"
+    return Decoder("transfer hello", (good,), lambda data: listener._hello(FedLink(data)), (ProtocolError, OSError), end=listener.close)  # type: ignore[arg-type]
+
+
+def advert_decoder() -> Decoder:
+    return Decoder("transfer advert", (msgspec.msgpack.encode(Advert("127.0.0.1", 4000, bytes(16))),), links.decode_advert, (PeerUnreachable,))
+
+
+def tcp_frame_decoder() -> Decoder:
+    memory, backend = Guarded(), tcp.TcpBackend(READER)
+    backend.register(memory.region)
+    backend.permit(memory.permit)
+    one = tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + _span(4096, 64) + b"\xaa" * 64
+    two = tcp.FRAME.pack(tcp.WRITE_MAGIC, 2, 7, 1, 1, 0, 96) + _span(8000, 32) + _span(5000, 64) + b"\xbb" * 96
+
+    def decode(data: bytes) -> None:
+        backend._serve(FedLink(data))  # type: ignore[arg-type]
+
+    def check() -> None:
+        memory.check()
+        backend.arrivals()
+
+    return Decoder("tcp frame", (one, two, one + two), decode, (ProtocolError, OSError), check, backend.shutdown)
+
+
+def lane_decoder() -> Decoder:
+    """What a reader answers a writer of tcp."""
+    doorbell = Doorbell()
+    lane = tcp._Lane(WRITER, READER, Advert("127.0.0.1", unused_port(), bytes(16)), tcp.TcpSettings(connect_s=0.1), Writes(doorbell))
+    lane.thread.join()
+
+    def decode(data: bytes) -> None:
+        lane._partial = b""
+        lane._unanswered = deque(tcp._Write(Handle(n), Stamp(7, n, 1, 64), Cursor(()), None) for n in range(3))
+        link = FedLink(data)
+        while True:
+            lane._take_answers(link)  # type: ignore[arg-type]
+
+    good = b"".join(tcp.ACK.pack(tcp.ACK_MAGIC, 7, n, 1, 1) for n in range(3))
+    return Decoder("tcp answer", (good, good[: tcp.ACK.size]), decode, (ProtocolError, OSError), end=doorbell.close)
+
+
+def unused_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def staged_decoders() -> list[Decoder]:
+    memory, engine = Guarded(), NoEngine()
+    settings = StagedSettings(block_bytes=4096, blocks=4)
+    backend = staged.StagedBackend(READER, "staged", engine, settings)
+    backend.register(memory.region)
+    backend.permit(memory.permit)
+    ring = Blocks(engine, 4, 4096)
+
+    def decode(data: bytes) -> None:
+        link, landed = FedLink(data), staged.OrderedDict()  # type: ignore[var-annotated]
+        while True:
+            backend._receive(link, ring, landed)  # type: ignore[arg-type]
+
+    def check() -> None:
+        memory.check()
+        backend.arrivals()
+
+    one = staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + _span(4096, 64)
+    awake = staged.NOTICE.pack(staged.AWAKE_MAGIC, 0, 0, 0, 0, 0, 0, 0, 0)
+    grant = msgspec.msgpack.encode(staged._Grant(b"engine", 1 << 40, 4096, 4))
+    grants = (staged.LENGTH.pack(len(grant)) + grant,)
+    errors = (ProtocolError, OSError)
+    return [
+        Decoder("staged notice", (one, awake + one, one + one), decode, errors, check, backend.shutdown),
+        Decoder("staged grant", grants, lambda data: staged._read_grant(FedLink(data)), errors),  # type: ignore[arg-type]
+        pump_decoder(),
+    ]
+
+
+def pump_decoder() -> Decoder:
+    """What a reader answers a writer of a staged medium."""
+    doorbell, advert = Doorbell(), Advert("127.0.0.1", unused_port(), bytes(16))
+    pump = staged._Pump("staged", WRITER, READER, advert, StagedSettings(connect_s=0.1), NoEngine(), Writes(doorbell))
+    pump.thread.join()
+    source = Region(0, 0, REGION_BYTES)
+
+    def decode(data: bytes) -> None:
+        pump._partial, pump._free = b"", []
+        payload = Payload(table_of(()), digests=False)
+        run = run_table((Run(0, 0, 64),))
+        writes = [staged._Write(Handle(n), source, 0, Stamp(7, n, 1, 64), run, payload, False, deque(), 1, 1) for n in range(3)]
+        pump._reader_has = {n: staged._Piece(write, run, 64, 1) for n, write in enumerate(writes)}
+        link = FedLink(data)
+        while True:
+            pump._take_answers(link)  # type: ignore[arg-type]
+
+    good = b"".join(staged.ANSWER.pack(staged.ANSWER_MAGIC, n, 1) for n in range(3))
+    return Decoder("staged answer", (good,), decode, (ProtocolError, OSError), end=doorbell.close)
+
+
+def shm_decoders() -> list[Decoder]:
+    memory, backend = Guarded(), ShmBackend(READER)
+    backend._regions[0] = memory.region  # not in shared memory, and never mapped by anybody here
+    backend.permit(memory.permit)
+    notice = shm_frames.pack_notice(Stamp(7, 0, 1, 64), 0, span_table([(4096, 64)]))
+    token = secrets.token_bytes(16)
+
+    def check() -> None:
+        memory.check()
+        backend.arrivals()
+
+    return [
+        Decoder("shm notice", (notice,), lambda data: backend._landed(WRITER, data), (ProtocolError,), check, backend.shutdown),
+        Decoder("shm advert", (shm_frames.encode(shm_frames.Advert(b"name", token)),), shm_frames.decode_advert, (PeerUnreachable,)),
+        Decoder("shm hello", (shm_frames.encode(shm_frames.Hello(token, 0, "p0", "p1")),), shm_frames.decode_hello, (ProtocolError,)),
+        Decoder("shm regions", (shm_frames.encode(shm_frames.Shared(((0, 4096), (1, 4096)))),), shm_frames.decode_shared, (ProtocolError,)),
+    ]
+
+
+def decoders() -> dict[str, Decoder]:
+    every: list[Any] = [*wire_decoders(), *card_decoders(), generate_decoder(), rank_decoder(), hello_decoder(), advert_decoder()]
+    every += [tcp_frame_decoder(), lane_decoder(), *staged_decoders(), *shm_decoders()]
+    return {decoder.name: decoder for decoder in every}
+
+
+def feed(decoder: Decoder, data: bytes) -> bool:
+    """Whether it was taken; raises whatever it must not raise."""
+    taken = False
+    with contextlib.suppress(*decoder.errors):
+        decoder.decode(data)
+        taken = True
+    decoder.check()
+    return taken

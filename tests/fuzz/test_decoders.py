@@ -1,0 +1,111 @@
+"""Bytes of any kind at every decoder: taken, or refused with an error of its own; never a crash, never memory that was not permitted, never an
+allocation that only a peer's word stands for. Half of the inputs are random, half are good ones with some bytes changed.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from decoders import Decoder, decoders, feed
+
+SAMPLE, WHOLE = 1500, 100_000
+NAMES = (
+    "wire frame", "wire frame with a good digest", "address", "ready line", "card", "snapshot", "generate request", "rank message", "transfer hello",
+    "transfer advert", "tcp frame", "tcp answer", "staged notice", "staged grant", "staged answer", "shm notice", "shm advert",
+    "shm hello", "shm regions",
+)  # fmt: skip
+EXTREMES = (b"\x00", b"\xff", b"\x7f\xff\xff\xff", b"\xff" * 8, b"\x00" * 8, b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 2000)
+UNPACKING = re.compile(r"msgspec\.(msgpack|json)\.(decode|Decoder)\(|json\.loads\(|\.(iter_)?unpack(_from)?\(|FromString\(|_from_proto\(")
+DEEP = (b"[" * 60_000, b"\x91" * 60_000, b'{"a":' * 10_000, b"\x0b" * 20_000)
+
+
+@pytest.fixture(scope="module")
+def every() -> Iterator[dict[str, Decoder]]:
+    found = decoders()
+    yield found
+    for decoder in found.values():
+        decoder.end()
+
+
+def inputs(decoder: Decoder, count: int, seed: str) -> Iterator[bytes]:
+    rng = random.Random(f"{decoder.name}/{seed}")
+    yield from DEEP
+    for number in range(count - len(DEEP)):
+        yield rng.randbytes(rng.choice((0, 1, 3, 8, 20, 40, 90, 200))) if number % 2 else mutated(rng, decoder.corpus)
+
+
+def mutated(rng: random.Random, corpus: tuple[bytes, ...]) -> bytes:
+    data = bytearray(rng.choice(corpus))
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at = rng.randrange(len(data) + 1)
+        match rng.randrange(6):
+            case 0 if at < len(data):
+                data[at] ^= 1 << rng.randrange(8)
+            case 1:
+                data[at : at + rng.randrange(9)] = rng.randbytes(rng.randrange(9))
+            case 2:
+                data[at : at + rng.randrange(9)] = rng.choice(EXTREMES)
+            case 3:
+                del data[at:]
+            case 4:
+                data[at:at] = rng.choice(corpus)
+            case 5:
+                data[at : at + 4] = struct.pack("<I", rng.choice((0, 1, 255, 65535, 1 << 20, 1 << 31, (1 << 32) - 1)))
+    return bytes(data)
+
+
+def run(decoder: Decoder, count: int, seed: str) -> int:
+    taken = 0
+    for data in inputs(decoder, count, seed):
+        try:
+            taken += feed(decoder, data)
+        except Exception as error:
+            raise AssertionError(f"{decoder.name} of {len(data)} bytes {data[:200]!r}: {error!r}") from error
+    return taken
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_of_bytes_does_no_harm(name: str, every: dict[str, Decoder]) -> None:
+    run(every[name], SAMPLE, "sample")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hundred_thousand_inputs_do_no_harm(name: str, every: dict[str, Decoder]) -> None:
+    run(every[name], WHOLE, "whole")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_good_input_is_taken(name: str, every: dict[str, Decoder]) -> None:
+    """A stream decoder goes on until the stream ends, and so never returns."""
+    decoder = every[name]
+    for data in decoder.corpus:
+        try:
+            decoder.decode(data)
+        except OSError as error:
+            assert "the end of what it said" in str(error) or "closed" in str(error)
+        decoder.check()
+
+
+def test_no_decoder_is_left_out(every: dict[str, Decoder]) -> None:
+    """Every module of the product that unpacks bytes of others is known here."""
+    assert set(every) == set(NAMES)
+    root = Path(__file__).parents[2]
+    known = {
+        "wire/codec.py", "ready.py", "rpc/cards.py", "rpc/inference.py", "node/rank_channel.py",
+        "transfer/links.py", "transfer/tcp.py", "transfer/staged.py", "transfer/shm_frames.py",
+        "bootstrap/server.py", "bootstrap/agent.py",  # use rpc/cards.py
+        "transfer/pidfd.py", "transfer/shm.py",  # what the kernel says
+        "engine/model_config.py", "engine/weights.py", "api/text.py",  # a model's files
+        "api/openai.py", "api/validate.py",  # HTTP bodies: tests/unit/router/test_http_fuzz.py
+        "launch/demo.py", "launch/up.py",  # our own router's answers
+    }  # fmt: skip
+    modules = [path for path in (root / "pdcluster").rglob("*.py") if "_pb2" not in path.name]
+    found = {str(path.relative_to(root / "pdcluster")) for path in modules if UNPACKING.search(path.read_text())}
+    assert found - known == set(), "a new decoder: add it to decoders.py"
