@@ -322,7 +322,8 @@ class Load(Message, frozen=True, array_like=True):
     decode node has taken yet. slots: rows the running batch may have, slots_used those taken.
 
     waiting_tokens: prompt tokens that are not computed and were not found in the cache, of waiting and of running requests; waiting_pairs: the
-    attention pairs they make (`cost.num_pairs`). cost: None until the node has one. paths: to the decode nodes written to last. failed_writes,
+    attention pairs they make (`cost.num_pairs`). rows: those of the running batch and of reservations that decode here or will, so no remote
+    prefills; context_tokens: KV that they attend to. cost: None until the node has one. paths: to the decode nodes written to last. failed_writes,
     resent_chunks: how many since the node started, by reason. draining: no new work, for now or for good. role: None: the card's.
     seen: number of the last frame from the router that gets the report; what came in it and before is counted."""
 
@@ -341,6 +342,7 @@ class Load(Message, frozen=True, array_like=True):
     draining: bool = False
     steps: int = 0
     waiting_pairs: int = 0
+    rows: int = 0
     cost: CostReport | None = None
     paths: tuple[PathLoad, ...] = ()
     failed_writes: tuple[tuple[str, int], ...] = ()

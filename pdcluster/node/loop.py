@@ -455,6 +455,7 @@ class NodeLoop:
             running=scheduler.running,
             waiting_tokens=scheduler.waiting_tokens,
             waiting_pairs=scheduler.waiting_pairs,
+            rows=scheduler.rows,
             context_tokens=scheduler.context_tokens,
             pages_total=pages.num_pages,
             pages_free=pages.num_free,

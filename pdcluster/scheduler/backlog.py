@@ -1,4 +1,4 @@
-"""Prompt work that a node has accepted and not done: tokens, and the attention pairs they will make. Pure; read by load reports."""
+"""What a node has accepted and not done: tokens of prompts and the attention pairs they will make, rows that decode. Pure; read by load reports."""
 
 from __future__ import annotations
 
@@ -20,3 +20,9 @@ def backlog(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> tuple[i
         tokens += uncached
         pairs += num_pairs(uncached, sequence.num_cached)
     return tokens, round(pairs)
+
+
+def decoding(running: Iterable[Sequence], num_reserved: int) -> tuple[int, int]:
+    """(rows, context tokens) of what decodes here, or will: no remote prefills. Slots have no KV of their own yet."""
+    contexts = [sequence.num_computed for sequence in running if not sequence.remote]
+    return len(contexts) + num_reserved, sum(contexts)

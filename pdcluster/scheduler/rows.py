@@ -33,13 +33,14 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """The scheduler's part of messages.Load. waiting_tokens, waiting_pairs: of prompts not computed yet; context_tokens: KV that running rows
-    attend to."""
+    """The scheduler's part of messages.Load. waiting_tokens, waiting_pairs: of prompts not computed yet; rows: those that decode here or will,
+    slots too; context_tokens: KV that they attend to."""
 
     waiting: int
     running: int
     waiting_tokens: int
     waiting_pairs: int
+    rows: int
     context_tokens: int
     slots_used: int
     reserved: int

@@ -26,7 +26,7 @@ from pdcluster.errors import BadRequest, IntegrityError, Overloaded, ProtocolErr
 from pdcluster.kv.pages import PagePool
 from pdcluster.lifecycle import Residence
 from pdcluster.messages import HASH_BYTES, TokenLogprobs
-from pdcluster.scheduler.backlog import backlog
+from pdcluster.scheduler.backlog import backlog, decoding
 from pdcluster.scheduler.forecast import Forecast
 from pdcluster.scheduler.limits import Limits
 from pdcluster.scheduler.rows import Occupancy, Update, finish, make_row
@@ -432,7 +432,7 @@ class Scheduler:
             len(self._waiting),
             len(self._running),
             *backlog(self._running, self._waiting.values()),
-            context_tokens=sum(sequence.num_computed for sequence in self._running),
+            *decoding(self._running, self._num_reserved),
             slots_used=len(self._running) + self._num_reserved,
             reserved=self._num_reserved,
             parked=self._num_parked,

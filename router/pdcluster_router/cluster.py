@@ -252,6 +252,7 @@ class Cluster:
             backends=card.backends,
             is_cordoned=load.draining,
             cost=NodeCost.of(load.cost) if load.cost is not None else None,
+            bandwidth={path.peer: path.bytes_s for path in load.paths if path.is_chosen and path.bytes_s > 0},
             kv_bytes_per_token=card.fingerprint.layout.token_bytes,
         )
 

@@ -45,7 +45,7 @@ class Query:
     itl_s: float = 0.0
 
     def cached_on(self, node: NodeView) -> int:
-        return min(self.cached.get(node.endpoint.incarnation, 0), self.num_tokens)
+        return min(self.cached.get(node.incarnation, 0), self.num_tokens)
 
     def uncached_on(self, node: NodeView) -> int:
         """At least one token is always computed: the first output token is drawn from its logits."""

@@ -26,7 +26,7 @@ def pools(query: Query, view: ClusterView) -> Pools:
     if not usable:
         raise Unavailable(f"none of {len(view.nodes)} known nodes takes work now; see that nodes are up and not draining")
     if query.force != "remote" and query.fallback != "deny":
-        usable = list(fresh(usable, query))  # a pool may turn empty: better one node that works than a pair with one that failed
+        usable = fresh(usable, query)  # a pool may turn empty: better one node that works than a pair with one that failed
     found = Pools(
         prefill=fresh([node for node in usable if node.role != "decode"], query),
         decode=fresh([node for node in usable if node.role != "prefill"], query),
@@ -39,17 +39,14 @@ def pools(query: Query, view: ClusterView) -> Pools:
     return found
 
 
-def _usable(query: Query, view: ClusterView) -> tuple[list[NodeView], tuple[Candidate, ...]]:
-    usable: list[NodeView] = []
-    rejected: list[Candidate] = []
-    for node in view.nodes:
-        reason = why_not(node, query.num_tokens)
-        if reason:
-            rejected.append(Candidate(node, "local", query.cached_on(node), rejected_by=reason))
-        else:
-            usable.append(node)
-    usable.sort(key=_name)
-    return usable, tuple(rejected)
+def _usable(query: Query, view: ClusterView) -> tuple[Sequence[NodeView], tuple[Candidate, ...]]:
+    """Nodes that take work of this length, by name."""
+    usable: Sequence[NodeView] = view.accepting
+    if len(usable) == len(view.nodes) and query.num_tokens <= view.shortest_max_len:
+        return usable, ()
+    usable = [node for node in usable if node.max_len >= query.num_tokens]
+    reasons = ((node, why_not(node, query.num_tokens)) for node in view.nodes)
+    return usable, tuple(Candidate(node, "local", query.cached_on(node), rejected_by=reason) for node, reason in reasons if reason)
 
 
 def why_not(node: NodeView, num_tokens: int) -> str:
@@ -67,7 +64,7 @@ def fresh(nodes: Sequence[NodeView], query: Query) -> tuple[NodeView, ...]:
     """Those that have not failed this request; those that have only when there is no other."""
     if not query.excluded:
         return tuple(nodes)
-    return tuple(node for node in nodes if node.endpoint.incarnation not in query.excluded) or tuple(nodes)
+    return tuple(node for node in nodes if node.incarnation not in query.excluded) or tuple(nodes)
 
 
 def ready(nodes: Iterable[NodeView], query: Query) -> tuple[NodeView, ...]:
@@ -75,7 +72,7 @@ def ready(nodes: Iterable[NodeView], query: Query) -> tuple[NodeView, ...]:
     nodes = tuple(nodes)
     if not query.busy:
         return nodes
-    return tuple(node for node in nodes if node.endpoint.incarnation not in query.busy) or nodes
+    return tuple(node for node in nodes if node.incarnation not in query.busy) or nodes
 
 
 def partners(nodes: Iterable[NodeView], prefill: NodeView) -> tuple[NodeView, ...]:
@@ -86,7 +83,7 @@ def partners(nodes: Iterable[NodeView], prefill: NodeView) -> tuple[NodeView, ..
 def partners_of_parked(query: Query, view: ClusterView, prefill: NodeView) -> tuple[NodeView, ...]:
     """Decode nodes for KV that `prefill` holds already: none that failed the request, those that are not busy first."""
     able = [node for node in view.nodes if node.role != "prefill" and not why_not(node, query.num_tokens)]
-    apart = [node for node in able if node.endpoint.incarnation not in query.excluded and node.endpoint.incarnation != prefill.endpoint.incarnation]
+    apart = [node for node in able if node.incarnation not in query.excluded and node.incarnation != prefill.incarnation]
     return ready(sorted(partners(apart, prefill), key=_name), query)
 
 
@@ -96,9 +93,9 @@ def no_partner(prefill: NodeView) -> Unavailable:
 
 def rejected(nodes: Iterable[NodeView], kept: Iterable[NodeView], leg: LegName, query: Query, why: str) -> tuple[Candidate, ...]:
     """Candidates for the record: those of `nodes` that are not among `kept`."""
-    names = {node.endpoint.incarnation for node in kept}
-    return tuple(Candidate(node, leg, query.cached_on(node), rejected_by=why) for node in nodes if node.endpoint.incarnation not in names)
+    names = {node.incarnation for node in kept}
+    return tuple(Candidate(node, leg, query.cached_on(node), rejected_by=why) for node in nodes if node.incarnation not in names)
 
 
 def _name(node: NodeView) -> tuple[str, str]:
-    return node.name, node.endpoint.incarnation
+    return node.name, node.incarnation

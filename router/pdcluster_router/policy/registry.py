@@ -1,4 +1,4 @@
-"""Policies by name, with their parameters from text: `product`, `kv-cost:overlap=2`. The one place that knows them all."""
+"""Policies by name, with their parameters from text: `seconds`, `kv-cost:weight=2,decay=1`. The one place that knows them all."""
 
 from __future__ import annotations
 
@@ -6,14 +6,29 @@ from collections.abc import Callable, Mapping
 
 from pdcluster.errors import ConfigError
 from pdcluster_router.policy.base import Policy
+from pdcluster_router.policy.conductor import Conductor
+from pdcluster_router.policy.kv_cost import KvCost
+from pdcluster_router.policy.prefix import Prefix
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Scored
+from pdcluster_router.policy.seconds import Seconds
+from pdcluster_router.policy.session import Session
+from pdcluster_router.policy.turns import LeastLoad, PowerOfTwo, Random, RoundRobin
 
-DEFAULT = "product"
+DEFAULT = "seconds"
 
 Make = Callable[..., Policy]
 
 POLICIES: Mapping[str, Make] = {
+    "seconds": Seconds,
+    "round-robin": lambda: Scored(RoundRobin()),
+    "random": lambda: Scored(Random()),
+    "least-load": lambda: Scored(LeastLoad()),
+    "power-of-two": lambda: Scored(PowerOfTwo()),
+    "session": lambda **given: Scored(Session(**given)),
+    "prefix": lambda **given: Scored(Prefix(**given)),
+    "kv-cost": lambda **given: Scored(KvCost(**given)),
+    "conductor": Conductor,
     "product": lambda: Scored(Product()),
 }
 
@@ -28,7 +43,7 @@ def make_policy(text: str) -> Policy:
     try:
         return make(**parameters)
     except TypeError as error:
-        raise ConfigError(f"routing policy {name} does not take {', '.join(parameters)}; see its docstring") from error
+        raise ConfigError(f"routing policy {name} does not take {', '.join(parameters)}; see its module in pdcluster_router/policy") from error
 
 
 def _parameter(name: str, text: str) -> tuple[str, float]:

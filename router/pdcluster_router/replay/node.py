@@ -186,6 +186,7 @@ class SimNode:
             slots=spec.slots,
             slots_used=num_rows + self._num_reserved,
             waiting_pairs=round(pairs),
+            rows=num_rows + self._num_reserved,
             cost=self._report,
         )
 

@@ -206,7 +206,7 @@ class ReplayRouter:
         self._accounts[node].in_flight -= 1
 
     def _wait_s(self, node: NodeView) -> float:
-        return self._costs[node.name].prefill.work_s(node.prefill_tokens, node.prefill_pairs)
+        return self._costs[node.name].prefill.work_s(node.work.prefill_tokens, node.work.prefill_pairs)
 
     def _node_view(self, feed: Feed) -> NodeView:
         node, account = feed.node, self._accounts[feed.node.name]

@@ -755,7 +755,7 @@ def test_load_counts_what_there_is_to_do():
     node.add("wait", [1, 2, 3, 4])
     node.step()
     assert node.scheduler.load() == Occupancy(
-        waiting=1, running=2, waiting_tokens=4 + 13, waiting_pairs=184, context_tokens=3 + 7, slots_used=3, reserved=1, parked=0
+        waiting=1, running=2, waiting_tokens=4 + 13, waiting_pairs=184, rows=3, context_tokens=3 + 7, slots_used=3, reserved=1, parked=0
     )  # fmt: skip
 
 

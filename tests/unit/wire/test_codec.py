@@ -17,6 +17,7 @@ WRITER = m.Endpoint("prefill-0", "inc-p", "[::1]:4001")
 TICKET = m.Ticket(2**64 - 1, "req-1", 0, READER, WRITER, 0, m.pack_tokens([4, 9, 1]), 32, 65536, 70, 32, 9.5)
 LOGPROBS = m.TokenLogprobs(-0.5, (3, 4), (-0.5, -math.inf))
 TIMINGS = m.Timings(queue_s=0.1, transfer_bytes=1 << 40, backend="shm")
+COST = m.CostReport(0.01, 1e-4, 1e-9, 0.004, 1e-4, 1e-8, 512, 9, 1 << 40)
 MESSAGES: tuple[m.AnyMessage, ...] = (
     m.Hello("router", (("req-1", 0, 3),)),
     m.Ping(),
@@ -39,7 +40,8 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
         draining=True,
         steps=1 << 40,
         waiting_pairs=1 << 50,
-        cost=m.CostReport(0.01, 1e-4, 1e-9, 0.004, 1e-4, 1e-8, 512, 9, 1 << 40),
+        rows=3,
+        cost=COST,
         paths=(m.PathLoad("d0", "shm", 3.2e9, "half_open", True),),
         failed_writes=(("lost", 1),),
         resent_chunks=(("other_path", 2),),

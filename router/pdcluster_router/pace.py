@@ -1,0 +1,89 @@
+"""What a node's cost model and its load together say about the next seconds there. Values and arithmetic; `view` says where they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
+
+MIN_SAMPLES = 8
+"""Steps of a kind before a node's own fit is believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is on a node: prompt work still to be computed, rows that decode or will, the KV that these attend to."""
+
+    prefill_tokens: int
+    prefill_pairs: int
+    rows: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """backlog_s: seconds of prompt work, were it alone; stretch: how much longer prompts take because decode rows share their steps; tpot_s: between
+    two tokens of a row while no prompt is computed."""
+
+    prefill: PrefillCost
+    decode: DecodeCost
+    rows: float
+    context_tokens: float
+    backlog_s: float
+    stretch: float
+    tpot_s: float
+
+    @property
+    def wait_s(self) -> float:
+        """Until a prompt that comes now is begun."""
+        return self.backlog_s * self.stretch
+
+    def row_s(self, context_tokens: float) -> float:
+        """What one more row adds to every step."""
+        return self.decode.row_s + self.decode.context_s * context_tokens
+
+    def gap_s(self, new: float, cached: float) -> float:
+        """The longest pause between tokens of running rows while `new` prompt tokens are computed."""
+        chunk = min(new, self.prefill.chunk_tokens) if self.prefill.chunk_tokens else new
+        return self.prefill.seconds(chunk, cached + new - chunk) + self.decode.added_s(self.rows, self.context_tokens)
+
+
+def pace(cost: NodeCost, work: Work) -> Pace:
+    prefill, decode = cost.prefill, cost.decode
+    added_s = decode.added_s(work.rows, work.context_tokens)
+    step_s = prefill.seconds(prefill.chunk_tokens) if prefill.chunk_tokens else 0.0
+    return Pace(
+        prefill,
+        decode,
+        work.rows,
+        work.context_tokens,
+        backlog_s=prefill.work_s(work.prefill_tokens, work.prefill_pairs),
+        stretch=1.0 + added_s / step_s if step_s > 0 else 1.0,
+        tpot_s=decode.fixed_s + added_s,
+    )
+
+
+def is_known(cost: NodeCost | None) -> bool:
+    """Whether both halves were fitted to enough of the node's own steps."""
+    return cost is not None and cost.prefill.samples >= MIN_SAMPLES and cost.decode.samples >= MIN_SAMPLES
+
+
+def completed(cost: NodeCost | None, typical: NodeCost | None) -> NodeCost | None:
+    """`cost` with the half that the node never ran taken from `typical`; None when that is missing too."""
+    if typical is None:
+        return cost if is_known(cost) else None
+    if cost is None:
+        return typical
+    return NodeCost(
+        cost.prefill if cost.prefill.samples >= MIN_SAMPLES else typical.prefill,
+        cost.decode if cost.decode.samples >= MIN_SAMPLES else typical.decode,
+    )
+
+
+def typical_cost(costs: list[NodeCost]) -> NodeCost | None:
+    """Each half from the node that ran most steps of it; None when there is a half that nobody ran often enough."""
+    prefill = max((cost.prefill for cost in costs), key=lambda half: half.samples, default=None)
+    decode = max((cost.decode for cost in costs), key=lambda half: half.samples, default=None)
+    if prefill is None or decode is None or min(prefill.samples, decode.samples) < MIN_SAMPLES:
+        return None
+    return NodeCost(prefill, decode)

@@ -1,0 +1,172 @@
+"""What every policy promises, over clusters and queries of any kind: it may be chosen live, so none may fail, cheat or depend on report order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from policy_cases import batch, clusters, make_node, queries, queue, view
+
+from pdcluster.errors import Unavailable
+from pdcluster_router.policy.base import Choice, Policy, Query
+from pdcluster_router.policy.registry import POLICIES, make_policy
+from pdcluster_router.view import ClusterView
+
+EVERY = pytest.mark.parametrize("policy", [make_policy(name) for name in POLICIES], ids=lambda policy: policy.name)
+LOADED = [name for name in POLICIES if name not in ("round-robin", "random", "session", "power-of-two")]
+
+
+def chosen(policy: Policy, query: Query, cluster: ClusterView) -> Choice:
+    try:
+        return policy.choose(query, cluster)
+    except Unavailable:
+        assume(False)
+        raise
+
+
+@EVERY
+@settings(max_examples=60)
+@given(cluster=clusters(), query=queries())
+def test_a_choice_names_usable_nodes_of_the_right_roles(policy: Policy, cluster: ClusterView, query: Query) -> None:
+    choice = chosen(policy, query, cluster)
+    for node in filter(None, (choice.prefill, choice.decode)):
+        assert node in cluster.nodes
+        assert node.accepts_work and node.max_len >= query.num_tokens
+    assert (choice.prefill is None) == (choice.mode == "local")
+    if choice.prefill is not None:
+        assert choice.prefill.role != "decode" and choice.decode.role != "prefill"
+        assert choice.prefill is not choice.decode and choice.prefill.can_exchange(choice.decode)
+
+
+@EVERY
+@settings(max_examples=60)
+@given(cluster=clusters(), query=queries())
+def test_a_choice_is_refused_only_when_the_cluster_cannot_serve_it(policy: Policy, cluster: ClusterView, query: Query) -> None:
+    usable = [node for node in cluster.nodes if node.accepts_work and node.max_len >= query.num_tokens]
+    pairs = [(p, d) for p in usable for d in usable if p is not d and p.role != "decode" and d.role != "prefill" and p.can_exchange(d)]
+    try:
+        policy.choose(query, cluster)
+    except Unavailable:
+        assert not usable or (query.force == "remote" and len(pairs) < len(usable) ** 2)
+    else:
+        assert usable and (query.force != "remote" or pairs)
+
+
+@EVERY
+@settings(max_examples=60)
+@given(cluster=clusters(), query=queries())
+def test_the_mode_that_was_asked_for_is_kept(policy: Policy, cluster: ClusterView, query: Query) -> None:
+    assert query.force in ("auto", chosen(policy, query, cluster).mode)
+
+
+@EVERY
+@settings(max_examples=60)
+@given(cluster=clusters(), query=queries())
+def test_nodes_that_failed_the_request_are_chosen_only_when_there_are_no_others(policy: Policy, cluster: ClusterView, query: Query) -> None:
+    choice = chosen(policy, replace(query, force="auto", fallback="conditional"), cluster)
+    usable = [node for node in cluster.nodes if node.accepts_work and node.max_len >= query.num_tokens]
+    others = [node for node in usable if node.incarnation not in query.excluded]
+    if others:
+        assert {node.incarnation for node in (choice.first, choice.decode)}.isdisjoint(query.excluded)
+
+
+@EVERY
+@settings(max_examples=60)
+@given(cluster=clusters(), query=queries())
+def test_busy_nodes_wait_while_another_of_their_pool_is_ready(policy: Policy, cluster: ClusterView, query: Query) -> None:
+    choice = chosen(policy, replace(query, excluded=frozenset()), cluster)
+    if choice.prefill is not None and choice.prefill.incarnation in query.busy:
+        pool = [node for node in cluster.nodes if node.role != "decode" and node.accepts_work and node.max_len >= query.num_tokens]
+        ready = [node for node in pool if node.incarnation not in query.busy]
+        assert not any(node.can_exchange(other) for node in ready for other in cluster.nodes if other is not node and other.role != "prefill")
+
+
+@EVERY
+@settings(max_examples=60)
+@given(cluster=clusters(), query=queries(), data=st.data())
+def test_the_order_of_reports_changes_nothing_and_asking_has_no_effect(
+    policy: Policy, cluster: ClusterView, query: Query, data: st.DataObject
+) -> None:
+    first = chosen(policy, query, cluster)
+    shuffled = ClusterView(tuple(data.draw(st.permutations(cluster.nodes))))
+    again = policy.choose(query, shuffled)
+    assert (again.mode, again.prefill, again.decode, again.predicted, again.pull) == (
+        first.mode,
+        first.prefill,
+        first.decode,
+        first.predicted,
+        first.pull,
+    )
+
+
+@EVERY
+@settings(max_examples=60)
+@given(cluster=clusters(), query=queries())
+def test_the_record_holds_what_was_chosen_and_why_others_were_not(policy: Policy, cluster: ClusterView, query: Query) -> None:
+    choice = chosen(policy, query, cluster)
+    assert choice.policy == policy.name
+    compared = [c for c in choice.candidates if not c.rejected_by]
+    assert choice.first in [c.node for c in compared if c.leg in ("prefill", "local")]
+    assert choice.decode in [c.node for c in compared if c.leg in ("decode", "local")]
+    for node in cluster.nodes:
+        if not node.accepts_work:
+            assert any(c.node is node and c.rejected_by for c in choice.candidates)
+    for candidate in choice.candidates:
+        assert not any(math.isnan(value) for _, value in candidate.terms)
+        assert 0 <= candidate.cached_tokens <= query.num_tokens
+
+
+@EVERY
+@settings(max_examples=60)
+@given(cluster=clusters(), query=queries())
+def test_parked_kv_goes_to_a_node_that_can_take_it(policy: Policy, cluster: ClusterView, query: Query) -> None:
+    for prefill in cluster.nodes:
+        node = policy.choose_decode(query, cluster, prefill)
+        able = [
+            other
+            for other in cluster.nodes
+            if other is not prefill
+            and other.role != "prefill"
+            and other.accepts_work
+            and other.max_len >= query.num_tokens
+            and other.incarnation not in query.excluded
+            and other.can_exchange(prefill)
+        ]
+        assert (node in able) if able else node is None
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_with_nothing_cached_the_less_loaded_prefill_node_wins(name: str) -> None:
+    policy = make_policy(name)
+    busy = replace(make_node("p0", "prefill", queue(50_000, 8)), in_flight=8)
+    choice = policy.choose(Query(2000), view(busy, make_node("p1", "prefill"), make_node("d0", "decode")))
+    assert choice.first.name in ("p1", "d0")
+
+
+@pytest.mark.parametrize("name", [*LOADED, "session"])
+def test_more_load_on_a_node_never_attracts_work(name: str) -> None:
+    policy = make_policy(name)
+    query = Query(2000, hashes=bytes(16), fallback="deny")
+    was_chosen = True
+    for requests in range(0, 200, 5):
+        one = replace(make_node("p0", "prefill", queue(1 + 1000 * requests, requests or 1)), in_flight=requests)
+        other = replace(make_node("p1", "prefill", queue(20_000, 20)), in_flight=20)
+        is_chosen = policy.choose(query, view(one, other, make_node("d0", "decode"))).first.name == "p0"
+        assert was_chosen or not is_chosen
+        was_chosen = is_chosen
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_the_batch_with_fewer_rows_decodes(name: str) -> None:
+    nodes = view(make_node("p0", "prefill"), make_node("d0", "decode", batch(20)), make_node("d1", "decode", batch(2)))
+    assert make_policy(name).choose(Query(2000, fallback="deny"), nodes).decode.name == "d1"
+
+
+@EVERY
+def test_colocated_nodes_serve_alone(policy: Policy) -> None:
+    nodes = view(*(make_node(f"m{index}", "mixed") for index in range(4)))
+    for counter in range(20):
+        assert policy.choose(Query(2000, counter=counter), nodes).mode == "local"
