@@ -78,3 +78,42 @@ class HoldMetrics:
         if len(self._tenants) < MAX_TENANT_LABELS:
             self._tenants.add(tenant)
         self.rejected.labels(reason, tenant if tenant in self._tenants else "other").inc()
+
+
+class ExplainMetrics:
+    """How good the decisions were, as it turned out. Tokens of the prompt; seconds from the decision to the first token."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._regret = Histogram(
+            "pdcluster_decision_regret_seconds",
+            "Time to first token minus the least that another candidate was estimated to take, at least 0.",
+            buckets=(0.0, *SECONDS),
+            registry=registry,
+        )
+        self._error = Histogram(
+            "pdcluster_ttft_prediction_error_seconds",
+            "Difference between actual and predicted time to first token, by whether it came later or sooner.",
+            ("direction",),
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._hits = Counter(
+            "pdcluster_decision_hit_tokens_total",
+            "Prompt tokens found in the cache (achieved), held by the best candidate (reachable), ever seen by this router (ideal).",
+            ("kind",),
+            registry=registry,
+        )
+        self.shadow_decisions = Counter(
+            "pdcluster_shadow_decisions_total",
+            "Decisions on which the shadow policy agreed (same) or not (other).",
+            ("policy", "choice"),
+            registry=registry,
+        )
+
+    def judged(self, error_s: float, regret_s: float) -> None:
+        self._error.labels("later" if error_s >= 0 else "sooner").observe(abs(error_s))
+        self._regret.observe(regret_s)
+
+    def hits(self, achieved: int, reachable: int, ideal: int) -> None:
+        for kind, tokens in (("achieved", achieved), ("reachable", reachable), ("ideal", ideal)):
+            self._hits.labels(kind).inc(tokens)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 
+from pdcluster.errors import Unavailable
 from pdcluster_router.generation import Mode
 from pdcluster_router.job import Job
 from pdcluster_router.policy.base import Choice, Fallback, Force, Policy, Query
@@ -63,7 +64,7 @@ class Chooser:
         choice = live.choose(query, view)
         self._counter += 1
         self._previous = choice.mode
-        return Decision(query, view, choice, shadow.choose(query, view) if shadow is not None else None)
+        return Decision(query, view, choice, _looked_at(shadow, query, view) if shadow is not None else None)
 
     def choose_decode(self, job: Job, now: float, prefill: NodeView, avoid: Set[str]) -> NodeView | None:
         """For KV that waits on `prefill`. avoid: nodes that just refused or failed it; those that failed earlier attempts come last."""
@@ -89,3 +90,11 @@ class Chooser:
             counter=self._counter,
             previous=self._previous,
         )
+
+
+def _looked_at(shadow: Policy, query: Query, view: ClusterView) -> Choice | None:
+    """A shadow that finds no node where the policy in force did has no say."""
+    try:
+        return shadow.choose(query, view)
+    except Unavailable:
+        return None

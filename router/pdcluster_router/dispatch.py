@@ -18,10 +18,11 @@ from prometheus_client import CollectorRegistry
 
 from pdcluster import errors
 from pdcluster.messages import Finished, Timings
-from pdcluster.metrics import HoldMetrics
+from pdcluster.metrics import ExplainMetrics, HoldMetrics
 from pdcluster_router.admission import Slo, check_fits
 from pdcluster_router.attempt import Attempt, Cluster, RetryAttempt, StageDeadlines
 from pdcluster_router.chooser import Chooser, Decision
+from pdcluster_router.explain import Explainer, Record
 from pdcluster_router.fairness import Held
 from pdcluster_router.gate import Gate
 from pdcluster_router.generation import Chunk, Done, Generation, ModelInfo, Standing, Timeline
@@ -30,7 +31,6 @@ from pdcluster_router.hold import HoldLimits
 from pdcluster_router.job import HashChain, Job
 from pdcluster_router.legs import Inbox
 from pdcluster_router.open_requests import OpenRequest, OpenRequests
-from pdcluster_router.policy.base import Choice
 from pdcluster_router.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -83,7 +83,9 @@ class Dispatch:
         settings: DispatchSettings,
         clock: Callable[[], float] = time.monotonic,
         metrics: HoldMetrics | None = None,
+        explainer: Explainer | None = None,
     ) -> None:
+        self.explainer = explainer or Explainer(settings.headroom, ExplainMetrics(CollectorRegistry()), time.time)
         gate = Gate(settings.hold, settings.headroom, settings.slo)
         self.waiting = Waiting(gate, metrics or HoldMetrics(CollectorRegistry()), clock, settings.stages.hold_s)
         self._cluster = cluster
@@ -104,15 +106,19 @@ class Dispatch:
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
         """Run one request to its one answer; see the contract in `generation`."""
-        with self.open.entered(generation.request, generation.model, len(generation.token_ids), self._clock()) as entry:
-            async with aclosing(self._generate(generation, entry)) as events:
+        started = self._clock()
+        with (
+            self.open.entered(generation.request, generation.model, len(generation.token_ids), started) as entry,
+            self.explainer.entered(generation.request, generation.standing, started) as record,
+        ):
+            async with aclosing(self._generate(generation, entry, record)) as events:
                 async for event in events:
                     if isinstance(event, Chunk):
                         entry.num_output = event.position + len(event.token_ids)
                     with entry.outside():
                         yield event
 
-    async def _generate(self, generation: Generation, entry: OpenRequest) -> AsyncGenerator[Chunk | Done, None]:
+    async def _generate(self, generation: Generation, entry: OpenRequest, record: Record) -> AsyncGenerator[Chunk | Done, None]:
         started = entry.started
         job = self._job(generation, started)
         inbox = self._cluster.ledger.open_inbox(job.request)
@@ -121,14 +127,18 @@ class Dispatch:
         is_placed = False
         try:
             while True:
-                choice = await self._place(job, generation.standing, is_paid=is_placed)
+                asked = self._clock()
+                decision = await self._place(job, generation.standing, is_paid=is_placed)
                 is_placed = True
-                entry.place(choice)
-                attempt = Attempt(job, choice, self._cluster, self._chooser, self._settings.stages, self._clock)
+                entry.place(decision.choice)
+                record.decided(decision, asked, self._clock())
+                attempt = Attempt(job, decision.choice, self._cluster, self._chooser, self._settings.stages, self._clock)
                 try:
                     async with aclosing(self._run(attempt, job, inbox)) as chunks:
                         async for chunk in chunks:
-                            first_token_at = first_token_at or attempt.first_token_at
+                            if first_token_at is None and attempt.first_token_at is not None:
+                                first_token_at = attempt.first_token_at
+                                record.first_token(first_token_at)
                             yield chunk
                     second_token_at = second_token_at or attempt.second_token_at
                     break
@@ -141,6 +151,7 @@ class Dispatch:
                     await asyncio.sleep(min(pause_s, max(job.deadline - self._clock(), 0.0)))
             yield self._done(attempt, job, budget.attempts, started, first_token_at, second_token_at)
         finally:
+            record.attempts, record.cached_tokens = budget.attempts, job.cached_tokens
             self._cluster.ledger.close_inbox(job.request)
             self.waiting.poke()
 
@@ -153,15 +164,14 @@ class Dispatch:
             chain=self._models.chain(generation.model, generation.salt),
         )
 
-    async def _place(self, job: Job, standing: Standing, *, is_paid: bool) -> Choice:
+    async def _place(self, job: Job, standing: Standing, *, is_paid: bool) -> Decision:
         """Nodes for the next attempt, at once or when it is the request's turn. is_paid: it had a place before, and comes back."""
         now = self._clock()
         if now >= job.deadline:
             raise errors.DeadlineExceeded(f"request {job.request} found no room by its deadline", "request")
         size_bytes = BYTES_PER_TOKEN * len(job.prompt)
         held = Held(job.request, standing.tenant, 0.0, size_bytes, now, job.deadline, standing.weight, standing.priority, is_paid)
-        decision = await self.waiting.place(held, lambda moment: self._decide(job, moment))
-        return decision.choice
+        return await self.waiting.place(held, lambda moment: self._decide(job, moment))
 
     def _decide(self, job: Job, now: float) -> Decision:
         try:

@@ -31,6 +31,10 @@ class Headroom:
             return self.cold_token_s * new_tokens
         return node.cost.prefill.seconds(new_tokens, cached_tokens)
 
+    def ttft_s(self, node: NodeView, query: Query) -> float:
+        """Estimated time to first token of a request that goes to the node now."""
+        return self.waiting_s(node) + self.prefill_s(node, query.uncached_on(node), query.cached_on(node))
+
     def waiting_s(self, node: NodeView) -> float:
         """Prompt work that waits on the node."""
         if node.cost is None:

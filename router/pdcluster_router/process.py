@@ -16,7 +16,7 @@ import zmq
 from pdcluster.bootstrap.agent import watch
 from pdcluster.config import RouterConfig
 from pdcluster.errors import PdclusterError
-from pdcluster.metrics import HoldMetrics, RouterMetrics
+from pdcluster.metrics import ExplainMetrics, HoldMetrics, RouterMetrics
 from pdcluster.ready import announce
 from pdcluster.transfer.base import Peer
 from pdcluster.wire.sockets import WireSettings
@@ -28,6 +28,7 @@ from pdcluster_router.chooser import Chooser, PolicyHolder
 from pdcluster_router.cluster import Cluster
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
 from pdcluster_router.events import EventLog
+from pdcluster_router.explain import Explainer
 from pdcluster_router.headroom import Headroom
 from pdcluster_router.hold import HoldLimits
 from pdcluster_router.index_metrics import IndexCollector
@@ -67,7 +68,8 @@ async def _serve(config: RouterConfig) -> int:
         metrics.registry.register(NodeCollector(cluster))
         metrics.registry.register(IndexCollector(cluster.caches))
         settings = dispatch_settings(config, is_shared=tenants.is_configured)
-        dispatch = Dispatch(cluster, models, chooser, settings, metrics=hold_metrics)
+        explainer = Explainer(settings.headroom, ExplainMetrics(metrics.registry), time.time)
+        dispatch = Dispatch(cluster, models, chooser, settings, metrics=hold_metrics, explainer=explainer)
         tasks: list[_running] = []
         for work in (cluster.follow(watch(config.bootstrap)), models.keep_loaded(), dispatch.waiting.follow(cluster)):
             task = _running(work, stop)

@@ -1,0 +1,306 @@
+"""Why a request went where it went, and whether that was right: the last decisions with their candidates, what each was expected to cost, and what
+became of it. Judges decisions, makes none.
+
+For every decision: the candidates with the policy's own terms, the rule that removed each of the others, and for all of them one estimate in seconds
+by the nodes' cost models (wait on the node + own prompt), so that policies without a model in seconds can be judged too. With the first token come:
+  error      actual minus predicted time to first token, from the decision on (time in the hold queue is known, not predicted);
+  regret     actual minus the least that any other candidate was estimated to take, never below 0;
+  hit        prompt tokens found in the cache, beside those that the best candidate held (reachable), and those that a cache which never forgets
+             would have held (ideal, `seen_blocks`).
+
+Memory is bounded by count and by bytes; the oldest go first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from pdcluster.errors import PdclusterError
+from pdcluster.messages import HASH_BYTES
+from pdcluster.metrics import ExplainMetrics
+from pdcluster_router.chooser import Decision
+from pdcluster_router.generation import Standing
+from pdcluster_router.headroom import Headroom
+from pdcluster_router.policy.base import Candidate, Choice, Query
+from pdcluster_router.seen_blocks import SeenBlocks
+
+MAX_CANDIDATES = 16
+"""Kept per leg, the best first; and so many of the rejected ones. In a cluster of hundreds the others say nothing new."""
+
+
+class CandidateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """terms add up to cost, in the policy's own measure; ttft_s is the estimate in seconds, None for a decode leg. rejected_by: the rule that
+    removed it."""
+
+    node: str
+    leg: str
+    cached_tokens: int = 0
+    cost: float = 0.0
+    terms: dict[str, float] = {}
+    ttft_s: float | None = None
+    rejected_by: str = ""
+
+
+class ShadowRecord(msgspec.Struct, frozen=True):
+    policy: str
+    mode: str
+    prefill: str | None
+    decode: str
+    agrees: bool
+
+
+class DecisionRecord(msgspec.Struct, frozen=True):
+    """One attempt's choice. at_s: since the request came; held_s: of these, in the hold queue for this attempt; num_candidates: compared and
+    rejected, kept here or not."""
+
+    at_s: float
+    held_s: float
+    policy: str
+    mode: str
+    prefill: str | None
+    decode: str
+    num_tokens: int
+    predicted_ttft_s: float | None
+    predicted_tpot_s: float | None
+    estimated_ttft_s: float
+    num_candidates: int
+    candidates: list[CandidateRecord]
+    shadow: ShadowRecord | None = None
+
+
+class HitTokens(msgspec.Struct, frozen=True):
+    achieved: int
+    reachable: int
+    ideal: int
+
+
+class Hindsight(msgspec.Struct, frozen=True):
+    """What is known once the first token came. ttft_s: since the decision; best: the candidate that was estimated to be fastest of all others, None
+    when there was none; error_s: ttft_s minus what was predicted."""
+
+    ttft_s: float
+    error_s: float
+    regret_s: float
+    best: str | None
+    best_ttft_s: float | None
+    hit: HitTokens | None
+
+
+class Explanation(msgspec.Struct, omit_defaults=True):
+    """One request. arrived: Unix seconds; error: code of the error that it ended with; hindsight: of the decision that brought the first token."""
+
+    request: str
+    arrived: float
+    tenant: str = ""
+    priority: int = 0
+    decisions: list[DecisionRecord] = []
+    ttft_s: float | None = None
+    attempts: int = 0
+    error: str | None = None
+    hindsight: Hindsight | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How much is kept of requests that ended."""
+
+    requests: int = 10_000
+    size_bytes: int = 64 * 2**20
+
+
+class Record:
+    """One request that runs. attempts and cached_tokens (of the prompt, as the nodes found them; None: not known) are the dispatcher's to set."""
+
+    __slots__ = ("_explainer", "_first_at", "_ideal", "_last", "_last_at", "_reachable", "_started", "attempts", "cached_tokens", "explanation")
+
+    def __init__(self, explainer: Explainer, explanation: Explanation, started: float) -> None:
+        self.explanation = explanation
+        self.attempts = 0
+        self.cached_tokens: int | None = None
+        self._explainer = explainer
+        self._started = started
+        self._first_at: float | None = None
+        self._last: DecisionRecord | None = None
+        self._last_at = started
+        self._reachable = 0
+        self._ideal: int | None = None
+
+    def decided(self, decision: Decision, asked: float, now: float) -> None:
+        """asked: when the attempt began to look for a place."""
+        query = decision.query
+        decided = self._explainer.record(decision, now - self._started, now - asked)
+        self.explanation.decisions.append(decided)
+        if self._first_at is not None:
+            return  # hindsight is about the decision that brought the first token
+        if self._ideal is None:
+            self._ideal = self._explainer.seen(query)
+        self._last, self._last_at = decided, now
+        self._reachable = max((query.cached_on(node) for node in decision.view.nodes), default=0)
+
+    def first_token(self, moment: float) -> None:
+        if self._first_at is None:
+            self._first_at = moment
+            self.explanation.ttft_s = moment - self._started
+
+    def end(self, error: str | None) -> Explanation:
+        self.explanation.attempts = self.attempts
+        self.explanation.error = error
+        if self._last is not None and self._first_at is not None:
+            self.explanation.hindsight = hindsight(self._last, self._first_at - self._last_at, self._hit())
+        return self.explanation
+
+    def _hit(self) -> HitTokens | None:
+        if self.cached_tokens is None:
+            return None
+        achieved = self.cached_tokens
+        return HitTokens(achieved, max(self._reachable, achieved), max(self._ideal or 0, achieved))
+
+
+class Explainer:
+    """Owned by the router's event loop. wall: Unix seconds, for people."""
+
+    def __init__(self, headroom: Headroom, metrics: ExplainMetrics, wall: Callable[[], float], kept: Kept | None = None) -> None:
+        self._headroom = headroom
+        self._metrics = metrics
+        self._wall = wall
+        self._kept = kept or Kept()
+        self._seen = SeenBlocks()
+        self._open: dict[str, Record] = {}
+        self._ended: OrderedDict[str, bytes] = OrderedDict()
+        self._num_bytes = 0
+        self._encoder = msgspec.msgpack.Encoder()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @contextmanager
+    def entered(self, request: str, standing: Standing, now: float) -> Iterator[Record]:
+        """A record for as long as the block runs; how it ends is noted."""
+        record = Record(self, Explanation(request, self._wall(), standing.tenant, standing.priority, []), now)
+        self._open[request] = record
+        error: str | None = "cancelled"  # also when the block is closed from outside
+        try:
+            yield record
+            error = None
+        except PdclusterError as failure:
+            error = failure.code
+            raise
+        finally:
+            del self._open[request]
+            self._close(record.end(error))
+
+    # ------------------------------------------------------------ what operators ask
+
+    def explain(self, request: str) -> Explanation | None:
+        """By the id of one choice of a request; None when it is not (any longer) known."""
+        running = self._open.get(request)
+        if running is not None:
+            return running.explanation
+        ended = self._ended.get(request)
+        return None if ended is None else msgspec.msgpack.decode(ended, type=Explanation)
+
+    def explain_all(self, request: str) -> list[Explanation]:
+        """By a request's id with or without the number of a choice: all of its choices that are known."""
+        exact = self.explain(request)
+        if exact is not None:
+            return [exact]
+        found: list[Explanation] = []
+        while (choice := self.explain(f"{request}-{len(found)}")) is not None:
+            found.append(choice)
+        return found
+
+    def recent(self, limit: int) -> Iterator[Explanation]:
+        """Those that ended last, the latest first."""
+        for _, request in zip(range(limit), reversed(self._ended), strict=False):
+            yield msgspec.msgpack.decode(self._ended[request], type=Explanation)
+
+    # ------------------------------------------------------------ what a record needs
+
+    def seen(self, query: Query) -> int:
+        blocks = len(query.hashes) // HASH_BYTES
+        return self._seen.note(query.hashes) * (query.num_tokens // blocks if blocks else 0)
+
+    def record(self, decision: Decision, at_s: float, held_s: float) -> DecisionRecord:
+        choice, query = decision.choice, decision.query
+        shadow = None if decision.shadow is None else _shadow(choice, decision.shadow)
+        if shadow is not None:
+            self._metrics.shadow_decisions.labels(shadow.policy, "same" if shadow.agrees else "other").inc()
+        return DecisionRecord(
+            at_s=at_s,
+            held_s=held_s,
+            policy=choice.policy,
+            mode=choice.mode,
+            prefill=choice.prefill.name if choice.prefill is not None else None,
+            decode=choice.decode.name,
+            num_tokens=query.num_tokens,
+            predicted_ttft_s=choice.predicted.ttft_s,
+            predicted_tpot_s=choice.predicted.tpot_s,
+            estimated_ttft_s=self._headroom.ttft_s(choice.first, query),
+            num_candidates=len(choice.candidates),
+            candidates=[self._candidate(candidate, query) for candidate in _worth_keeping(choice.candidates)],
+            shadow=shadow,
+        )
+
+    def _candidate(self, candidate: Candidate, query: Query) -> CandidateRecord:
+        is_first = candidate.leg != "decode" and not candidate.rejected_by
+        return CandidateRecord(
+            node=candidate.node.name,
+            leg=candidate.leg,
+            cached_tokens=candidate.cached_tokens,
+            cost=candidate.cost,
+            terms=dict(candidate.terms),
+            ttft_s=self._headroom.ttft_s(candidate.node, query) if is_first else None,
+            rejected_by=candidate.rejected_by,
+        )
+
+    def _close(self, explanation: Explanation) -> None:
+        judged = explanation.hindsight
+        if judged is not None:
+            self._metrics.judged(judged.error_s, judged.regret_s)
+        if judged is not None and judged.hit is not None:
+            self._metrics.hits(judged.hit.achieved, judged.hit.reachable, judged.hit.ideal)
+        self._keep(explanation.request, self._encoder.encode(explanation))
+
+    def _keep(self, request: str, encoded: bytes) -> None:
+        self._num_bytes -= len(self._ended.pop(request, b""))
+        self._ended[request] = encoded
+        self._num_bytes += len(encoded)
+        while len(self._ended) > self._kept.requests or self._num_bytes > self._kept.size_bytes:
+            _, oldest = self._ended.popitem(last=False)
+            self._num_bytes -= len(oldest)
+
+
+def hindsight(decision: DecisionRecord, ttft_s: float, hit: HitTokens | None) -> Hindsight:
+    """ttft_s: actual, since the decision."""
+    chosen = decision.prefill or decision.decode
+    others = [(c.ttft_s, c.node) for c in decision.candidates if c.ttft_s is not None and c.node != chosen]
+    best_ttft_s, best = min(others, default=(None, None))
+    expected_s = decision.estimated_ttft_s if decision.predicted_ttft_s is None else decision.predicted_ttft_s
+    regret_s = 0.0 if best_ttft_s is None else max(ttft_s - best_ttft_s, 0.0)
+    return Hindsight(ttft_s, ttft_s - expected_s, regret_s, best, best_ttft_s, hit)
+
+
+def _shadow(live: Choice, shadow: Choice) -> ShadowRecord:
+    prefill = shadow.prefill.name if shadow.prefill is not None else None
+    same = (shadow.mode, prefill, shadow.decode.name) == (live.mode, live.prefill.name if live.prefill is not None else None, live.decode.name)
+    return ShadowRecord(shadow.policy, shadow.mode, prefill, shadow.decode.name, same)
+
+
+def _worth_keeping(candidates: tuple[Candidate, ...]) -> list[Candidate]:
+    """The best of each leg and some of those that were rejected, in the policy's order."""
+    if len(candidates) <= MAX_CANDIDATES:
+        return list(candidates)
+    counts: dict[tuple[str, bool], int] = {}
+    kept = []
+    for candidate in sorted(candidates, key=lambda c: (bool(c.rejected_by), c.cost)):
+        group = candidate.leg, bool(candidate.rejected_by)
+        counts[group] = counts.get(group, 0) + 1
+        if counts[group] <= MAX_CANDIDATES:
+            kept.append(candidate)
+    return kept

@@ -1,0 +1,229 @@
+"""Explanations: what is recorded of a decision, how it is judged afterwards, how much is kept, and how it reads."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from contextlib import aclosing
+from dataclasses import replace
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+from scripted_cluster import FakeCluster, ScriptedPair, make_chooser, make_node
+
+from pdcluster import errors
+from pdcluster import messages as m
+from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster.kv.hashing import chain_root, extend
+from pdcluster.messages import pack_tokens
+from pdcluster.metrics import ExplainMetrics
+from pdcluster_router.chooser import Decision
+from pdcluster_router.dispatch import Dispatch, DispatchSettings
+from pdcluster_router.explain import MAX_CANDIDATES, Explainer, Explanation, Kept
+from pdcluster_router.explain_text import text_of
+from pdcluster_router.generation import ANYBODY, Done, Generation, Standing
+from pdcluster_router.headroom import Headroom
+from pdcluster_router.job import HashChain
+from pdcluster_router.policy.base import Choice, Predicted, Query
+from pdcluster_router.policy.registry import make_policy
+from pdcluster_router.seen_blocks import SeenBlocks
+from pdcluster_router.view import ClusterView, NodeView
+
+COST = NodeCost(PrefillCost(0.0, 0.001), DecodeCost(0.01, 0.001))
+
+
+def make_nodes(number: int = 3, **waiting: int) -> list[NodeView]:
+    names = [f"m{index}" for index in range(number)]
+    return [replace(make_node(name, "mixed", load=m.Load(0, 0, waiting.get(name, 0), 0, 100, 100, 0, 0, 0, 8, 0)), cost=COST) for name in names]
+
+
+def decide(nodes: list[NodeView], query: Query, shadow: Choice | None = None, predicted: Predicted | None = None) -> Decision:
+    view = ClusterView(tuple(nodes))
+    choice = make_policy("product").choose(query, view)
+    return Decision(query, view, replace(choice, predicted=predicted or choice.predicted), shadow)
+
+
+def make_explainer(kept: Kept | None = None) -> tuple[Explainer, CollectorRegistry]:
+    registry = CollectorRegistry()
+    return Explainer(Headroom(), ExplainMetrics(registry), lambda: 1_700_000_000.0, kept), registry
+
+
+def hashes_of(tokens: list[int]) -> bytes:
+    return extend(b"", pack_tokens(tokens), root=chain_root(block_tokens=4), block_tokens=4)
+
+
+def test_a_decision_is_kept_with_its_candidates_terms_and_filters() -> None:
+    explainer, _ = make_explainer()
+    nodes = make_nodes(3, m1=200)
+    nodes[2] = replace(nodes[2], is_cordoned=True)
+    query = Query(100, cached={"m0-boot": 60})
+    with explainer.entered("r1", Standing("acme", 1.0, -1), 10.0) as record:
+        record.decided(decide(nodes, query, predicted=Predicted(0.07, 0.01)), asked=10.0, now=10.5)
+    found = explainer.explain("r1")
+    assert found is not None and (found.tenant, found.priority, found.arrived) == ("acme", -1, 1_700_000_000.0)
+    (decision,) = found.decisions
+    assert (decision.mode, decision.prefill, decision.decode, decision.policy, decision.held_s) == ("local", None, "m0", "product", 0.5)
+    assert decision.predicted_ttft_s == 0.07 and decision.estimated_ttft_s == pytest.approx(0.04)
+    by_node = {(candidate.node, candidate.rejected_by): candidate for candidate in decision.candidates if candidate.leg in ("local", "prefill")}
+    assert by_node["m2", "cordoned"].ttft_s is None
+    assert by_node["m1", ""].ttft_s == pytest.approx(0.3), "what waits there and the whole prompt"
+    assert by_node["m0", ""].terms == {"uncached_tokens": 41.0, "requests": 1.0} and by_node["m0", ""].cost == 41.0
+
+
+def test_hindsight_tells_error_regret_and_hits() -> None:
+    explainer, registry = make_explainer()
+    tokens = list(range(100))
+    with explainer.entered("r0", ANYBODY, 0.0) as record:
+        record.decided(decide(make_nodes(), Query(80, hashes_of(tokens[:80]))), 0.0, 0.0)
+    query = Query(100, hashes_of(tokens), cached={"m0-boot": 20, "m1-boot": 60})
+    nodes = make_nodes(2, m1=5)
+    nodes[1] = replace(nodes[1], in_flight=3)
+    with explainer.entered("r1", ANYBODY, 1.0) as record:
+        record.decided(decide(nodes, query), 1.0, 2.0)
+        record.first_token(2.2)
+        record.first_token(9.9)
+        record.attempts, record.cached_tokens = 1, 20
+    found = explainer.explain("r1")
+    assert found is not None and found.hindsight is not None and found.ttft_s == pytest.approx(1.2), "with the time in the hold queue"
+    seen = found.hindsight
+    assert seen.ttft_s == pytest.approx(0.2) and seen.error_s == pytest.approx(0.12), "80 uncached tokens were predicted to take 0.08 s"
+    assert seen.best == "m1" and seen.best_ttft_s == pytest.approx(0.045) and seen.regret_s == pytest.approx(0.155)
+    assert seen.hit is not None and (seen.hit.achieved, seen.hit.reachable, seen.hit.ideal) == (20, 60, 80)
+    assert registry.get_sample_value("pdcluster_decision_hit_tokens_total", {"kind": "ideal"}) == 80
+    assert registry.get_sample_value("pdcluster_decision_regret_seconds_sum") == pytest.approx(0.155)
+    assert registry.get_sample_value("pdcluster_ttft_prediction_error_seconds_count", {"direction": "later"}) == 1
+
+
+def test_a_decision_that_nothing_could_beat_has_no_regret() -> None:
+    explainer, _ = make_explainer()
+    with explainer.entered("r1", ANYBODY, 0.0) as record:
+        record.decided(decide(make_nodes(2, m1=500), Query(100)), 0.0, 0.0)
+        record.first_token(0.1)
+        record.cached_tokens = 0
+    found = explainer.explain("r1")
+    assert found is not None and found.hindsight is not None and found.hindsight.regret_s == 0.0
+
+
+def test_the_shadow_is_compared_with_what_was_done() -> None:
+    explainer, registry = make_explainer()
+    nodes = make_nodes()
+    with explainer.entered("r1", ANYBODY, 0.0) as record:
+        record.decided(decide(nodes, Query(100), shadow=Choice("local", None, nodes[0], policy="random")), 0.0, 0.0)
+        record.decided(decide(nodes, Query(100), shadow=Choice("remote", nodes[1], nodes[2], policy="random")), 0.0, 0.0)
+    found = explainer.explain("r1")
+    assert found is not None
+    assert [decision.shadow.agrees for decision in found.decisions if decision.shadow is not None] == [True, False]
+    for choice in ("same", "other"):
+        assert registry.get_sample_value("pdcluster_shadow_decisions_total", {"policy": "random", "choice": choice}) == 1
+
+
+def test_what_is_kept_is_bounded_by_count_and_by_bytes() -> None:
+    for kept in (Kept(requests=50), Kept(size_bytes=20_000)):
+        explainer, _ = make_explainer(kept)
+        for number in range(200):
+            with explainer.entered(f"r{number}", ANYBODY, 0.0) as record:
+                record.decided(decide(make_nodes(), Query(100)), 0.0, 0.0)
+        ids = [found.request for found in explainer.recent(1000)]
+        assert 10 < len(ids) <= 50 and ids[0] == "r199" and explainer.num_bytes <= kept.size_bytes
+        assert explainer.explain("r0") is None and explainer.explain("r199") is not None
+
+
+def test_of_a_large_cluster_the_best_candidates_are_kept_and_the_rest_is_counted() -> None:
+    explainer, _ = make_explainer()
+    nodes = [replace(node, in_flight=index, is_cordoned=index % 2 == 1) for index, node in enumerate(make_nodes(400))]
+    with explainer.entered("r1", ANYBODY, 0.0) as record:
+        record.decided(decide(nodes, Query(100)), 0.0, 0.0)
+    found = explainer.explain("r1")
+    assert found is not None
+    decision = found.decisions[0]
+    assert decision.num_candidates >= 400 and len(decision.candidates) <= 4 * MAX_CANDIDATES
+    assert "m0" in {candidate.node for candidate in decision.candidates}
+    assert "more" in text_of(found)
+
+
+def test_a_request_is_found_while_it_runs_and_by_its_id_without_the_choice() -> None:
+    explainer, _ = make_explainer()
+    with explainer.entered("abc-0", ANYBODY, 0.0) as record:
+        record.decided(decide(make_nodes(), Query(100)), 0.0, 0.0)
+        running = explainer.explain("abc-0")
+        assert running is not None and len(running.decisions) == 1
+        with explainer.entered("abc-1", ANYBODY, 0.0):
+            assert [found.request for found in explainer.explain_all("abc")] == ["abc-0", "abc-1"]
+    assert [found.request for found in explainer.explain_all("abc-1")] == ["abc-1"]
+    assert explainer.explain_all("xyz") == []
+
+
+def test_how_a_request_ended_is_noted() -> None:
+    explainer, _ = make_explainer()
+    with pytest.raises(errors.Overloaded), explainer.entered("r1", ANYBODY, 0.0):
+        raise errors.Overloaded("full")
+    with pytest.raises(asyncio.CancelledError), explainer.entered("r2", ANYBODY, 0.0):
+        raise asyncio.CancelledError
+    found = [explainer.explain(request) for request in ("r1", "r2")]
+    assert [one.error for one in found if one is not None] == ["overloaded", "cancelled"]
+
+
+def test_an_explanation_is_json_and_reads_back_and_is_a_table_for_people() -> None:
+    explainer, _ = make_explainer()
+    nodes = make_nodes(2)
+    with explainer.entered("r1", Standing("acme"), 0.0) as record:
+        record.decided(decide(nodes, Query(100), shadow=Choice("local", None, nodes[1], policy="random")), 0.0, 0.25)
+        record.first_token(0.4)
+        record.cached_tokens = 0
+    found = explainer.explain("r1")
+    assert found is not None
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Explanation) == found
+    text = text_of(found)
+    for words in (
+        "request r1",
+        "tenant acme",
+        "product chose local m0 for 100 tokens",
+        "held 250.0 ms",
+        "shadow random: local m1",
+        "uncached_tokens 101",
+    ):
+        assert words in text, text
+    assert "hindsight: 150.0 ms after the decision, 50.0 ms later than predicted; best other m1 100.0 ms, regret 50.0 ms" in text
+    assert "\x1b" not in text and "\x1b" in text_of(found, colour=True)
+
+
+def test_blocks_that_were_seen_are_a_prefix_that_some_request_had() -> None:
+    seen, tokens = SeenBlocks(), list(range(64))
+    assert seen.note(hashes_of(tokens)) == 0
+    assert seen.note(hashes_of(tokens)) == 16
+    assert seen.note(hashes_of(tokens[:32] + [7] * 32)) == 8
+    assert seen.note(hashes_of([9, *tokens])) == 0 and seen.note(b"") == 0
+
+
+def test_a_small_table_forgets_and_never_invents() -> None:
+    seen = SeenBlocks(num_blocks=8)
+    chains = [hashes_of([base + offset for offset in range(32)]) for base in range(0, 10_000, 100)]
+    for chain in chains:
+        assert seen.note(chain) == 0
+
+
+class OneModel:
+    def models(self):
+        return ()
+
+    def text(self, model):
+        raise errors.UnknownModel(model)
+
+    def chain(self, model, salt):
+        return HashChain(chain_root(block_tokens=4, salt=salt), 4)
+
+
+async def test_dispatch_records_every_attempt_and_what_came_of_it() -> None:
+    cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode")])
+    pair = ScriptedPair(cluster, *cluster.nodes, die_at={"p0": "before_token"})
+    pair.install()
+    dispatch = Dispatch(cluster, OneModel(), make_chooser(cluster), DispatchSettings())
+    generation = Generation("r1", "model", array("i", range(10)), m.Sampling(max_tokens=4, seed=1), 5.0)
+    async with aclosing(dispatch.generate(generation)) as events:
+        done = [event async for event in events if isinstance(event, Done)]
+    assert done[0].attempts == 2
+    found = dispatch.explainer.explain("r1")
+    assert found is not None and found.attempts == 2 and found.error is None
+    assert [(decision.mode, decision.prefill, decision.decode) for decision in found.decisions] == [("remote", "p0", "d0"), ("local", None, "d0")]
+    assert found.ttft_s is not None and found.hindsight is not None and found.hindsight.hit is not None
