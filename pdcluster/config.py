@@ -27,6 +27,7 @@ from pdcluster.kinds import (
     boolean,
     choice,
     cores,
+    devices,
     duration,
     integer,
     nearest,
@@ -87,8 +88,8 @@ def key(default: T, kind: Kind[T], help: str, *, flag: str = "", secret: bool = 
 
 
 def backend(raw: object) -> BackendName:
-    if raw == "cuda_ipc":
-        raise ValueError("cuda_ipc is not built yet; use auto, shm, tcp, mooncake or nixl")
+    if raw in ("cuda_ipc", "nvlink"):
+        raise ValueError(f"{raw} is not built yet; use auto, shm, tcp, mooncake or nixl")
     return cast(BackendName, choice("auto", "shm", "tcp", "mooncake", "nixl")(raw))
 
 
@@ -175,6 +176,9 @@ class TransferConfig:
     retries: int = key(3, integer(0, 100), "times a chunk is written again before its ticket fails")
     window_bytes: int = key(64 * 2**20, size(4096), "most bytes in flight to one peer")
     chunk_bytes: int = key(8 * 2**20, size(4096), "aimed size of one chunk")
+    devices: tuple[str, ...] = key((), devices, "RDMA devices for mooncake or nixl, such as mlx5_0,mlx5_1; not run on hardware")
+    gid_index: int | None = key(None, integer(0, 255), "GID index of those devices; default: the library's choice; not run on hardware")
+    rails: int | None = key(None, integer(1, 64), "over how many of those devices nixl spreads one write; not run on hardware")
     staging_bytes: int = key(64 * 2**20, size(2**16), "staging ring of media that cannot fence cheaply")
     digests: Literal["always", "never"] = key("always", choice("always", "never"), "whether chunks carry digests of their bytes")
     parking_s: float = key(60.0, duration(0.001), "how long a prefill node keeps finished KV for which no decode node has room")

@@ -124,6 +124,15 @@ def cores(raw: object) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def devices(raw: object) -> tuple[str, ...]:
+    """Network devices, each with a port or without: text such as mlx5_0,mlx5_1:1, or a TOML list of such names."""
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    found = [str(part).strip() for part in parts] if isinstance(parts, list | tuple) else []
+    if not found or len(set(found)) != len(found) or not all(re.fullmatch(r"[A-Za-z0-9_.-]{1,64}(:\d{1,3})?", each) for each in found):
+        raise ValueError("must be names of RDMA devices, each once, such as mlx5_0,mlx5_1 or mlx5_0:1")
+    return tuple(found)
+
+
 def nearest(word: str, options: Sequence[str]) -> str:
     """The end of a message that says which of `options` was probably meant."""
     close = [option for option in options if word and option.startswith(word)] or difflib.get_close_matches(word, options, n=1, cutoff=0.4)

@@ -30,6 +30,7 @@ from pdcluster.scheduler.scheduler import Limits
 from pdcluster.transfer.base import Backend, Peer
 from pdcluster.transfer.choose import create_backends
 from pdcluster.transfer.session import Settings as TransferSettings
+from pdcluster.transfer.staging import Fabric
 from pdcluster.wire.sockets import WireSettings
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,9 @@ def open_backends(config: NodeConfig, me: Peer) -> dict[str, Backend]:
     """The media this node can move KV over, best first; none for a pool in device memory, which then serves in mode local."""
     if config.device != "cpu":
         return {}
-    return create_backends(config.transfer.backend, me, host=config.transfer.host, staging_bytes=config.transfer.staging_bytes)
+    transfer = config.transfer
+    fabric = Fabric(transfer.devices, transfer.gid_index, transfer.rails)
+    return create_backends(transfer.backend, me, host=transfer.host, staging_bytes=transfer.staging_bytes, fabric=fabric)
 
 
 def limits_of(config: NodeConfig, engine: Engine) -> Limits:

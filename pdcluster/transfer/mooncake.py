@@ -1,18 +1,22 @@
 """Mooncake's transfer engine under a staged backend: its environment and its calls. Everything we ask of the library is here.
 
 What it does to its users, and what answers that:
- - its `protocol` argument does not choose the transport, and its environment is read once: `environment` forces TCP before the first engine.
+ - its `protocol` argument does not choose the transport, and its environment is read once: `environment` forces TCP before the first engine,
+   unless RDMA devices are named (which was not run on hardware).
  - it picks its rpc port itself, whatever it is asked for: sessions are named by `get_rpc_port`.
  - a negative state means that nothing is known, not that the write failed: it is UNKNOWN here, and the staging block is never used again.
  - its queues overflow at 1024 entries per peer and then fail for seconds: their limit is raised, and a ring has at most 1024 blocks.
  - its progress deadline must end before its transfer deadline, or a dead peer's write is read from after it was given up.
+ - before release 0.3.13 it made a connection per write: older ones are refused.
  - `transfer_submit_write` and `transfer_check_status` are the only calls that neither block nor spin.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import logging
+import re
 from typing import Any
 
 from pdcluster.errors import ConfigError
@@ -21,6 +25,8 @@ from pdcluster.transfer.staging import StagedSettings
 
 LOG = logging.getLogger(__name__)
 
+PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
+OLDEST_RELEASE = (0, 3, 13)
 QUEUE_LIMIT = 65535
 LEAST_TRANSFER_TIMEOUT_S = 5
 """The library takes no less."""
@@ -30,8 +36,10 @@ def environment(settings: StagedSettings) -> dict[str, str]:
     """What the library reads from its environment, to be set before the first engine of the process starts."""
     transfer_s = max(LEAST_TRANSFER_TIMEOUT_S, round(settings.unknown_s))
     progress_s = min(max(1, round(settings.progress_s)), transfer_s - 1)
+    fabric = settings.fabric
+    gid = {"MC_GID_INDEX": str(fabric.gid_index)} if fabric.gid_index is not None else {}
     return {
-        "MC_FORCE_TCP": "1",
+        **(gid if fabric.devices else {"MC_FORCE_TCP": "1"}),
         "MC_TCP_ENABLE_CONNECTION_POOL": "1",
         "MC_TCP_BIND_ADDRESS": settings.host,
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(QUEUE_LIMIT),
@@ -40,6 +48,25 @@ def environment(settings: StagedSettings) -> dict[str, str]:
         "MC_TRANSFER_TIMEOUT": str(transfer_s),
         "MC_LOG_LEVEL": "ERROR",
     }
+
+
+def installed_release() -> str:
+    for package in PACKAGES:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def check_release(release: str) -> None:
+    """Refuse one that is too old; one that says nothing of itself was built by its user."""
+    numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))
+    if numbers and numbers < OLDEST_RELEASE:
+        raise ConfigError(
+            f"transfer backend mooncake needs release {'.'.join(map(str, OLDEST_RELEASE))} or newer of {PACKAGES[0]}, {release} is installed; older "
+            "ones open a connection per write"
+        )
 
 
 class MooncakeEngine:
@@ -55,10 +82,13 @@ class MooncakeEngine:
                 f"transfer backend mooncake needs the package mooncake-transfer-engine-non-cuda and libibverbs1 ({error}); "
                 "install pdcluster[mooncake] or use --transfer tcp"
             ) from error
+        check_release(installed_release())
         self._engine: Any = library.TransferEngine()
-        code = self._engine.initialize(settings.host, "P2PHANDSHAKE", "tcp", "")
+        devices = ",".join(settings.fabric.devices)
+        code = self._engine.initialize(settings.host, "P2PHANDSHAKE", "rdma" if devices else "tcp", devices)
         if code:
-            raise ConfigError(f"Mooncake's transfer engine does not start on {settings.host} (code {code}); is the address one of this host?")
+            over = f" over {devices}" if devices else ""
+            raise ConfigError(f"Mooncake's transfer engine does not start on {settings.host}{over} (code {code}); is the address one of this host?")
         self.session = f"{settings.host}:{self._engine.get_rpc_port()}"
 
     def close(self) -> None:

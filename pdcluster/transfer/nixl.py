@@ -31,7 +31,16 @@ CALL_EVERY_S = 0.0001
 def environment(settings: StagedSettings) -> dict[str, str]:
     """What the library reads from its environment, to be set before it is loaded. Its crash handler would hide ours."""
     values = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error", "UCX_HANDLE_ERRORS": "none", "UCX_WARN_UNUSED_ENV_VARS": "n"}
-    return {**values, "UCX_NET_DEVICES": "lo"} if settings.host.startswith("127.") else values
+    fabric = settings.fabric
+    if fabric.devices:
+        values["UCX_NET_DEVICES"] = ",".join(device if ":" in device else f"{device}:1" for device in fabric.devices)
+    elif settings.host.startswith("127."):
+        values["UCX_NET_DEVICES"] = "lo"
+    if fabric.gid_index is not None:
+        values["UCX_IB_GID_INDEX"] = str(fabric.gid_index)
+    if fabric.rails is not None:
+        values["UCX_MAX_RNDV_RAILS"] = str(fabric.rails)
+    return values
 
 
 def load_library() -> Any:

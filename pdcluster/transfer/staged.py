@@ -41,6 +41,7 @@ LENGTH = struct.Struct("<I")
 MAX_GRANT = 1 << 16
 MAX_BLOCKS = 512
 """Of a ring, and so the most writes that the library has under way for a peer."""
+MAX_RING_BYTES = 1 << 30
 MAX_RUNS = 65536
 MAX_WRITE_BYTES = 1 << 30
 MAX_UNFINISHED = 4096
@@ -283,7 +284,7 @@ def _read_grant(link: Link) -> _Grant:
         grant = msgspec.msgpack.decode(link.receive(length), type=_Grant)
     except DECODE_ERRORS as error:
         raise ProtocolError(f"the grant is not readable: {error}") from error
-    if not (0 < grant.blocks <= MAX_BLOCKS and 4096 <= grant.block_bytes <= 64 << 20):
+    if not (0 < grant.blocks <= MAX_BLOCKS and 4096 <= grant.block_bytes <= 64 << 20 and grant.blocks * grant.block_bytes <= MAX_RING_BYTES):
         raise ProtocolError(f"a ring of {grant.blocks} blocks of {grant.block_bytes} bytes")
     return grant
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdcluster.transfer.base import WriteStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """RDMA hardware that the user named, passed through to the library. devices: such as mlx5_0 or mlx5_0:1; none: no RDMA. rails: over how many
+    of them one write may be spread. Not run on hardware."""
+
+    devices: tuple[str, ...] = ()
+    gid_index: int | None = None
+    rails: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +33,7 @@ class StagedSettings:
     retry_s: float = 1.0
     unknown_s: float = 10.0
     awake_s: float = 0.005
+    fabric: Fabric = field(default_factory=Fabric)
 
 
 class Engine(Protocol):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from test_backends import REAL, Ends
+from test_backends import HAS_NIXL, REAL, Ends, start
 from transfer_peer import READER, WRITER
 
 from pdcluster.messages import Endpoint, Ticket
@@ -23,21 +23,34 @@ SETTINGS = Settings(chunk_bytes=16 * PAGE_BYTES, window_bytes=64 * PAGE_BYTES)
 
 
 class Nodes:
-    """Both halves over real backends in one process; control messages go straight over."""
+    """Both halves over real backends in one process; control messages go straight over. others: media beside the first, over the same memory."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *others: str) -> None:
         self.ends = Ends(name, NUM_PAGES * PAGE_BYTES)
         shape = {"region": 0, "shape": PageShape.plain(PAGE_TOKENS, PAGE_BYTES), "clock": time.monotonic, "settings": SETTINGS}
-        self.writer = Writer(WRITER, {name: self.ends.writer}, [name], memories=[memoryview(self.ends.source.bytes)], **shape)
+        self.others = [(start(each, WRITER), start(each, READER)) for each in others]
+        for ours, theirs in self.others:
+            ours.register(self.ends.source.region)
+            theirs.register(self.ends.target.region)
+        writers = {name: self.ends.writer, **{ours.name: ours for ours, _ in self.others}}
+        readers = {name: self.ends.reader, **{theirs.name: theirs for _, theirs in self.others}}
+        self.writer = Writer(WRITER, writers, list(writers), memories=[memoryview(self.ends.source.bytes)], **shape)
         me = Endpoint(READER.node, READER.incarnation, "r")
-        self.reader = Reader(me, {name: self.ends.reader}, [name], memories=[memoryview(self.ends.target.bytes)], **shape)
+        self.reader = Reader(me, readers, list(readers), memories=[memoryview(self.ends.target.bytes)], **shape)
         self.events: list[object] = []
+
+    def close(self) -> None:
+        for pair in self.others:
+            for backend in pair:
+                backend.shutdown()
+        self.ends.close()
 
     def open(self, pages: list[int], num_tokens: int, cached: int = 0) -> Ticket:
         return self.reader.open("r", 0, Endpoint(WRITER.node, WRITER.incarnation, "w"), pages, num_tokens, cached, 30.0)
 
     def step(self) -> None:
-        self.ends.writer.arrivals()
+        for backend in (self.ends.writer, *(ours for ours, _ in self.others)):
+            backend.arrivals()
         for end in (self.reader, self.writer):
             for event in end.poll():
                 if not isinstance(event, Send):
@@ -65,7 +78,7 @@ class Nodes:
 def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
     nodes = Nodes(request.param)
     yield nodes
-    nodes.ends.close()
+    nodes.close()
 
 
 def test_scattered_pages_of_many_tickets_arrive_exactly(nodes: Nodes) -> None:
@@ -109,3 +122,28 @@ def test_an_abort_at_any_moment_gives_every_page_back(nodes: Nodes, after_steps:
         nodes.step()
     assert nodes.count(Failed) == nodes.count(Reclaimed) == nodes.count(GaveUp) == nodes.count(Drained) == 3
     assert nodes.reader.quarantined_pages == 0
+
+
+def test_a_new_pair_is_measured_on_its_first_tickets_which_land_whole_though_every_medium_wrote_to_them() -> None:
+    """All media that both ends have, under the same tickets, then the fastest of them."""
+    media = ("shm", "tcp", "mooncake", *(["nixl"] if HAS_NIXL else []))
+    nodes = Nodes(*media)
+    tickets = [nodes.open(list(range(first, first + 128)), 128 * PAGE_TOKENS) for first in (0, 128, 256)]
+    for number, ticket in enumerate(tickets):
+        nodes.writer.open(ticket)
+        nodes.writer.push(ticket.nonce, list(range(number * 128, number * 128 + 128)), 0, 128 * PAGE_TOKENS)
+        nodes.writer.finish(ticket.nonce, 9, None)
+    used: set[str] = set()
+
+    def is_over() -> bool:
+        used.update(chunk.path for outgoing in nodes.writer._open.values() for chunk in outgoing.chunks)
+        return nodes.count(Drained) == 3
+
+    nodes.until(is_over)
+    assert nodes.count(Landed) == 3 and used - {""} == set(media)
+    size = 3 * 128 * PAGE_BYTES
+    assert (nodes.ends.target.bytes[:size] == nodes.ends.source.bytes[:size]).all()
+    reports = nodes.writer.paths.report()
+    assert all(report.bytes_s > 0 for report in reports) and sum(report.is_chosen for report in reports) == 1
+    assert nodes.writer.is_idle() and nodes.reader.is_idle()
+    nodes.close()

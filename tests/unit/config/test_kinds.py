@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.kinds import address, addresses, boolean, choice, cores, duration, integer, nearest, path, size, split_address, text
+from pdcluster.kinds import address, addresses, boolean, choice, cores, devices, duration, integer, nearest, path, size, split_address, text
 
 
 @pytest.mark.parametrize(("raw", "value"), [("512KiB", 524288), ("2GiB", 2**31), ("1.5MB", 1500000), ("7", 7), (7, 7), ("64 M", 64 * 2**20)])
@@ -49,6 +49,13 @@ def test_what_is_no_address_is_refused(raw: object) -> None:
         address(raw)
 
 
+def test_devices_are_names_with_a_port_or_without_each_once() -> None:
+    assert devices("mlx5_0, mlx5_1:2") == devices(["mlx5_0", "mlx5_1:2"]) == ("mlx5_0", "mlx5_1:2")
+    for raw in ("", "mlx5_0,", "mlx5_0,mlx5_0", "a b", "mlx5_0:x", "../x", [], 3, None):
+        with pytest.raises(ValueError, match="RDMA devices"):
+            devices(raw)
+
+
 def test_cores_are_single_numbers_and_ranges() -> None:
     assert cores("4-6,0") == (0, 4, 5, 6)
     assert cores([1, 1]) == (1,)
@@ -71,7 +78,7 @@ def test_a_path_may_start_at_home() -> None:
 
 @given(st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none(), st.lists(st.text())))
 def test_no_raw_value_makes_a_kind_fail_otherwise_than_by_value_error(raw: object) -> None:
-    for kind in (address, addresses, boolean, cores, path, duration(), integer(0), size()):
+    for kind in (address, addresses, boolean, cores, devices, path, duration(), integer(0), size()):
         try:
             kind(raw)
         except ValueError as error:
