@@ -18,15 +18,13 @@ from tokenizers.processors import TemplateProcessing
 
 from pdcluster.api.detokenize import Detokenizer, build_pieces, detokenize
 from pdcluster.api.files import read_text_files
+from pdcluster.api.segments import SHORT_CHARACTERS, SegmentedEncoder
 from pdcluster.api.template import ChatTemplate, Message
 from pdcluster.errors import BadRequest, ModelError
 
 log = logging.getLogger(__name__)
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-SHORT_CHARACTERS = 4096
-"""Text up to here is tokenized at once; longer text in the way that lets other threads run meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class SamplingDefaults:
 
 
 class TextModel:
-    """Immutable after construction, so it may be used from several threads."""
+    """Immutable after construction but for the segments of chats that are kept; may be used from several threads."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         """files: contents by name, of those in files.TEXT_FILES that the model has; only tokenizer.json must be there.
@@ -50,10 +48,12 @@ class TextModel:
         generation = _json_file(files, "generation_config.json")
         special = _special_tokens(config)
         self._tokenizer = _load_tokenizer(files, config, special)
+        content = _json_file(files, "tokenizer.json")
+        self.segments = SegmentedEncoder(self._tokenizer, content)
         self.pieces = build_pieces(
             self._tokenizer.get_vocab(with_added_tokens=True),
             [token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special],
-            _json_file(files, "tokenizer.json").get("decoder"),
+            content.get("decoder"),
         )
         source = _template_source(files, config)
         self.template = None if source is None else ChatTemplate(source, special)
@@ -75,6 +75,10 @@ class TextModel:
             return array("i", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         return array("i", self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
+    def encode_chat(self, text: str) -> array[int]:
+        """What `render_chat` wrote, special tokens found in it and none added: segments that were encoded before cost nothing."""
+        return self.segments.encode(text)
+
     def render_chat(
         self,
         messages: Sequence[Message],
@@ -83,7 +87,7 @@ class TextModel:
         continue_final_message: bool = False,
         kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt's text, special tokens included: encode it with add_special_tokens=False."""
+        """The prompt's text, special tokens included: for `encode_chat`."""
         if self.template is None:
             way_out = "use /v1/completions, or put a chat_template.jinja beside its tokenizer.json"
             raise BadRequest(f"this model has no chat template; {way_out}", "messages")

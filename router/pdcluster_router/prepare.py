@@ -19,9 +19,10 @@ from pdcluster.api import limits, openai
 from pdcluster.api.choice import ChoiceText
 from pdcluster.api.limits import Limits
 from pdcluster.api.replies import ChatFormat, CompletionFormat, Format, Head
+from pdcluster.api.segments import SHORT_CHARACTERS
 from pdcluster.api.stop import StopMatcher
 from pdcluster.api.template import Message
-from pdcluster.api.text import SHORT_CHARACTERS, TextModel
+from pdcluster.api.text import TextModel
 from pdcluster.api.validate import closest
 from pdcluster.errors import BadRequest, Unavailable, UnknownModel
 from pdcluster.messages import Sampling
@@ -140,7 +141,11 @@ async def encode_chat(text: TextModel, request: openai.ChatRequest | openai.Toke
     rendered = text.render_chat(
         messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=request.chat_template_kwargs
     )
-    return await encode(text, rendered, add_special_tokens=add_special_tokens)
+    if add_special_tokens:
+        return await encode(text, rendered, add_special_tokens=True)
+    if len(rendered) <= SHORT_CHARACTERS:
+        return text.encode_chat(rendered)
+    return await asyncio.to_thread(text.encode_chat, rendered)
 
 
 async def encode(text: TextModel, prompt: str, *, add_special_tokens: bool) -> array[int]:

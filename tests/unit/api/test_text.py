@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from pdcluster.api.text import SHORT_CHARACTERS, SamplingDefaults, TextModel
+from pdcluster.api.segments import SHORT_CHARACTERS
+from pdcluster.api.text import SamplingDefaults, TextModel
 from pdcluster.errors import BadRequest, ModelError
 from tests.unit.api.tiny_tokenizers import byte_level_files, sentencepiece_files, with_config
 
