@@ -16,6 +16,15 @@ def num_pairs(new: float, cached: float) -> float:
     return new * (cached + new / 2)
 
 
+RECENT_STEPS = 256
+"""What "lately" means for the gap between tokens: about one answer."""
+
+
+def lately(itl_s: float, step_s: float, steps: int) -> float:
+    """A node's recent gap between tokens after `steps` more steps of step_s each; itl_s 0: there were none before."""
+    return step_s if not itl_s else itl_s + (1.0 - (1.0 - 1.0 / RECENT_STEPS) ** steps) * (step_s - itl_s)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
     """Seconds of prompt tokens alone in their steps: fixed_s a step, token_s a token, pair_s an attention pair. chunk_tokens: most tokens of one

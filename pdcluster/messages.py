@@ -323,7 +323,8 @@ class Load(Message, frozen=True, array_like=True):
 
     waiting_tokens: prompt tokens that are not computed and were not found in the cache, of waiting and of running requests; waiting_pairs: the
     attention pairs they make (`cost.num_pairs`). rows: those of the running batch and of reservations that decode here or will, so no remote
-    prefills; context_tokens: KV that they attend to. cost: None until the node has one. paths: to the decode nodes written to last. failed_writes,
+    prefills; context_tokens: KV that they attend to. cost: None until the node has one. itl_s: between two tokens of its rows lately,
+    whatever shared their steps; 0 before any. paths: to the decode nodes written to last. failed_writes,
     resent_chunks: how many since the node started, by reason. draining: no new work, for now or for good. role: None: the card's.
     seen: number of the last frame from the router that gets the report; what came in it and before is counted."""
 
@@ -349,6 +350,7 @@ class Load(Message, frozen=True, array_like=True):
     resent_chunks: tuple[tuple[str, int], ...] = ()
     role: Role | None = None
     seen: int = 0
+    itl_s: float = 0.0
 
 
 class CacheDelta(Message, frozen=True, array_like=True):

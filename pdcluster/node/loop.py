@@ -469,6 +469,7 @@ class NodeLoop:
             role=self._parts.standing.role,
             steps=self._steps,
             cost=self._parts.stopwatch.report(),
+            itl_s=self._parts.stopwatch.itl_s,
             paths=path_loads(self._parts.writer.paths),
             failed_writes=by_reason(self._parts.writer.ladder.failures),
             resent_chunks=by_reason(self._parts.writer.ladder.resends),

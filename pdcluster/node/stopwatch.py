@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pdcluster.cost import lately
 from pdcluster.fit import Fit, step_of
 from pdcluster.messages import CostReport
 from pdcluster.step import StepPlan
@@ -19,6 +20,7 @@ class Stopwatch:
         self._clock = clock
         self._launched_at = 0.0
         self._done: StepPlan | None = None
+        self.itl_s = 0.0
 
     def done(self, plan: StepPlan) -> None:
         """The step's results are taken in."""
@@ -27,8 +29,10 @@ class Stopwatch:
     def ready(self) -> None:
         """The next step may be launched now."""
         if self._done is not None:
-            rows = [(len(row.tokens), row.start) for row in self._done.rows]
-            self._fit.observe(step_of(rows, self._clock() - self._launched_at))
+            step = step_of([(len(row.tokens), row.start) for row in self._done.rows], self._clock() - self._launched_at)
+            self._fit.observe(step)
+            if step.rows:
+                self.itl_s = lately(self.itl_s, step.seconds, 1)
             self._done = None
 
     def launched(self) -> None:

@@ -335,6 +335,7 @@ def _check_failed(message: m.Failed) -> None:
 
 def _check_load(message: m.Load) -> None:
     _integers("load", (value for value in msgspec.structs.astuple(message) if isinstance(value, int)), high=UINT63)
+    _number("itl_s", message.itl_s, 0.0)
     if message.cost is not None:
         _check_cost(message.cost)
     _count("paths", message.paths, MAX_PATHS)

@@ -12,18 +12,20 @@ MIN_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is on a node: prompt work still to be computed, rows that decode or will, the KV that these attend to."""
+    """What is on a node: prompt work still to be computed, rows that decode or will, the KV that these attend to, the gap between their tokens
+    lately (0: not known)."""
 
     prefill_tokens: int
     prefill_pairs: int
     rows: int
     context_tokens: int
+    itl_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
     """backlog_s: seconds of prompt work, were it alone; stretch: how much longer prompts take because decode rows share their steps; tpot_s: between
-    two tokens of a row while no prompt is computed."""
+    two tokens of a row while no prompt is computed; itl_s: between two tokens as it was lately, prompts and all, or tpot_s where that is longer."""
 
     prefill: PrefillCost
     decode: DecodeCost
@@ -32,6 +34,7 @@ class Pace:
     backlog_s: float
     stretch: float
     tpot_s: float
+    itl_s: float
 
     @property
     def wait_s(self) -> float:
@@ -47,6 +50,11 @@ class Pace:
         chunk = min(new, self.prefill.chunk_tokens) if self.prefill.chunk_tokens else new
         return self.prefill.seconds(chunk, cached + new - chunk) + self.decode.added_s(self.rows, self.context_tokens)
 
+    def mixed_tpot_s(self, share: float) -> float:
+        """Between two tokens when `share` of the time some prompt is computed beside the rows."""
+        chunk_s = self.gap_s(self.prefill.chunk_tokens, 0.0) if self.prefill.chunk_tokens else self.tpot_s
+        return 1.0 / (share / max(chunk_s, self.tpot_s) + (1.0 - share) / self.tpot_s) if self.tpot_s > 0 else 0.0
+
 
 def pace(cost: NodeCost, work: Work) -> Pace:
     prefill, decode = cost.prefill, cost.decode
@@ -60,6 +68,7 @@ def pace(cost: NodeCost, work: Work) -> Pace:
         backlog_s=prefill.work_s(work.prefill_tokens, work.prefill_pairs),
         stretch=1.0 + added_s / step_s if step_s > 0 else 1.0,
         tpot_s=decode.fixed_s + added_s,
+        itl_s=max(work.itl_s if work.rows else 0.0, decode.fixed_s + added_s),
     )
 
 

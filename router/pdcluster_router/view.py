@@ -88,6 +88,7 @@ class NodeView:
             load.waiting_pairs + pending.prefill_pairs,
             load.rows + pending.rows,
             load.context_tokens + pending.context_tokens,
+            load.itl_s,
         )
 
     @property

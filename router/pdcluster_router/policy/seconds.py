@@ -21,7 +21,7 @@ from heapq import nsmallest
 from pdcluster_router.policy import estimates as seconds_of
 from pdcluster_router.policy import pools as filters
 from pdcluster_router.policy.base import Candidate, Choice, LegName, Predicted, Query
-from pdcluster_router.policy.estimates import Station, Values
+from pdcluster_router.policy.estimates import Market, Station, Values
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Scored
 from pdcluster_router.view import ClusterView, NodeView
@@ -58,101 +58,103 @@ class Ranked:
 
 
 class Seconds:
-    """Implements Policy. alpha: see rule 1; harm: weight of a running row's pause against the new request's own seconds; margin: of the last mode,
-    as a share of the time to first token; gap: times a batch's own pace that its rows may be held up, when no limit is given in seconds."""
+    """Implements Policy. alpha: see rule 1; harm: weight of a running row's pause; margin: of the last mode, as a share of the time to first token;
+    ease: times a lone row's pace that clients find easy, when no limit is given in seconds."""
 
     name = "seconds"
 
-    def __init__(self, alpha: float = 3.0, harm: float = 1.0, margin: float = 0.1, gap: float = 4.0) -> None:
+    def __init__(self, alpha: float = 6.0, harm: float = 1.0, margin: float = 0.1, ease: float = 1.6) -> None:
         self._alpha = alpha
         self._harm = harm
         self._margin = margin
-        self._gap = gap
+        self._ease = ease
         self._cold = Scored(Product())
 
     def choose(self, query: Query, view: ClusterView) -> Choice:
         if view.typical_cost is None:
             return replace(self._cold.choose(query, view), policy=self.name)
         found = filters.pools(query, view)
-        price = self._price(_stations(view, filters.ready(found.prefill or found.local, query)))
-        remote = self._remote(found, query, view, price) if query.force != "local" else None
+        market = self._market(_stations(view, filters.ready(found.prefill or found.local, query)))
+        remote = self._remote(found, query, view, market) if query.force != "local" else None
         if remote is None and query.force == "remote":
             raise filters.no_partner(filters.ready(found.prefill, query)[0])
         local = None
         if remote is None or (query.force == "auto" and query.fallback == "conditional"):
-            local = self._rank_local(_stations(view, filters.ready(found.local, query)), query, price)
-        return self._decide(query, remote, local, found.rejected)
+            local = self._rank_local(_stations(view, filters.ready(found.local, query)), query, market)
+        return self._decide(query, remote, local, market, found.rejected)
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
         if view.typical_cost is None:
             return self._cold.choose_decode(query, view, prefill)
         nodes = filters.partners_of_parked(query, view, prefill)
         (source,) = _stations(view, (prefill,))
-        return self._rank_decode(_stations(view, nodes), query, source, 0.0, 0.0).best.node if nodes else None
+        return self._rank_decode(_stations(view, nodes), query, source, 0.0, self._market([source])).best.node if nodes else None
 
     # ------------------------------------------------------------ legs
 
-    def _price(self, stations: Sequence[Station]) -> float:
-        """Rule 1: the shortest queue in average prompts, times alpha."""
+    def _market(self, stations: Sequence[Station]) -> Market:
+        """Rule 1: the price is the shortest queue in average prompts, times alpha."""
         shortest = min((station.pace.wait_s for station in stations), default=0.0)
-        if shortest <= 0.0:
-            return 0.0
-        prompts = sum(station.node.num_prompts for station in stations)
-        average = sum(station.pace.backlog_s for station in stations) / max(prompts, 1)
-        return self._alpha * shortest / average
+        share = sum(station.pace.backlog_s > 0 for station in stations) / max(len(stations), 1)
+        price = 0.0
+        if shortest > 0.0:
+            prompts = sum(station.node.num_prompts for station in stations)
+            price = self._alpha * shortest * max(prompts, 1) / sum(station.pace.backlog_s for station in stations)
+        return Market(price, share, self._ease, self._harm)
 
-    def _remote(self, found: filters.Pools, query: Query, view: ClusterView, price: float) -> tuple[Ranked, Ranked] | None:
+    def _remote(self, found: filters.Pools, query: Query, view: ClusterView, market: Market) -> tuple[Ranked, Ranked] | None:
         """The best prefill node that has a partner, and its best partner."""
         if not (found.prefill and found.decode):
             return None
-        prefills = self._rank_prefill(_stations(view, filters.ready(found.prefill, query)), query, price)
+        prefills = self._rank_prefill(_stations(view, filters.ready(found.prefill, query)), query, market)
         for index, (_, station, values) in enumerate(prefills.entries):
             partners = filters.ready(filters.partners(found.decode, station.node), query)
             if partners:
-                decodes = self._rank_decode(_stations(view, partners), query, station, values[1], price)
+                decodes = self._rank_decode(_stations(view, partners), query, station, values[1], market)
                 return replace(prefills, entries=prefills.entries[index:]), decodes
         return None
 
-    def _rank_prefill(self, stations: Sequence[Station], query: Query, price: float) -> Ranked:
-        values = [seconds_of.prefill_values(s, query, price, self._harm) for s in stations]
+    def _rank_prefill(self, stations: Sequence[Station], query: Query, market: Market) -> Ranked:
+        values = [seconds_of.prefill_values(station, query, market) for station in stations]
         return _rank("prefill", seconds_of.PREFILL_TERMS, stations, values)
 
-    def _rank_decode(self, stations: Sequence[Station], query: Query, prefill: Station, compute: float, price: float) -> Ranked:
-        values = [
-            seconds_of.decode_values(s, query, seconds_of.exposed_s(prefill, s.node, query, compute), _price_on(s, price)) for s in stations
-        ]
+    def _rank_decode(self, stations: Sequence[Station], query: Query, prefill: Station, compute: float, market: Market) -> Ranked:
+        exposed = [seconds_of.exposed_s(prefill, station.node, query, compute) for station in stations]
+        values = [seconds_of.decode_values(station, query, late, market) for station, late in zip(stations, exposed, strict=True)]
         return _rank("decode", seconds_of.DECODE_TERMS, stations, values)
 
-    def _rank_local(self, stations: Sequence[Station], query: Query, price: float) -> Ranked:
-        values = [seconds_of.local_values(s, query, _price_on(s, price), self._harm) for s in stations]
+    def _rank_local(self, stations: Sequence[Station], query: Query, market: Market) -> Ranked:
+        values = [seconds_of.local_values(station, query, market) for station in stations]
         return _rank("local", seconds_of.LOCAL_TERMS, stations, values)
 
     # ------------------------------------------------------------ modes
 
-    def _decide(self, query: Query, remote: tuple[Ranked, Ranked] | None, local: Ranked | None, rejected: tuple[Candidate, ...]) -> Choice:
+    def _decide(
+        self, query: Query, remote: tuple[Ranked, Ranked] | None, local: Ranked | None, market: Market, rejected: tuple[Candidate, ...]
+    ) -> Choice:
         if remote is None:
             assert local is not None
             return self._local_choice(local, local.candidates(query) + rejected)
         record = remote[0].candidates(query) + remote[1].candidates(query)
         if local is None:
             return self._remote_choice(remote, record + rejected)
-        calm = self._without_long_pauses(local, query) if self._keeps_pace(remote[0].best, query) else local
-        record += local.candidates(query) if calm is not None else local.candidates(query, "holds up running rows")
+        calm = self._calm(local, query, market) if self._keeps_pace(remote[0].best, query, market) else local
+        record += calm.candidates(query) if calm is not None else local.candidates(query, "slows running rows")
         if calm is not None and self._is_local_better(query, remote, calm):
             return self._local_choice(calm, record + rejected)
         return self._remote_choice(remote, record + rejected)
 
-    def _without_long_pauses(self, local: Ranked, query: Query) -> Ranked | None:
-        entries = tuple(entry for entry in local.entries if self._keeps_pace(entry[1], query))
+    def _calm(self, local: Ranked, query: Query, market: Market) -> Ranked | None:
+        entries = tuple(entry for entry in local.entries if self._keeps_pace(entry[1], query, market))
         return replace(local, entries=entries) if entries else None
 
-    def _keeps_pace(self, station: Station, query: Query) -> bool:
+    def _keeps_pace(self, station: Station, query: Query, market: Market) -> bool:
+        """Whether the rows that run there stay easy to follow."""
         pace = station.pace
         if pace.rows == 0:
             return True
-        limit_s = query.itl_s if query.itl_s > 0 else self._gap * pace.tpot_s
-        cached = query.cached_on(station.node)
-        return pace.gap_s(query.num_tokens - cached, cached) <= limit_s
+        pause = seconds_of.pause_s(pace, seconds_of.compute_s(pace, query, query.cached_on(station.node)))
+        return pace.itl_s + (pause + pace.backlog_s) / query.expected_output <= seconds_of.easy_s(pace, query, market)
 
     def _is_local_better(self, query: Query, remote: tuple[Ranked, Ranked], local: Ranked) -> bool:
         remote_cost = remote[0].cost + remote[1].cost
@@ -182,11 +184,6 @@ def _rank(leg: LegName, names: tuple[str, ...], stations: Sequence[Station], val
     costs = [sum(terms) for terms in values]
     best = nsmallest(MOST_CANDIDATES, range(len(stations)), key=lambda i: (costs[i], stations[i].node.num_requests))
     return Ranked(leg, names, tuple((costs[i], stations[i], values[i]) for i in best))
-
-
-def _price_on(station: Station, price: float) -> float:
-    """Rule 3."""
-    return 0.0 if station.node.role == "decode" else price
 
 
 def _stations(view: ClusterView, nodes: Sequence[NodeView]) -> Sequence[Station]:

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pdcluster.cost import NodeCost, num_pairs
+from pdcluster.cost import NodeCost, lately, num_pairs
 from pdcluster.messages import CostReport, Load, Role
 from pdcluster_router.replay.cache import Hold, PrefixCache
 from pdcluster_router.replay.steps import Segment, segment
@@ -79,6 +79,7 @@ class SimNode:
     _context: int = 0
     _step: int = 0
     _free_s: float = 0.0
+    _itl_s: float = 0.0
     _chunk: int = 0
     _segment: Segment | None = None
     _queued_tokens: int = 0
@@ -188,6 +189,7 @@ class SimNode:
             waiting_pairs=round(pairs),
             rows=num_rows + self._num_reserved,
             cost=self._report,
+            itl_s=self._itl_s,
         )
 
     # ------------------------------------------------------------ time
@@ -210,6 +212,8 @@ class SimNode:
         assert current is not None
         end_s = current.after(steps)
         self.busy_s += end_s - current.start_s
+        if steps and self._rows:
+            self._itl_s = lately(self._itl_s, (end_s - current.start_s) / steps, steps)
         self._free_s = end_s
         self._step += steps
         self._context += steps * len(self._rows)
