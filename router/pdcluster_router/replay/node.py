@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pdcluster.cost import NodeCost, lately, num_pairs
@@ -18,25 +18,28 @@ from pdcluster_router.replay.cache import Hold, PrefixCache
 from pdcluster_router.replay.steps import Segment, segment
 from pdcluster_router.replay.trace import TraceRequest
 
+LEAST_CHUNK = 16
+"""Tokens of a prompt that go beside rows however many there are, so that no prompt starves."""
+
 What = Literal["started", "prefilled", "reserved", "finished"]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """chunk_tokens: of a prompt in one step beside decode rows; alone_tokens: while none runs. slots: rows that may run."""
+    """chunk_tokens: most tokens of one step, rows included. slots: rows that may run."""
 
     cost: NodeCost
     cache_tokens: int
     block_tokens: int
     chunk_tokens: int = 512
-    alone_tokens: int = 4096
     slots: int = 256
     kv_bytes_per_token: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One request on its way. decodes_here: whether the node that computes the prompt goes on (mode local)."""
+    """One request on its way. decodes_here: whether the node that computes the prompt goes on (mode local). ready_s: when the blocks that are copied
+    from another node are here; pulled: how many blocks are known then."""
 
     number: int
     request: TraceRequest
@@ -50,6 +53,7 @@ class Task:
     prompt_hold: Hold | None = None
     row_hold: Hold | None = None
     to_compute: int = 0
+    pulled: int = 0
 
 
 @dataclass(slots=True)
@@ -67,6 +71,7 @@ class SimNode:
     role: Role
     spec: NodeSpec
     cache: PrefixCache = field(init=False)
+    cost: NodeCost = field(init=False)
     outcomes: list[tuple[float, What, Task]] = field(default_factory=list)
     busy_s: float = 0.0
     _report: CostReport = field(init=False)
@@ -76,6 +81,8 @@ class SimNode:
     _rows: list[tuple[int, int, Task]] = field(default_factory=list)
     _joining: list[Task] = field(default_factory=list)
     _num_reserved: int = 0
+    _reserved_context: int = 0
+    _parked_blocks: int = 0
     _context: int = 0
     _step: int = 0
     _free_s: float = 0.0
@@ -87,7 +94,9 @@ class SimNode:
 
     def __post_init__(self) -> None:
         self.cache = PrefixCache(self.spec.cache_tokens // self.spec.block_tokens)
-        self._report = self.spec.cost.report()
+        prefill = replace(self.spec.cost.prefill, chunk_tokens=self.spec.chunk_tokens)
+        self.cost = replace(self.spec.cost, prefill=prefill)
+        self._report = self.cost.report()
 
     # ------------------------------------------------------------ what the simulation asks
 
@@ -103,7 +112,7 @@ class SimNode:
     def enqueue(self, task: Task, now: float) -> None:
         """Compute the prompt; ready_s of the task: not before."""
         request = task.request
-        cached = self._cached(task)
+        cached = max(self._cached(task), self._known(task.pulled, request))
         task.to_compute, task.cached_tokens = request.num_tokens - cached, cached
         self._queued_tokens += task.to_compute
         self._queued_pairs += num_pairs(task.to_compute, cached)
@@ -121,7 +130,7 @@ class SimNode:
         hold = task.row_hold
         assert hold is not None
         self.cache.publish(hold, task.request.blocks)
-        self._num_reserved -= 1
+        self._unreserve(task)
         self._joining.append(task)
         self._change(now)
 
@@ -132,12 +141,13 @@ class SimNode:
             return
         self.cache.close(task.row_hold)
         task.row_hold = None
-        self._num_reserved -= 1
+        self._unreserve(task)
         self._serve_line(now)
 
     def release(self, task: Task, now: float) -> None:
         """The KV of a prompt computed here is elsewhere now."""
         assert task.prompt_hold is not None
+        self._parked_blocks -= task.prompt_hold.num_shared + task.prompt_hold.num_private
         self.cache.close(task.prompt_hold)
         task.prompt_hold = None
         self._serve_line(now)
@@ -178,7 +188,7 @@ class SimNode:
             waiting=len(self._queue) + (job is not None),
             running=num_rows,
             waiting_tokens=tokens,
-            context_tokens=context + sum(t.request.num_tokens for t in self._joining),
+            context_tokens=context + sum(t.request.num_tokens for t in self._joining) + self._reserved_context,
             pages_total=cache.capacity,
             pages_free=cache.capacity - cache.num_busy - (cache.num_kept - cache.num_pinned),
             pages_cached=cache.num_kept - cache.num_pinned,
@@ -186,6 +196,7 @@ class SimNode:
             pages_pinned=0,
             slots=spec.slots,
             slots_used=num_rows + self._num_reserved,
+            pages_parked=self._parked_blocks,
             waiting_pairs=round(pairs),
             rows=num_rows + self._num_reserved,
             cost=self._report,
@@ -245,11 +256,13 @@ class SimNode:
         self.outcomes.append((now, "prefilled", task))
         if task.decodes_here:
             task.row_hold, task.prompt_hold = hold, None
-            self._num_reserved -= 1
+            self._unreserve(task)
             if task.request.num_output > 1:
                 self._joining.append(task)
             else:
                 self._finish(task, now)
+        else:
+            self._parked_blocks += hold.num_shared + hold.num_private
 
     def _finish(self, task: Task, now: float) -> None:
         hold = task.row_hold
@@ -274,14 +287,15 @@ class SimNode:
         self._chunk = 0
         done = 0
         if job is not None:
-            most = max(self.spec.chunk_tokens - len(rows), 16) if rows else self.spec.alone_tokens
+            most = max(self.spec.chunk_tokens - len(rows), LEAST_CHUNK)
             self._chunk = min(most, job.left)
             count, done = min(count, job.left // self._chunk), job.done
         self._segment = segment(self.spec.cost, self._free_s, count, len(rows), self._context, self._chunk, done)
 
     def _start_next(self) -> None:
-        task, now = self._queue[0], self._free_s
-        if task.ready_s > now:
+        now = self._free_s
+        task = next((task for task in self._queue if task.ready_s <= now), None)
+        if task is None:
             return
         request = task.request
         if task.decodes_here and len(self._rows) + self._num_reserved >= self.spec.slots:
@@ -290,13 +304,14 @@ class SimNode:
         hold = self.cache.open(request.blocks, self._blocks(length))
         if hold is None:
             return
-        self._queue.popleft()
+        self._queue.remove(task)
         self._queued_tokens -= task.to_compute
         self._queued_pairs -= num_pairs(task.to_compute, task.cached_tokens)
-        cached = min(hold.num_shared * self.spec.block_tokens, request.num_tokens - 1)
+        cached = self._known(max(hold.num_shared, task.pulled), request)
         task.prompt_hold, task.cached_tokens, task.to_compute = hold, cached, request.num_tokens - cached
         task.started_s = now
-        self._num_reserved += task.decodes_here
+        if task.decodes_here:
+            self._reserve(task)
         self._job = _Job(task, cached, task.to_compute)
         self.outcomes.append((now, "started", task))
 
@@ -311,11 +326,23 @@ class SimNode:
             self._line.popleft()
             task.row_hold = hold
             task.decode_cached_tokens = min(hold.num_shared * self.spec.block_tokens, request.num_tokens)
-            self._num_reserved += 1
+            self._reserve(task)
             self.outcomes.append((now, "reserved", task))
 
+    def _reserve(self, task: Task) -> None:
+        self._num_reserved += 1
+        self._reserved_context += task.request.num_tokens
+
+    def _unreserve(self, task: Task) -> None:
+        self._num_reserved -= 1
+        self._reserved_context -= task.request.num_tokens
+
     def _cached(self, task: Task) -> int:
-        return min(self.cache.depth(task.request.blocks) * self.spec.block_tokens, task.request.num_tokens - 1)
+        return self._known(self.cache.depth(task.request.blocks), task.request)
+
+    def _known(self, num_blocks: int, request: TraceRequest) -> int:
+        """The last token is always computed: the first of the answer is drawn from it."""
+        return min(num_blocks * self.spec.block_tokens, request.num_tokens - 1)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.spec.block_tokens)

@@ -32,7 +32,11 @@ class Holdings(Protocol):
         ...
 
     def depths(self, blocks: Blocks, now: float) -> dict[str, int]:
-        """Leading blocks by node."""
+        """Leading blocks by node, with those that are expected."""
+        ...
+
+    def held(self, blocks: Blocks) -> dict[str, int]:
+        """Without them."""
         ...
 
 
@@ -51,6 +55,9 @@ class Indexed:
 
     def depths(self, blocks: Blocks, now: float) -> dict[str, int]:
         return self._index.depths(b"".join(blocks), now) if blocks else {}
+
+    def held(self, blocks: Blocks) -> dict[str, int]:
+        return self._index.depths(b"".join(blocks)) if blocks else {}
 
 
 class Truth:
@@ -73,7 +80,12 @@ class Truth:
                 del expected[block]
 
     def depths(self, blocks: Blocks, now: float) -> dict[str, int]:
-        return {name: depth for name, cache in self._caches if (depth := max(cache.depth(blocks), _depth(self._expected[name], blocks)))}
+        held = self.held(blocks)
+        expected = {name: depth for name, chain in self._expected.items() if (depth := _depth(chain, blocks)) > held.get(name, 0)}
+        return {**held, **expected} if expected else held
+
+    def held(self, blocks: Blocks) -> dict[str, int]:
+        return {name: depth for name, cache in self._caches if (depth := cache.depth(blocks))}
 
 
 def _depth(held: Counter[bytes], blocks: Blocks) -> int:
@@ -122,6 +134,25 @@ class _Account:
         return Pending(self.requests, self.tokens, round(self.pairs), self.rows, self.context)
 
 
+class Paths:
+    """Bytes a second between nodes as they last were, waits for the link included: what nodes report of their paths. A path is as fast as the slower
+    of what its source sends and its target receives."""
+
+    NEWEST = 0.2
+
+    def __init__(self, nodes: Sequence[str], bandwidth: float) -> None:
+        self._sends = dict.fromkeys(nodes, bandwidth)
+        self._receives = dict.fromkeys(nodes, bandwidth)
+        self.rates = {source: dict.fromkeys(nodes, bandwidth) for source in nodes}
+
+    def observe(self, source: str, target: str, rate: float) -> None:
+        self._sends[source] += self.NEWEST * (rate - self._sends[source])
+        self._receives[target] += self.NEWEST * (rate - self._receives[target])
+        for node in self.rates:
+            self.rates[source][node] = min(self._sends[source], self._receives[node])
+            self.rates[node][target] = min(self._sends[node], self._receives[target])
+
+
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
     """expected_output: what the router takes for the length of an answer, as it cannot know. sees_truth: without feeds and index; see Truth."""
@@ -146,8 +177,8 @@ class ReplayRouter:
         self.holdings: Holdings = Truth(nodes) if spec.sees_truth else Indexed(self.index)
         self._accounts = {node.name: _Account() for node in nodes}
         self._endpoints = {node.name: Endpoint(node.name, node.name, f"sim://{node.name}") for node in nodes}
-        self._costs: Mapping[str, NodeCost] = {node.name: node.spec.cost for node in nodes}
-        self._bandwidth = {node.name: spec.bandwidth for node in nodes}
+        self._costs: Mapping[str, NodeCost] = {node.name: node.cost for node in nodes}
+        self._paths = Paths([node.name for node in nodes], spec.bandwidth)
         self._counter = spec.seed * 1_000_003
         self._previous: Mode | None = None
 
@@ -173,6 +204,7 @@ class ReplayRouter:
             num_tokens=request.num_tokens,
             hashes=b"".join(request.blocks),
             cached=cached,
+            held={name: depth * block_tokens for name, depth in self.holdings.held(request.blocks).items()},
             expected_output=self._spec.expected_output,
             session=str(request.session) if request.session >= 0 else "",
             force=self._spec.force,
@@ -192,7 +224,8 @@ class ReplayRouter:
             decode.in_flight += 1
             decode.rows += 1
             decode.context += request.num_tokens
-        self.holdings.expect(first.name, request.blocks, now + self._wait_s(first) + EXPECTED_S)
+        wait_s = first.pace.wait_s if first.pace is not None else 0.0
+        self.holdings.expect(first.name, request.blocks, now + wait_s + EXPECTED_S)
 
     def computed(self, task: Task, node: str) -> None:
         self.holdings.computed(node, task.request.blocks)
@@ -201,12 +234,13 @@ class ReplayRouter:
         """The decode node answered; its next report counts the row."""
         self._accounts[decode].reserved.append((now, task.request.num_tokens))
 
+    def moved(self, source: str, target: str, num_bytes: float, seconds: float) -> None:
+        """A transfer is over."""
+        self._paths.observe(source, target, num_bytes / seconds)
+
     def left(self, node: str) -> None:
         """A leg of a request on the node is over."""
         self._accounts[node].in_flight -= 1
-
-    def _wait_s(self, node: NodeView) -> float:
-        return self._costs[node.name].prefill.work_s(node.work.prefill_tokens, node.work.prefill_pairs)
 
     def _node_view(self, feed: Feed) -> NodeView:
         node, account = feed.node, self._accounts[feed.node.name]
@@ -221,6 +255,6 @@ class ReplayRouter:
             backends=("sim",),
             pending=account.pending(),
             cost=self._costs[node.name],
-            bandwidth=self._bandwidth,
+            bandwidth=self._paths.rates[node.name],
             kv_bytes_per_token=node.spec.kv_bytes_per_token,
         )

@@ -1,7 +1,7 @@
 """One replay from plain values: which nodes, which hardware, which policy; and how fast a trace must come to load them. No printing.
 
 The hardware is a model of a node of 8 GPUs of 2021 that serves a dense 70B model in 16 bits: 10,000 prompt tokens a second without attention,
-attention equal to the rest at 105,000 tokens, 20 ms for a step of one row, 320 KiB of KV a token, 25 GB/s between nodes.
+attention equal to the rest at 105,000 tokens, 20 ms for a step of one row, 320 KiB of KV a token, 80 GB/s between nodes (4 × 200 Gb/s).
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from pdcluster_router.replay.routing import ReplayRouter, RouterSpec
 from pdcluster_router.replay.simulation import Flight, LinkSpec, Simulation
 from pdcluster_router.replay.trace import Trace
 
-ALONE_TOKENS = 4096
 COST = NodeCost(
-    PrefillCost(fixed_s=0.005, token_s=1e-4, pair_s=1.9e-9, chunk_tokens=ALONE_TOKENS, samples=1000),
+    PrefillCost(fixed_s=0.005, token_s=1e-4, pair_s=1.9e-9, chunk_tokens=2048, samples=1000),
     DecodeCost(fixed_s=0.02, row_s=1.5e-4, context_s=2.9e-8, samples=1000),
 )
 KV_BYTES_PER_TOKEN = 327_680
-LINK = LinkSpec(bandwidth=2.5e10)
+LINK = LinkSpec(bandwidth=8e10)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many nodes of each role, and what each is. cache_tokens: KV of one node."""
+    """How many nodes of each role, and what each is. cache_tokens: KV of one node. chunk_tokens: of a step of decode and mixed nodes, whose rows must
+    not wait long; prefill nodes take what the cost model names."""
 
     prefill: int = 0
     decode: int = 0
     mixed: int = 0
     cache_tokens: int = 4_000_000
-    chunk_tokens: int = 512
+    chunk_tokens: int = 256
     cost: NodeCost = COST
     link: LinkSpec = LINK
 
@@ -56,9 +56,10 @@ class Layout:
             raise ConfigError(f"a cluster of {counts} cannot serve; give at least one node")
         if self.cache_tokens < block_tokens:
             raise ConfigError(f"a cache of {self.cache_tokens} tokens holds no block of {block_tokens}; give more tokens")
-        spec = NodeSpec(self.cost, self.cache_tokens, block_tokens, self.chunk_tokens, ALONE_TOKENS, kv_bytes_per_token=KV_BYTES_PER_TOKEN)
+        spec = NodeSpec(self.cost, self.cache_tokens, block_tokens, self.chunk_tokens, kv_bytes_per_token=KV_BYTES_PER_TOKEN)
+        whole = replace(spec, chunk_tokens=self.cost.prefill.chunk_tokens)
         by_role: tuple[tuple[Role, int], ...] = (("prefill", self.prefill), ("decode", self.decode), ("mixed", self.mixed))
-        return [SimNode(f"{role}-{number}", role, spec) for role, count in by_role for number in range(count)]
+        return [SimNode(f"{role}-{number}", role, whole if role == "prefill" else spec) for role, count in by_role for number in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ class Router(Protocol):
 
     def computed(self, task: Task, node: str) -> None: ...
 
+    def moved(self, source: str, target: str, num_bytes: float, seconds: float) -> None: ...
+
     def left(self, node: str) -> None: ...
 
 
@@ -106,6 +108,9 @@ class Simulation:
             node = self._by_name[str(subject)]
             node.wake(self.now)
             self._after(node)
+        elif what == "moved":
+            assert isinstance(subject, tuple)
+            self.router.moved(*subject)
         else:
             assert isinstance(subject, Flight)
             {"started": self._started, "arrived": self._arrived, "place": self._place}[what](subject)
@@ -132,8 +137,30 @@ class Simulation:
         flight.prefill = self._by_name[choice.prefill.name] if choice.prefill is not None else None
         first, task = flight.prefill or flight.decode, flight.task
         task.decodes_here = flight.prefill is None
+        if choice.pull is not None:
+            self._pull(task, self._by_name[choice.pull.name], first)
         first.enqueue(task, self.now)
         self._after(first)
+
+    def _pull(self, task: Task, source: SimNode, target: SimNode) -> None:
+        """Copy the prefix that `source` really holds, as far as `target` lacks it."""
+        blocks, block_tokens = task.request.blocks, source.spec.block_tokens
+        held, own = source.cache.depth(blocks), target.cache.depth(blocks)
+        if held <= own:
+            return
+        task.pulled = held
+        task.ready_s = self._move(source, target, self.now, (held - own) * block_tokens) + self.link.fixed_s
+        self._at(task.ready_s, "ready", target.name)
+
+    def _move(self, source: SimNode, target: SimNode, begun_s: float, num_tokens: int) -> float:
+        """Takes the links of both ends when both are free; the moment at which they are again. The node tells how long it took, the wait included."""
+        begin_s = max(begun_s, self._sends_until.get(source.name, 0.0), self._receives_until.get(target.name, 0.0))
+        num_bytes = float(num_tokens * source.spec.kv_bytes_per_token)
+        end_s = begin_s + num_bytes / self.link.bandwidth
+        self._sends_until[source.name] = self._receives_until[target.name] = end_s
+        if num_bytes:
+            self._at(max(end_s, self.now), "moved", (source.name, target.name, num_bytes, end_s - begun_s))
+        return end_s
 
     def _started(self, flight: Flight) -> None:
         """The prompt is being computed: now the decode node is asked."""
@@ -168,12 +195,10 @@ class Simulation:
         """Called when prompt and place are both there. begun_s: since when KV could flow."""
         source, target, task = flight.prefill, flight.decode, flight.task
         assert source is not None and target is not None
-        token_bytes = source.spec.kv_bytes_per_token
-        duration_s = (task.request.num_tokens - task.decode_cached_tokens) * token_bytes / self.link.bandwidth
-        begin_s = max(begun_s, self._sends_until.get(source.name, 0.0), self._receives_until.get(target.name, 0.0))
-        self._sends_until[source.name] = self._receives_until[target.name] = begin_s + duration_s
-        last_s = min(source.spec.alone_tokens, task.request.num_tokens) * token_bytes / self.link.bandwidth / self.link.pieces
-        done_s = max(begin_s + duration_s, self.now + min(last_s, duration_s)) + self.link.fixed_s
+        token_s = source.spec.kv_bytes_per_token / self.link.bandwidth
+        missing = task.request.num_tokens - task.decode_cached_tokens
+        last_s = min(source.spec.chunk_tokens, missing) * token_s / self.link.pieces
+        done_s = max(self._move(source, target, begun_s, missing), self.now + last_s) + self.link.fixed_s
         self._at(done_s, "arrived", flight)
 
     def _arrived(self, flight: Flight) -> None:

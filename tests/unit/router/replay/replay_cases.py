@@ -10,7 +10,8 @@ from pdcluster_router.replay.scenario import Layout
 from pdcluster_router.replay.simulation import LinkSpec
 from pdcluster_router.replay.trace import Chain, Trace, TraceRequest
 
-COST = NodeCost(PrefillCost(0.01, 1e-3, 1e-7, 4096, 10), DecodeCost(0.02, 1e-3, 1e-6, 10))
+CHUNK = 512
+COST = NodeCost(PrefillCost(0.01, 1e-3, 1e-7, CHUNK, 10), DecodeCost(0.02, 1e-3, 1e-6, 10))
 CHAIN = Chain()
 
 
@@ -39,4 +40,4 @@ def random_trace(seed: int, num_requests: int = 60, *, most_tokens: int = 400, r
 
 
 def layout(prefill: int = 0, decode: int = 0, mixed: int = 0, cache_tokens: int = 4096) -> Layout:
-    return Layout(prefill, decode, mixed, cache_tokens, chunk_tokens=64, cost=COST, link=LinkSpec(bandwidth=1e9))
+    return Layout(prefill, decode, mixed, cache_tokens, chunk_tokens=CHUNK, cost=COST, link=LinkSpec(bandwidth=1e9))

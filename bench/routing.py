@@ -1,0 +1,265 @@
+"""Routing policies over traces in simulated time: who is best where, how far `seconds` is from it, and whether choosing P/D per request pays.
+
+    python -m bench.routing [--quick] [--trace FILE] [--processes N] [--json FILE]
+
+ 1. cells: all policies × 5 loads × 2 cache sizes on the recorded trace and on each generated kind. Load 1.0: the work that one pooled LRU cache would
+    leave equals what the prefill nodes can do.
+ 2. imperfect: the best three again behind feeds that are 100 and 500 ms late and lose 1 % of messages, through the production index.
+ 3. seeds: the best three on generated kinds, seeds 0 to 4.
+ 4. modes: `seconds` choosing P/D per request, against every static split (remote always) and against colocated nodes (local always, two chunk sizes).
+
+Decode, transfers and quadratic prefill are modelled (`pdcluster_router.replay`); seconds are those of the model, so ratios are what counts. Rows with
+a goal are printed, and every cell that misses it; --json has all figures of all policies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from bench.report import Row, print_rows, write_json
+from bench.routing_runs import Run, Workload, execute_all, pools_for
+from pdcluster_router.policy.registry import POLICIES
+from pdcluster_router.replay.feed import FeedSpec
+from pdcluster_router.replay.report import Figures
+from pdcluster_router.replay.scenario import Layout
+
+OURS = "seconds"
+RECORDED = "/work/shared/data/conversation_trace.jsonl"
+LOADS = (0.5, 0.7, 0.85, 1.0, 1.2)
+CACHES = (1_000_000, 4_000_000)
+NUM_NODES = 12
+CLOSE = 0.95
+"""Within 5 % of the best."""
+
+UNITS = {"ttft_mean_s": "s", "ttft_p90_s": "s", "ttft_p99_s": "s", "tpot_mean_s": "s", "goodput": "1/s", "token_goodput": "tokens/s"}
+MODE_LOADS = (0.7, 0.85, 1.0, 1.15, 1.3)
+MODE_NODES = (4, 8)
+MODE_CACHE = 1_500_000
+CHUNKS = (256, 512)
+BALANCED = ("balanced", "everything", "recorded")
+"""Mixes in which neither prompts nor answers are nearly all of the work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """requests: of each trace; 0: all that were recorded."""
+
+    recorded: Workload
+    kinds: tuple[Workload, ...]
+    mixes: tuple[Workload, ...]
+    loads: tuple[float, ...]
+    caches: tuple[int, ...]
+    mode_loads: tuple[float, ...]
+    seeds: tuple[int, ...]
+
+    @property
+    def workloads(self) -> tuple[Workload, ...]:
+        return (self.recorded, *self.kinds)
+
+
+def plan_of(path: str, *, quick: bool) -> Plan:
+    kinds = ("chat", "agent", "rag", "no-reuse")
+    mixes = (*kinds, "prefill-heavy", "decode-heavy", "balanced", "everything")
+    few, mode = (600, 300) if quick else (3000, 1500)
+    return Plan(
+        recorded=Workload("recorded", path, 2000 if quick else 0),
+        kinds=tuple(Workload(kind, requests=few) for kind in kinds),
+        mixes=(Workload("recorded", path, mode), *(Workload(kind, requests=mode) for kind in mixes)),
+        loads=(0.7, 1.0) if quick else LOADS,
+        caches=CACHES[:1] if quick else CACHES,
+        mode_loads=(0.85, 1.15) if quick else MODE_LOADS,
+        seeds=(0, 1) if quick else (0, 1, 2, 3, 4),
+    )
+
+
+# ---------------------------------------------------------------- what is run
+
+
+def cells(plan: Plan) -> Iterator[Run]:
+    for workload in plan.workloads:
+        for cache in plan.caches:
+            layout = pools_for(workload, NUM_NODES, cache, max(plan.loads))
+            for load in plan.loads:
+                yield from (Run(workload, layout, policy, load) for policy in POLICIES)
+
+
+def imperfect(plan: Plan, best: Iterable[str]) -> Iterator[Run]:
+    workload = replace(plan.recorded, requests=min(plan.recorded.requests or 5000, 5000))
+    layout = pools_for(workload, NUM_NODES, plan.caches[-1], max(plan.loads))
+    for policy in best:
+        for feed in (FeedSpec(), FeedSpec(0.1), FeedSpec(0.5), FeedSpec(0.1, 0.01)):
+            yield Run(workload, layout, policy, 0.85, feed=feed, exact=False)
+
+
+def seeds(plan: Plan, best: Iterable[str]) -> Iterator[Run]:
+    for kind in plan.kinds:
+        for seed in plan.seeds:
+            workload = replace(kind, seed=seed)
+            layout = pools_for(workload, NUM_NODES, plan.caches[-1], max(plan.loads))
+            yield from (Run(workload, layout, policy, 0.85, seed=seed) for policy in best)
+
+
+def mode_layouts(num_nodes: int) -> Iterator[tuple[str, Layout, str]]:
+    """(name, layout, mode): colocated by chunk size, static splits, and ours on the same layouts."""
+    for chunk in CHUNKS:
+        mixed = Layout(mixed=num_nodes, cache_tokens=MODE_CACHE, chunk_tokens=chunk)
+        yield "colocated", mixed, "local"
+        yield "auto", mixed, "auto"
+    for prefill in range(1, num_nodes):
+        split = Layout(prefill=prefill, decode=num_nodes - prefill, cache_tokens=MODE_CACHE, chunk_tokens=CHUNKS[0])
+        yield "static", split, "remote"
+        yield "auto", split, "auto"
+
+
+def modes(plan: Plan) -> Iterator[Run]:
+    for workload in plan.mixes:
+        for num_nodes in MODE_NODES[:1] if len(plan.mode_loads) < len(MODE_LOADS) else MODE_NODES:
+            for _, layout, force in mode_layouts(num_nodes):
+                for load in plan.mode_loads:
+                    yield Run(workload, layout, OURS, load, force=force, by_all=True)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- what is promised
+
+
+Found = Mapping[Run, Figures]
+
+
+def name_of(run: Run) -> str:
+    layout = run.layout
+    nodes = f"{layout.prefill}P+{layout.decode}D" if not layout.mixed else f"{layout.mixed}M"
+    return f"{run.workload.name} seed {run.workload.seed} {nodes} cache {layout.cache_tokens / 1e6:g}M load {run.load:g}"
+
+
+def all_figures(found: Found) -> Iterator[Row]:
+    for run, figures in found.items():
+        feed = f" late {run.feed.delay_s:g} s lost {run.feed.loss:g}" if run.feed != FeedSpec() else ""
+        case = f"{run.policy} {run.force}: {name_of(run)} chunk {run.layout.chunk_tokens}{feed}"
+        for field in fields(figures):
+            value = getattr(figures, field.name)
+            if isinstance(value, float | int):
+                yield Row(field.name, case, float(value), UNITS.get(field.name, ""))
+
+
+def against_best(found: Found) -> Iterator[Row]:
+    """In each cell, mean TTFT and goodput of ours against the best policy's; the ratio is 1 or above where ours is best."""
+    for cell in _by_cell(found).values():
+        ours = cell[OURS]
+        if len(cell) < 2:
+            continue
+        run = next(run for run in found if found[run] is ours)
+        rivals = {policy: figures for policy, figures in cell.items() if policy != OURS}
+        fastest = min(rivals, key=lambda policy: rivals[policy].ttft_mean_s)
+        yield goal("mean TTFT", name_of(run), ours.ttft_mean_s, "s", fastest, rivals[fastest].ttft_mean_s, CLOSE, less_is_better=True)
+        most = max(rivals, key=lambda policy: rivals[policy].goodput)
+        yield goal("goodput", name_of(run), ours.goodput, "1/s", most, rivals[most].goodput, CLOSE)
+
+
+def promises_on_recorded(found: Found) -> Iterator[Row]:
+    for (workload, _, load, *_), cell in _by_cell(found).items():
+        if workload.name != "recorded" or load < 0.8 or "least-load" not in cell:
+            continue
+        ours, plain = cell[OURS], cell["least-load"]
+        case = name_of(next(run for run in found if found[run] is ours))
+        yield goal("mean TTFT", case, ours.ttft_mean_s, "s", "0.7 × least-load", 0.7 * plain.ttft_mean_s, 1.0, less_is_better=True)
+        yield goal("hit", case, ours.hit, "", "pooled LRU", ours.hit_oracle, 0.9)
+        yield goal("max ÷ mean busy", case, ours.imbalance, "", "limit", 1.15, 1.0, less_is_better=True)
+
+
+def against_modes(found: Found) -> Iterator[Row]:
+    """Best goodput over loads, of each way with its best layout."""
+    best: dict[tuple[str, int], dict[str, float]] = {}
+    for run, figures in found.items():
+        way = {"local": "colocated", "remote": "static", "auto": "auto"}[run.force]
+        name = "auto, all mixed" if way == "auto" and run.layout.mixed else way
+        peaks = best.setdefault((run.workload.name, run.layout.num_nodes), {})
+        for which in {way, name}:
+            peaks[which] = max(peaks.get(which, 0.0), figures.goodput)
+    for (mix, num_nodes), peaks in best.items():
+        rival = max(("colocated", "static"), key=lambda way: peaks[way])
+        least = 1.1 if mix in BALANCED else 1.0
+        yield goal("goodput auto", f"{mix}, {num_nodes} nodes", peaks["auto"], "1/s", rival, peaks[rival], least)
+        yield goal("goodput auto, all mixed", f"{mix}, {num_nodes} nodes", peaks["auto, all mixed"], "1/s", rival, peaks[rival], None)
+
+
+def goal(metric: str, case: str, value: float, unit: str, against: str, other: float, least: float | None, *, less_is_better: bool = False) -> Row:
+    ratio = (other / value if less_is_better else value / other) if value and other else None
+    holds = None if least is None or ratio is None else ratio >= least
+    return Row(metric, case, value, unit, against, other, ratio, None, least, holds)
+
+
+def best_three(found: Found) -> list[str]:
+    """Ours and the two whose mean TTFT is, over all cells, closest to each cell's best."""
+    distance = dict.fromkeys(POLICIES, 0.0)
+    for cell in _by_cell(found).values():
+        least = min(figures.ttft_mean_s for figures in cell.values())
+        for policy, figures in cell.items():
+            distance[policy] += min(figures.ttft_mean_s / max(least, 1e-9), 10.0)
+    ranked = sorted(distance, key=lambda policy: distance[policy])
+    return [OURS, *[policy for policy in ranked if policy != OURS][:2]]
+
+
+Cell = tuple[Workload, Layout, float, FeedSpec, bool]
+
+
+def _by_cell(found: Found) -> dict[Cell, dict[str, Figures]]:
+    cells: dict[Cell, dict[str, Figures]] = {}
+    for run, figures in found.items():
+        cells.setdefault((run.workload, run.layout, run.load, run.feed, run.exact), {})[run.policy] = figures
+    return cells
+
+
+# ---------------------------------------------------------------- the command
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few cells of each part")
+    parser.add_argument("--trace", default=RECORDED, help="a Mooncake or Azure trace in place of the conversation trace")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--parts", default="cells,imperfect,seeds,modes")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    plan = plan_of(arguments.trace, quick=arguments.quick)
+    rows = list(measure(plan, arguments.processes, arguments.parts.split(",")))
+    judged = [row for row in rows if row.against]
+    print_rows([row for row in judged if row.holds is not False])
+    missed = [row for row in judged if row.holds is False]
+    print(f"\n{len(missed)} of {sum(row.holds is not None for row in judged)} goals are missed" + (":" if missed else ""))
+    print_rows(missed)
+    if arguments.json is not None:
+        write_json(rows, arguments.json)
+
+
+def measure(plan: Plan, processes: int, parts: list[str]) -> Iterator[Row]:
+    best = [OURS, "conductor", "product"]
+    if "cells" in parts:
+        found = _run(cells(plan), processes, "cells")
+        best = best_three(found)
+        yield from (*all_figures(found), *against_best(found), *promises_on_recorded(found))
+    for part, runs in (("imperfect", imperfect(plan, best)), ("seeds", seeds(plan, best))):
+        if part in parts:
+            found = _run(runs, processes, part)
+            yield from (*all_figures(found), *against_best(found))
+    if "modes" in parts:
+        found = _run(modes(plan), processes, "modes")
+        yield from (*all_figures(found), *against_modes(found))
+
+
+def _run(runs: Iterable[Run], processes: int, part: str) -> Found:
+    begun = time.monotonic()
+
+    def done(number: int, total: int) -> None:
+        if number == total or number % 25 == 0:
+            print(f"{part}: {number} of {total} replays, {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+
+    return execute_all(runs, processes, done)
+
+
+if __name__ == "__main__":
+    main()

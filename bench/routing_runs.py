@@ -1,0 +1,110 @@
+"""One replay of `bench.routing` as a value, and many of them on all cores. Says what is run; goals and printing are in `bench.routing`."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from pdcluster_router.policy.base import Force
+from pdcluster_router.replay.feed import IMMEDIATE, FeedSpec
+from pdcluster_router.replay.report import Figures, Slo, figures
+from pdcluster_router.replay.scenario import Conditions, Layout, Oracle, at_load, oracle, replay
+from pdcluster_router.replay.trace import Trace, read_trace
+from pdcluster_router.replay.workloads import generate
+
+FULL = 0.85
+"""Of the limit on TPOT, in steps of a decode node that is as full as it should be; for sizing pools."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """path: of a recorded trace, "" for a generated kind. requests: the first so many; 0: all."""
+
+    name: str
+    path: str = ""
+    requests: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """load: of the computing nodes, or of all nodes when by_all (see `whole_rate`)."""
+
+    workload: Workload
+    layout: Layout
+    policy: str
+    load: float
+    force: Force = "auto"
+    feed: FeedSpec = IMMEDIATE
+    seed: int = 0
+    exact: bool = True
+    by_all: bool = False
+    slo_ttft_s: float | None = None
+    ttft_factor: float = 5.0
+    tpot_factor: float = 2.0
+
+
+@lru_cache(maxsize=4)
+def trace_of(workload: Workload) -> Trace:
+    if not workload.path:
+        return generate(workload.name, workload.requests, workload.seed)
+    trace = read_trace(Path(workload.path))
+    return trace.head(workload.requests) if workload.requests else trace
+
+
+@lru_cache(maxsize=16)
+def oracle_of(workload: Workload, layout: Layout) -> Oracle:
+    return oracle(trace_of(workload), layout)
+
+
+def execute(run: Run) -> Figures:
+    trace = trace_of(run.workload)
+    known = oracle_of(run.workload, run.layout)
+    loaded = trace.at_speed(run.load * whole_rate(trace, known, run.layout) * trace.span_s / len(trace.requests)) if run.by_all else None
+    loaded = loaded or at_load(trace, run.layout, known, run.load)
+    conditions = Conditions(run.feed, run.force, run.seed, sees_truth=run.exact)
+    outcome = replay(loaded, run.layout, run.policy, conditions)
+    slo = Slo(run.layout.cost, trace.mean_tokens, run.ttft_factor, run.tpot_factor)
+    return figures(run.policy, outcome, slo, known.hit)
+
+
+def execute_all(runs: Iterable[Run], processes: int, done: Callable[[int, int], None]) -> dict[Run, Figures]:
+    """done: is told how many of how many runs have ended. Runs over one trace follow each other, so that a process reads it once."""
+    ordered = list(dict.fromkeys(runs))
+    found: dict[Run, Figures] = {}
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        waiting = {pool.submit(execute, run): run for run in ordered}
+        for number, future in enumerate(as_completed(waiting), 1):
+            found[waiting[future]] = future.result()
+            done(number, len(ordered))
+    return found
+
+
+def whole_rate(trace: Trace, known: Oracle, layout: Layout) -> float:
+    """Requests a second that all nodes could serve if both kinds of work were spread evenly and decode steps were full: the same for every layout
+    with as many nodes."""
+    return layout.num_nodes * len(trace.requests) / (known.work_s + decode_work_s(trace, layout))
+
+
+def decode_work_s(trace: Trace, layout: Layout) -> float:
+    """Seconds of full decode steps, of one node."""
+    decode = layout.cost.decode
+    step_s = FULL * Slo(layout.cost, trace.mean_tokens).tpot_s(round(trace.mean_tokens))
+    rows = max((step_s - decode.fixed_s) / decode.added_s(1, trace.mean_tokens), 1.0)
+    return sum(r.num_output for r in trace.requests) * step_s / rows
+
+
+def pools_for(workload: Workload, num_nodes: int, cache_tokens: int, peak_load: float) -> Layout:
+    """Most prefill nodes such that the others can decode what these let through at the highest load."""
+    trace = trace_of(workload)
+    for prefill in range(num_nodes - 1, 1, -1):
+        layout = Layout(prefill=prefill, decode=num_nodes - prefill, cache_tokens=cache_tokens)
+        known = oracle_of(workload, layout)
+        share = decode_work_s(trace, layout) / known.work_s
+        if share * prefill * peak_load <= num_nodes - prefill:
+            return layout
+    return Layout(prefill=1, decode=num_nodes - 1, cache_tokens=cache_tokens)
