@@ -22,9 +22,10 @@ LegName = Literal["prefill", "decode", "local"]
 class Query:
     """What a choice depends on besides the view.
 
-    num_tokens: the prompt and what was emitted; hashes: its block hashes. cached: tokens of the longest prefix that each node holds, by
-    incarnation (none: 0). excluded: incarnations that failed this request already; busy: those that said to come back later, which is a reason to
-    prefer another of the same pool, but none to leave the pool. expected_output: tokens that are still to come, as far as one can tell.
+    num_tokens: the prompt and what was emitted; hashes: its block hashes. cached: tokens of the longest prefix that each node holds or will by the
+    time it gets to this request, by incarnation (none: 0); held: those that it holds already, so that they can be copied; None: the same.
+    excluded: incarnations that failed this request already; busy: those that said to come back later, which is a reason to prefer another of the
+    same pool, but none to leave the pool. expected_output: tokens that are still to come, as far as one can tell.
     session: key of a conversation, "" for none; without it, policies that need one use the prompt's first blocks.
     force: the mode that the request must have. fallback: when a request may run on one node though both pools exist. counter: number of this decision
     on this router, the only source of chance. previous: the mode of the router's last choice, for hysteresis. itl_s: the longest gap between the
@@ -40,12 +41,16 @@ class Query:
     session: str = ""
     force: Force = "auto"
     fallback: Fallback = "conditional"
+    held: Mapping[str, int] | None = None
     counter: int = 0
     previous: Mode | None = None
     itl_s: float = 0.0
 
     def cached_on(self, node: NodeView) -> int:
         return min(self.cached.get(node.incarnation, 0), self.num_tokens)
+
+    def held_on(self, node: NodeView) -> int:
+        return self.cached_on(node) if self.held is None else min(self.held.get(node.endpoint.incarnation, 0), self.num_tokens)
 
     def uncached_on(self, node: NodeView) -> int:
         """At least one token is always computed: the first output token is drawn from its logits."""

@@ -51,9 +51,9 @@ class Algorithm1:
 
     def source(self, node: NodeView, query: Query) -> NodeView | None:
         """The node with the longest prefix, when `node` should fetch that; None when its own will do."""
-        best = max(self.view.accepting, key=query.cached_on)
+        best = max(self.view.accepting, key=query.held_on)
         own = query.cached_on(node)
-        if query.cached_on(best) <= own or query.cached_on(best) < self.balance * own or not best.can_exchange(node):
+        if query.held_on(best) <= own or query.held_on(best) < self.balance * own or not best.can_exchange(node):
             return None
         return best if best.bandwidth.get(node.name, 0.0) > 0 else None
 
@@ -63,7 +63,7 @@ class Algorithm1:
         source, cached = self.source(node, query), query.cached_on(node)
         transfer = 0.0
         if source is not None:
-            missing = query.cached_on(source) - cached
+            missing = query.held_on(source) - cached
             transfer = missing * node.kv_bytes_per_token / source.bandwidth[node.name]
             cached += missing
         compute = pace.prefill.seconds(max(query.num_tokens - cached, 1), cached) * pace.stretch
