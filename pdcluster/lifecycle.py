@@ -53,6 +53,8 @@ class Reading(Enum):
 class Residence(Enum):
     WAITING = auto()
     """In the queue: holds no pages."""
+    HELD = auto()
+    """In the queue, but not to be admitted yet: KV of its prompt is on its way into the prefix cache. Holds no pages."""
     RUNNING = auto()
     """A row of the running batch: computes its prompt, or decodes."""
     RESERVED = auto()
@@ -98,7 +100,10 @@ READING: Table[Reading] = {
 RESIDENCE: Table[Residence] = {
     (Residence.WAITING, "admit"): Residence.RUNNING,
     (Residence.WAITING, "reserve"): Residence.RESERVED,
+    (Residence.WAITING, "hold"): Residence.HELD,
     (Residence.WAITING, "end"): Residence.FINISHED,
+    (Residence.HELD, "resume"): Residence.WAITING,
+    (Residence.HELD, "end"): Residence.FINISHED,
     (Residence.RESERVED, "commit"): Residence.RUNNING,
     (Residence.RESERVED, "end"): Residence.FINISHED,
     (Residence.RUNNING, "preempt"): Residence.WAITING,

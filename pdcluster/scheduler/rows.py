@@ -1,4 +1,4 @@
-"""What a sequence puts into a step, what comes out of it, and when it ends. Pure functions over one sequence."""
+"""What a sequence puts into a step, how a step is put together, what comes out of it, and when a sequence ends. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pdcluster.messages import FinishReason, TokenLogprobs
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import Row
+from pdcluster.step import Row, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +79,27 @@ def finish(sequence: Sequence, token: int, eos_token_ids: frozenset[int]) -> tup
     if sequence.num_tokens >= sequence.max_total:
         return "length", None
     return None, None
+
+
+class Draft:
+    """A plan in the making. Rows of one token come first."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self._singles: list[Sequence] = []
+        self._chunks: list[Sequence] = []
+        self._single_rows: list[Row] = []
+        self._chunk_rows: list[Row] = []
+
+    def take(self, sequence: Sequence, count: int) -> None:
+        self.left -= count
+        (self._singles if count == 1 else self._chunks).append(sequence)
+        (self._single_rows if count == 1 else self._chunk_rows).append(make_row(sequence, count))
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self._singles + self._chunks
+
+    @property
+    def plan(self) -> StepPlan:
+        return StepPlan((*self._single_rows, *self._chunk_rows))

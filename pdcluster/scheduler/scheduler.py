@@ -29,7 +29,7 @@ from pdcluster.messages import HASH_BYTES, TokenLogprobs
 from pdcluster.scheduler.backlog import backlog, decoding
 from pdcluster.scheduler.forecast import Forecast
 from pdcluster.scheduler.limits import Limits
-from pdcluster.scheduler.rows import Occupancy, Update, finish, make_row
+from pdcluster.scheduler.rows import Draft, Occupancy, Update, finish
 from pdcluster.scheduler.sequence import Sequence
 from pdcluster.step import Row, RowResult, StepPlan, StepResult
 
@@ -88,7 +88,7 @@ class Scheduler:
         running, forecast = self._running, self._forecast
         if self._num_free_rows == 0:
             raise Overloaded(f"all {self._limits.max_rows} rows are taken; retry later", forecast.row_free_s(running))
-        if self._blocked is not None and self._blocked.state is Residence.WAITING and self._blocked.num_preempted:
+        if self._blocked is not None and self.has_waiting_preempted:
             missing = self._pool.pages_for(self._blocked.num_tokens) + self._pool.pages_for(sequence.num_tokens) - self.num_spare_pages
             raise Overloaded("a preempted request waits for KV pages; retry later", forecast.pages_free_s(running, missing))
         if not self._take_pages(sequence, sequence.num_tokens // self._pool.page_tokens):
@@ -132,6 +132,13 @@ class Scheduler:
         self._end(sequence)
         return sequence
 
+    def hold(self, sequence: Sequence) -> None:
+        """Keep a waiting sequence in its place of the queue, but do not admit it before `resume`: KV of its prompt is on its way here."""
+        sequence.advance("hold")
+
+    def resume(self, sequence: Sequence) -> None:
+        sequence.advance("resume")
+
     def find(self, key: str) -> Sequence | None:
         return self._live.get(key)
 
@@ -141,7 +148,7 @@ class Scheduler:
         """The next step, or None when there is nothing to compute. token_budget: a smaller one for this step; decode rows run whatever it is."""
         if self._plan is not None:
             raise IntegrityError("schedule was called while a step is in flight; call update or drop_step first")
-        step = _Step(min(token_budget or self._limits.token_budget, self._limits.token_budget))
+        step = Draft(min(token_budget or self._limits.token_budget, self._limits.token_budget))
         preemptions_before = self.num_preemptions
         self._take_decodes(step)
         step.left = max(step.left, 1)
@@ -165,23 +172,23 @@ class Scheduler:
         """The step in flight failed: nothing was computed. Its rows stay as they were; the caller cancels those that shall not be tried again."""
         self._land()
 
-    def _take_decodes(self, step: _Step) -> None:
+    def _take_decodes(self, step: Draft) -> None:
         for sequence in list(self._running):
             if sequence.num_pending == 1 and sequence.state is Residence.RUNNING and self._has_room(sequence):
                 step.take(sequence, 1)
 
-    def _take_chunks(self, step: _Step) -> None:
+    def _take_chunks(self, step: Draft) -> None:
         for sequence in self._running:
             if step.left == 0:
                 return
             if sequence.num_pending > 1:
                 step.take(sequence, min(sequence.num_pending, step.left))
 
-    def _admit(self, step: _Step) -> None:
+    def _admit(self, step: Draft) -> None:
         """Admit waiting sequences in order. When one finds no pages, smaller ones may pass it, but only max_overtakes times, so that it cannot
         starve; a preempted one, whose client has seen tokens, is never passed."""
         self._blocked = None
-        waiting = (sequence for sequence in self._waiting.values() if self.admit_remote or not sequence.remote)
+        waiting = (each for each in self._waiting.values() if each.state is Residence.WAITING and (self.admit_remote or not each.remote))
         for sequence in list(islice(waiting, self._num_free_rows + _LOOKAHEAD)):
             blocked: Sequence | None = self._blocked
             if step.left == 0 or self._num_free_rows == 0:
@@ -207,7 +214,7 @@ class Scheduler:
             self._stamp_start(sequence)
         return True
 
-    def _launch(self, step: _Step) -> StepPlan | None:
+    def _launch(self, step: Draft) -> StepPlan | None:
         self._in_flight = step.sequences
         if not self._in_flight:
             return None
@@ -391,7 +398,7 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         """Take the sequence off the list of its state."""
         match sequence.state:
-            case Residence.WAITING:
+            case Residence.WAITING | Residence.HELD:
                 del self._waiting[sequence.key]
             case Residence.RUNNING:
                 self._running.remove(sequence)
@@ -419,6 +426,12 @@ class Scheduler:
         """Pages that can be had without touching what is kept available for the growth of rows."""
         return max(self._pool.num_available - self._credit, 0)
 
+    @property
+    def has_waiting_preempted(self) -> bool:
+        """Somebody whose client has seen tokens waits for pages: nobody else may take any."""
+        blocked = self._blocked
+        return blocked is not None and blocked.state is Residence.WAITING and blocked.num_preempted > 0
+
     def is_idle(self) -> bool:
         """No sequence is here and no step in flight."""
         return not self._live and self._plan is None
@@ -443,7 +456,8 @@ class Scheduler:
         self._pool.check_integrity()
         states = Counter(sequence.state for sequence in self._live.values())
         counted = {
-            Residence.WAITING: len(self._waiting),
+            Residence.WAITING: len(self._waiting) - states[Residence.HELD],
+            Residence.HELD: sum(sequence.state is Residence.HELD for sequence in self._waiting.values()),
             Residence.RUNNING: len(self._running),
             Residence.RESERVED: self._num_reserved,
             Residence.PARKED: self._num_parked,
@@ -461,34 +475,11 @@ class Scheduler:
         ending = [sequence for sequence in self._in_flight if sequence.state is Residence.FINISHED]
         for sequence in [*self._live.values(), *ending]:
             held.update(sequence.pages.tolist())
-            _require(bool(sequence.num_pages) == (sequence.state is not Residence.WAITING), f"{sequence!r} holds {sequence.num_pages} pages")
+            is_queued = sequence.state in (Residence.WAITING, Residence.HELD)
+            _require(bool(sequence.num_pages) != is_queued, f"{sequence!r} holds {sequence.num_pages} pages")
         for page, count in held.items():
             owners = self._pool.num_owners(page)
             _require(owners >= count, f"page {page} is held by {count} sequences, but has {owners} owners")
-
-
-class _Step:
-    """A plan in the making. Rows of one token come first."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-        self._singles: list[Sequence] = []
-        self._chunks: list[Sequence] = []
-        self._single_rows: list[Row] = []
-        self._chunk_rows: list[Row] = []
-
-    def take(self, sequence: Sequence, count: int) -> None:
-        self.left -= count
-        (self._singles if count == 1 else self._chunks).append(sequence)
-        (self._single_rows if count == 1 else self._chunk_rows).append(make_row(sequence, count))
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return self._singles + self._chunks
-
-    @property
-    def plan(self) -> StepPlan:
-        return StepPlan((*self._single_rows, *self._chunk_rows))
 
 
 def _order(sequence: Sequence) -> int:

@@ -46,6 +46,7 @@ class Sequence:
         "num_preempted",
         "num_prompt",
         "num_published",
+        "num_pulled",
         "num_tokens",
         "order",
         "prompt_logprobs",
@@ -81,6 +82,8 @@ class Sequence:
         """Pages, from the first on, whose contents are in the prefix cache."""
         self.num_cached = 0
         """Tokens whose KV was found here when the sequence first got pages; until then, when it came."""
+        self.num_pulled = 0
+        """Of those, tokens whose KV was fetched from another node for this sequence."""
         self.credit = 0
         """Pages that it does not hold but that admission keeps available for its growth."""
         self.max_total = 0
