@@ -181,6 +181,7 @@ class TransferConfig:
     rails: int | None = key(None, integer(1, 64), "over how many of those devices nixl spreads one write; not run on hardware")
     staging_bytes: int = key(64 * 2**20, size(2**16), "staging ring of media that cannot fence cheaply")
     digests: Literal["always", "never"] = key("always", choice("always", "never"), "whether chunks carry digests of their bytes")
+    pull_s: float = key(2.0, duration(0.001), "how long a prompt may wait for KV that another node has cached, before it is computed here")
     parking_s: float = key(60.0, duration(0.001), "how long a prefill node keeps finished KV for which no decode node has room")
     parking_percent: int = key(50, integer(1, 100), "share of the KV pool in which finished KV may wait before new remote prefills are refused")
 
@@ -267,6 +268,8 @@ class RouterConfig(Section):
     max_body_bytes: int = key(8 * 2**20, size(1024), "largest request body")
     deadline_s: float = key(600.0, duration(0.001), "longest time of one request")
     retry_budget: int = key(3, integer(0, 100), "attempts after the first one")
+    pull: Literal["always", "never"] = key("always", choice("always", "never"), "whether a node first fetches cached KV that another one holds")
+    pull_min_tokens: int = key(64, integer(1, 2**24), "least tokens that need not be computed for a pull to be made")
     lease_s: float = key(5.0, duration(0.1), "a node not heard of for this long is gone")
     heartbeat_s: float = key(1.0, duration(0.01), "how often the router renews its leases")
     drain_s: float = key(30.0, duration(), "on SIGTERM: longest time for open requests to finish")

@@ -115,6 +115,14 @@ class Ticket(Value, frozen=True, array_like=True):
     ranks: int = 1
 
 
+class Pull(Value, frozen=True, array_like=True):
+    """Where more of a prompt's KV is cached than on the node that shall compute it: `holder` has that of its first num_tokens tokens.
+    holder.adverts are not used."""
+
+    holder: Endpoint
+    num_tokens: int
+
+
 # ---------------------------------------------------------------- router → node
 
 
@@ -132,10 +140,11 @@ class Ping(Message, frozen=True, array_like=True):
 
 class Prefill(Message, frozen=True, array_like=True):
     """Compute the prompt's KV and sample the first token. remote: the KV goes to a decode node once its ticket is delivered;
-    otherwise the node goes on decoding itself (mode local)."""
+    otherwise the node goes on decoding itself (mode local). pull: KV to fetch first; when that fails, the node computes it."""
 
     work: Work
     remote: bool
+    pull: Pull | None = None
 
 
 class Reserve(Message, frozen=True, array_like=True):
@@ -210,7 +219,8 @@ class Timings(Value, frozen=True, array_like=True):
     """Seconds spent on one node by one attempt; a leg fills what it knows.
 
     queue: arrival → first scheduled; prefill: first scheduled → first token; transfer: first write submitted → last write done;
-    exposed: first token → commit acknowledged; decode: first decode step → last token.
+    exposed: first token → commit acknowledged; decode: first decode step → last token. cached_tokens: those whose KV was not computed;
+    pulled_tokens of them were fetched from another node.
     """
 
     queue_s: float = 0.0
@@ -222,6 +232,7 @@ class Timings(Value, frozen=True, array_like=True):
     decode_tokens: int = 0
     cached_tokens: int = 0
     backend: str = ""
+    pulled_tokens: int = 0
 
 
 class Welcome(Message, frozen=True, array_like=True):
@@ -325,7 +336,7 @@ class Load(Message, frozen=True, array_like=True):
     attention pairs they make (`cost.num_pairs`). rows: those of the running batch and of reservations that decode here or will, so no remote
     prefills; context_tokens: KV that they attend to. cost: None until the node has one. itl_s: between two tokens of its rows lately,
     whatever shared their steps; 0 before any. paths: to the decode nodes written to last. failed_writes,
-    resent_chunks: how many since the node started, by reason. draining: no new work, for now or for good. role: None: the card's.
+    resent_chunks, pulls: how many since the node started, by reason or result. draining: no new work, for now or for good. role: None: the card's.
     seen: number of the last frame from the router that gets the report; what came in it and before is counted."""
 
     waiting: int
@@ -351,6 +362,7 @@ class Load(Message, frozen=True, array_like=True):
     role: Role | None = None
     seen: int = 0
     itl_s: float = 0.0
+    pulls: tuple[tuple[str, int], ...] = ()
 
 
 class CacheDelta(Message, frozen=True, array_like=True):
@@ -379,7 +391,7 @@ class FileChunk(Message, frozen=True, array_like=True):
     data: bytes
 
 
-# ---------------------------------------------------------------- prefill node ↔ decode node
+# ---------------------------------------------------------------- node ↔ node
 
 
 class ChunkEntry(Value, frozen=True, array_like=True):
@@ -409,12 +421,13 @@ class Leg(Value, frozen=True, array_like=True):
 class Commit(Message, frozen=True, array_like=True):
     """The writer's last word on a ticket, sent only when every write under it is done or definitively failed and resent.
     round: 0, then one more after each CommitAck.resend, so that a late duplicate of an older round decides nothing.
-    block_tokens: in the order of the wire, so many tokens follow each other before the next layer, plane or head (transfer.geometry)."""
+    block_tokens: in the order of the wire, so many tokens follow each other before the next layer, plane or head (transfer.geometry).
+    first_token: None when the KV was pulled, because nothing was sampled then."""
 
     nonce: int
     block_tokens: int
     legs: tuple[Leg, ...]
-    first_token: int
+    first_token: int | None
     first_logprobs: TokenLogprobs | None = None
     round: int = 0
 
@@ -445,10 +458,26 @@ class AbortAck(Message, frozen=True, array_like=True):
     reason: str
 
 
+class Fetch(Message, frozen=True, array_like=True):
+    """Write cached KV under this ticket, whose writer you are: that of the tokens that these block hashes name, from the prompt's first on.
+    Answered by the ticket's protocol (writes and Commit, or AbortAck), or by Declined."""
+
+    ticket: Ticket
+    hashes: bytes
+
+
+class Declined(Message, frozen=True, array_like=True):
+    """The holder will not write under that ticket, or gave up when it had begun to. No proof of anything: the reader still aborts it."""
+
+    nonce: int
+    reason: str
+    gave_up: bool = False
+
+
 AnyMessage = (
     Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | Manage | AskCache | FetchFile
     | Welcome | Scheduled | Reserved | Refused | Tokens | Delivered | Finished | Failed | Load | CacheDelta | Managed | FileChunk
-    | Commit | CommitAck | Abort | AbortAck
+    | Commit | CommitAck | Abort | AbortAck | Fetch | Declined
 )  # fmt: skip
 
 

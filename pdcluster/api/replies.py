@@ -36,6 +36,7 @@ class TimelineReport(Struct):
     decode_s: float
     decode_tokens: int
     transfer_bytes: int
+    pulled_tokens: int
 
 
 class RouteReport(Struct):

@@ -32,13 +32,15 @@ def render(usage: Mapping[str, object]) -> list[str]:
 
 
 def _where(usage: Mapping[str, object], route: Mapping[str, object]) -> str:
-    cached = _table(usage.get("prompt_tokens_details")).get("cached_tokens", 0)
+    cached = str(_table(usage.get("prompt_tokens_details")).get("cached_tokens", 0)) + " cached"
+    pulled = _table(route.get("timeline")).get("pulled_tokens")
+    cached += f", {pulled} of them fetched from another node" if pulled else ""
     nodes = f"{route.get('prefill')} → {route.get('decode')} over {route.get('transfer')}"
     if route.get("mode") != "remote":
         nodes = f"{route.get('decode') or route.get('prefill')} alone"
     attempts = route.get("attempts") or 1
     tries = "" if attempts == 1 else f", {attempts} attempts"
-    return f"  {usage.get('prompt_tokens')} prompt tokens ({cached} cached), {usage.get('completion_tokens')} new, {nodes}{tries}"
+    return f"  {usage.get('prompt_tokens')} prompt tokens ({cached}), {usage.get('completion_tokens')} new, {nodes}{tries}"
 
 
 def _spans(seconds: Mapping[str, float], transfer: str) -> list[Span]:

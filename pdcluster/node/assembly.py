@@ -10,12 +10,14 @@ import zmq
 from pdcluster.kv.pages import PagePool
 from pdcluster.messages import Endpoint, Role
 from pdcluster.node.decode import DecodeSide
+from pdcluster.node.export import ExportSide
+from pdcluster.node.fetch import FetchSide
 from pdcluster.node.files import ModelFiles
 from pdcluster.node.grouping import LayerGroups
 from pdcluster.node.legs import EndedLegs
-from pdcluster.node.loop import Neighbours, NodeParts, StepEngine
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.parking import Parking
+from pdcluster.node.parts import Neighbours, NodeParts, StepEngine
 from pdcluster.node.prefill import PrefillSide
 from pdcluster.node.sequences import SequenceFactory
 from pdcluster.node.standing import Standing
@@ -48,7 +50,7 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class Wiring:
     """How the node talks. backends: by name, best first; group_s: what one more group of layers costs (see grouping); parking_share: how much
-    of the pool finished KV may park in (see parking)."""
+    of the pool finished KV may park in (see parking); pull_s: how long a prompt may wait for KV from another node (see fetch)."""
 
     me: Peer
     role: Role
@@ -60,6 +62,7 @@ class Wiring:
     parking_s: float
     group_s: float = 0.0004
     parking_share: float = 0.5
+    pull_s: float = 2.0
 
 
 def assemble(
@@ -114,6 +117,8 @@ def assemble(
             scheduler, pages, writer, outbox, ended, groups=groups, parking=parking, parking_s=wiring.parking_s, clock=clock
         ),
         decode=DecodeSide(scheduler, pages, reader, outbox, ended, clock=clock),
+        fetch=FetchSide(scheduler, pages, reader, outbox, pull_s=wiring.pull_s, clock=clock),
+        export=ExportSide(scheduler, pages, writer, outbox),
         files=files,
         stopwatch=Stopwatch(limits.token_budget, clock),
         neighbours=neighbours,

@@ -138,13 +138,15 @@ class DecodeSide:
         leg = self._by_nonce.pop(event.nonce, None)
         if isinstance(event, Landed):
             self._pages.detach_writer(event.nonce)
-            if leg is not None:
-                leg.nonce = None
-                self.on_update(self._scheduler.commit(leg.key, event.first_token, event.first_logprobs))
-        elif leg is not None:
-            leg.nonce = None
-            self._outbox.message(leg.router, Failed(leg.request, leg.attempt, errors.TransferError.code, event.reason, retryable=True))
-            self._end(leg, event.reason)
+        if leg is None:
+            return
+        leg.nonce = None
+        if isinstance(event, TicketFailed):
+            self._break(leg, event.reason)
+        elif event.first_token is None:
+            self._break(leg, "the prefill node sent no first token")
+        else:
+            self.on_update(self._scheduler.commit(leg.key, event.first_token, event.first_logprobs))
 
     # ------------------------------------------------------------ clocks and questions
 
@@ -192,6 +194,10 @@ class DecodeSide:
         self._legs[leg.request] = self._by_key[leg.key] = leg
         return leg
 
+    def _break(self, leg: DecodeLeg, reason: str) -> None:
+        self._outbox.message(leg.router, Failed(leg.request, leg.attempt, errors.TransferError.code, reason, retryable=True))
+        self._end(leg, reason)
+
     def _end(self, leg: DecodeLeg, reason: str) -> None:
         """Drop the row. Pages of an open ticket stay quarantined until the reader says Reclaimed."""
         if leg.nonce is not None:
@@ -213,4 +219,5 @@ class DecodeSide:
             decode_s=now - first,
             decode_tokens=max(len(leg.output.tokens) - 1, 0),
             cached_tokens=leg.sequence.num_cached,
+            pulled_tokens=min(leg.sequence.num_pulled, leg.sequence.num_cached),
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from pdcluster.config import NodeConfig, cache_directory
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.kv.pool import MappedPool
-from pdcluster.node.loop import StepEngine
+from pdcluster.node.parts import StepEngine
 from pdcluster.node.ranks import RankedEngine, RankSettings
 from pdcluster.transfer.base import Region
 from pdcluster.transfer.geometry import PageShape

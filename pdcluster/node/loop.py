@@ -11,14 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import select
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import replace
 
 import zmq
 
 from pdcluster.errors import BadRequest, DeadlineExceeded, IntegrityError
-from pdcluster.kv.pages import PagePool
 from pdcluster.messages import (
     Abort,
     AbortAck,
@@ -27,7 +25,9 @@ from pdcluster.messages import (
     Cancel,
     Commit,
     CommitAck,
+    Declined,
     Deliver,
+    Fetch,
     FetchFile,
     Hello,
     Load,
@@ -37,27 +37,16 @@ from pdcluster.messages import (
     RefusedLeg,
     Release,
     Reserve,
-    Role,
     Welcome,
     Work,
 )
-from pdcluster.node.decode import DecodeSide
-from pdcluster.node.files import ModelFiles
-from pdcluster.node.legs import EndedLegs
-from pdcluster.node.outbox import Outbox
-from pdcluster.node.prefill import PrefillSide
+from pdcluster.node.parts import NodeParts
 from pdcluster.node.report import Reporter, by_reason, path_loads
-from pdcluster.node.sequences import SequenceFactory
-from pdcluster.node.standing import Standing
-from pdcluster.node.stopwatch import Stopwatch
-from pdcluster.scheduler.scheduler import Scheduler
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import StepPlan, StepResult
-from pdcluster.transfer.base import Backend, Peer
-from pdcluster.transfer.reader import Reader
+from pdcluster.step import StepPlan
+from pdcluster.transfer.base import Peer
 from pdcluster.transfer.session import Send, peer_of
-from pdcluster.transfer.writer import Writer
-from pdcluster.wire.hub import Hub, LeaseEnded, LinkLost, Received
+from pdcluster.wire.hub import LeaseEnded, LinkLost, Received
 
 logger = logging.getLogger(__name__)
 
@@ -77,62 +66,6 @@ IDLE_CHECK_S = 1.0
 
 LONGEST_WAIT_S = 0.1
 """The hub's heartbeats and leases want a look this often."""
-
-
-class StepEngine(Protocol):
-    """The part of the engine that the loop drives; done_fd is readable when a launched step can be collected, layer_fd when a bell of its plan
-    rang."""
-
-    @property
-    def done_fd(self) -> int: ...
-
-    @property
-    def layer_fd(self) -> int: ...
-
-    @property
-    def layers_done(self) -> int: ...
-
-    def launch(self, plan: StepPlan) -> None: ...
-
-    def collect(self, timeout: float | None = None) -> StepResult: ...
-
-    def close(self) -> None: ...
-
-
-class Neighbours(Protocol):
-    """Who left the cluster, as the bootstrap tells it; wakeup_fd is readable when there is news."""
-
-    wakeup_fd: int
-
-    def gone(self) -> Iterable[Peer]: ...
-
-    def set_draining(self, is_draining: bool) -> None: ...
-
-    def set_role(self, role: Role) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class NodeParts:
-    """Everything the loop composes, built by `server`."""
-
-    me: Peer
-    standing: Standing
-    max_rows: int
-    engine: StepEngine
-    scheduler: Scheduler
-    pages: PagePool
-    sequences: SequenceFactory
-    hub: Hub
-    backends: tuple[Backend, ...]
-    writer: Writer
-    reader: Reader
-    outbox: Outbox
-    ended: EndedLegs
-    prefill: PrefillSide
-    decode: DecodeSide
-    files: ModelFiles
-    stopwatch: Stopwatch
-    neighbours: Neighbours
 
 
 class NodeLoop:
@@ -255,6 +188,10 @@ class NodeLoop:
             parts.writer.handle(peer, message)
         elif received.kind == "node" and isinstance(message, Commit | AbortAck):
             parts.reader.handle(peer, message)
+        elif received.kind == "node" and isinstance(message, Fetch):
+            parts.export.open(peer, message, is_draining=self._drain_until is not None)
+        elif received.kind == "node" and isinstance(message, Declined):
+            parts.fetch.on_declined(peer, message)
         elif received.kind == "router":
             self._on_router_message(peer, message)
         elif isinstance(message, Hello):
@@ -292,6 +229,8 @@ class NodeLoop:
             self._parts.prefill.start(router, message, sequence)
         else:
             self._parts.decode.start_local(router, message, sequence)
+        if message.pull is not None:
+            self._parts.fetch.start(sequence, message.pull, message.work.deadline_s)
 
     def _on_reserve(self, router: Peer, message: Reserve) -> None:
         sequence = self._accept(router, message.work, "reserve", remote=False)
@@ -339,6 +278,7 @@ class NodeLoop:
     def _lose_node(self, node: Peer) -> None:
         self._parts.writer.peer_gone(node)
         self._parts.reader.peer_gone(node)
+        self._parts.fetch.forget(node)
 
     # ------------------------------------------------------------ steps
 
@@ -406,11 +346,15 @@ class NodeLoop:
         for report in parts.reader.poll():
             if isinstance(report, Send):
                 self._send(report)
+            elif parts.fetch.owns(report.nonce):
+                parts.fetch.on_event(report)
             else:
                 parts.decode.on_event(report)
         for event in parts.writer.poll():
             if isinstance(event, Send):
                 self._send(event)
+            elif parts.export.owns(event.nonce):
+                parts.export.on_event(event)
             else:
                 parts.prefill.on_event(event)
 
@@ -421,13 +365,14 @@ class NodeLoop:
     def _expire(self) -> None:
         self._parts.prefill.expire()
         self._parts.decode.expire()
+        self._parts.fetch.expire()
 
     # ------------------------------------------------------------ load and idleness
 
     def _is_idle(self) -> bool:
         parts = self._parts
-        busy = parts.prefill.num_legs or parts.decode.num_legs or parts.prefill.num_pinned or parts.pages.num_quarantined
-        return self._running is None and not busy
+        legs = parts.prefill.num_legs + parts.decode.num_legs + parts.fetch.num_open
+        return self._running is None and not (legs or self._num_pinned or parts.pages.num_quarantined)
 
     def _check_idle(self) -> None:
         """When nothing ran for a while the allocators must add up; a leak is found here, not days later. Not at every pause: a recount visits
@@ -447,6 +392,11 @@ class NodeLoop:
             raise IntegrityError(f"the node is idle, but {pages.num_used} KV pages are in use and {pages.num_quarantined} in quarantine")
         if pages.num_pages <= RECOUNT_PAGES:
             self._parts.scheduler.check_integrity()
+            self._parts.fetch.check_integrity()
+
+    @property
+    def _num_pinned(self) -> int:
+        return self._parts.prefill.num_pinned + self._parts.export.num_pinned
 
     def _load(self) -> Load:
         scheduler, pages = self._parts.scheduler.load(), self._parts.pages
@@ -461,7 +411,7 @@ class NodeLoop:
             pages_free=pages.num_free,
             pages_cached=pages.num_cached,
             pages_quarantined=pages.num_quarantined,
-            pages_pinned=self._parts.prefill.num_pinned,
+            pages_pinned=self._num_pinned,
             slots=self._parts.max_rows,
             slots_used=scheduler.slots_used,
             pages_parked=self._parts.prefill.num_parked_pages,
@@ -473,6 +423,7 @@ class NodeLoop:
             paths=path_loads(self._parts.writer.paths),
             failed_writes=by_reason(self._parts.writer.ladder.failures),
             resent_chunks=by_reason(self._parts.writer.ladder.resends),
+            pulls=by_reason(self._parts.fetch.counters),
         )
 
     def _tell(self, router: Peer, message: AnyMessage) -> None:

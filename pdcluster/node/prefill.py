@@ -365,4 +365,5 @@ class PrefillSide:
             transfer_bytes=stats.nbytes if stats is not None else 0,
             cached_tokens=leg.sequence.num_cached,
             backend=leg.backend,
+            pulled_tokens=min(leg.sequence.num_pulled, leg.sequence.num_cached),
         )

@@ -24,7 +24,8 @@ from pdcluster.messages import PROTOCOL_VERSION
 from pdcluster.node.assembly import KV_REGION, Shape, Wiring, assemble
 from pdcluster.node.engines import NodeEngine, start_engine
 from pdcluster.node.files import ModelFiles
-from pdcluster.node.loop import NodeLoop, NodeParts
+from pdcluster.node.loop import NodeLoop
+from pdcluster.node.parts import NodeParts
 from pdcluster.ready import announce
 from pdcluster.scheduler.scheduler import Limits
 from pdcluster.transfer.base import Backend, Peer
@@ -63,6 +64,7 @@ def run(config: NodeConfig) -> int:
             transfer_settings(config),
             config.transfer.parking_s,
             parking_share=config.transfer.parking_percent / 100,
+            pull_s=config.transfer.pull_s,
         )
         limits = limits_of(config, engine.local)
         agent = NodeAgent(config.bootstrap, heartbeat_s=config.heartbeat_s)

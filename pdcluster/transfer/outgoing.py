@@ -92,7 +92,7 @@ class Outgoing:
     in_flight: int = 0
     lost: bool = False
     reason: str = ""
-    finished: tuple[int, TokenLogprobs | None] | None = None
+    finished: tuple[int | None, TokenLogprobs | None] | None = None
     round: int = 0
     resent: int = 0
     commit_at: float | None = None

@@ -107,10 +107,10 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Reader: the KV is verified and the pages belong to the row alone."""
+    """Reader: the KV is verified and the pages belong to the row alone. first_token: None when the KV was pulled."""
 
     nonce: int
-    first_token: int
+    first_token: int | None
     first_logprobs: TokenLogprobs | None
     stats: TransferStats
 

@@ -109,8 +109,9 @@ class Writer:
             outgoing.next_token, outgoing.next_layer = end, 0
         self._poll_now = True
 
-    def finish(self, nonce: int, first_token: int, first_logprobs: TokenLogprobs | None) -> None:
-        """Everything was pushed. Commit goes out when every write is done. Nothing happens for a ticket that was given up."""
+    def finish(self, nonce: int, first_token: int | None, first_logprobs: TokenLogprobs | None) -> None:
+        """Everything was pushed (first_token: None when it answers a Fetch). Commit goes out when every write is done. Nothing happens for a
+        ticket that was given up."""
         outgoing = self._open.get(nonce)
         if outgoing is None or outgoing.state is not Writing.OPEN or outgoing.finished is not None:
             return

@@ -247,6 +247,7 @@ def _check_timings(timings: m.Timings) -> None:
     _integer("transfer_bytes", timings.transfer_bytes, 0, UINT63)
     _integer("decode_tokens", timings.decode_tokens, 0)
     _integer("cached_tokens", timings.cached_tokens, 0)
+    _integer("pulled_tokens", timings.pulled_tokens, 0, timings.cached_tokens)
     _text("backend", timings.backend)
 
 
@@ -270,6 +271,9 @@ def _check_welcome(message: m.Welcome) -> None:
 
 def _check_prefill(message: m.Prefill) -> None:
     _check_work(message.work)
+    if message.pull is not None:
+        _check_endpoint(message.pull.holder)
+        _integer("num_tokens", message.pull.num_tokens, 1)
 
 
 def _check_reserve(message: m.Reserve) -> None:
@@ -294,7 +298,7 @@ def _check_manage(message: m.Manage | m.Managed) -> None:
     _integer("number", message.number, 0, UINT63)
 
 
-def _check_fetch(message: m.FetchFile) -> None:
+def _check_fetch_file(message: m.FetchFile) -> None:
     _identifier("name", message.name)
     _integer("offset", message.offset, 0, UINT63)
 
@@ -343,7 +347,7 @@ def _check_load(message: m.Load) -> None:
         _identifier("peer", path.peer)
         _identifier("backend", path.backend)
         _number("bytes_s", path.bytes_s, 0.0, MAX_BYTES_S)
-    for counts in (message.failed_writes, message.resent_chunks):
+    for counts in (message.failed_writes, message.resent_chunks, message.pulls):
         _count("reasons", counts, MAX_REASONS)
         for reason, count in counts:
             _identifier("reason", reason)
@@ -372,7 +376,7 @@ def _check_chunk(message: m.FileChunk) -> None:
 def _check_commit(message: m.Commit) -> None:
     _integer("nonce", message.nonce, 0, UINT64)
     _integer("round", message.round, 0)
-    _integer("first_token", message.first_token, 0)
+    _optional(_integer, "first_token", message.first_token, 0)
     _integer("block_tokens", message.block_tokens, 1)
     _count("legs", message.legs, MAX_RANKS * 2)
     for leg in message.legs:
@@ -412,6 +416,17 @@ def _check_abort_ack(message: m.AbortAck) -> None:
     _text("reason", message.reason)
 
 
+def _check_fetch(message: m.Fetch) -> None:
+    _check_ticket(message.ticket)
+    num_hashes = _multiple("hashes", message.hashes, m.HASH_BYTES)
+    _integer("number of hashes", num_hashes, 1)
+
+
+def _check_declined(message: m.Declined) -> None:
+    _integer("nonce", message.nonce, 0, UINT64)
+    _text("reason", message.reason)
+
+
 _CHECKS: Mapping[type[m.Message], Callable[[Any], None]] = {
     m.Hello: _check_hello,
     m.Welcome: _check_welcome,
@@ -423,7 +438,7 @@ _CHECKS: Mapping[type[m.Message], Callable[[Any], None]] = {
     m.Release: _check_release,
     m.Manage: _check_manage,
     m.Managed: _check_manage,
-    m.FetchFile: _check_fetch,
+    m.FetchFile: _check_fetch_file,
     m.Scheduled: _check_scheduled,
     m.Refused: _check_refused,
     m.Tokens: _check_tokens,
@@ -437,4 +452,6 @@ _CHECKS: Mapping[type[m.Message], Callable[[Any], None]] = {
     m.CommitAck: _check_commit_ack,
     m.Abort: _check_abort,
     m.AbortAck: _check_abort_ack,
+    m.Fetch: _check_fetch,
+    m.Declined: _check_declined,
 }  # Ping and AskCache have nothing to check.

@@ -117,6 +117,7 @@ def route_report(choice: Choice) -> RouteReport:
         timeline.decode_s,
         timeline.decode_tokens,
         timeline.transfer_bytes,
+        timeline.pulled_tokens,
     )
     return RouteReport(route.mode, route.prefill, route.decode, route.backend, choice.attempts, report)
 

@@ -30,6 +30,7 @@ from pdcluster.messages import (
     Failed,
     Finished,
     Prefill,
+    Pull,
     Refused,
     Release,
     Reserve,
@@ -107,6 +108,7 @@ class Attempt:
         self._state = State.PREFILLING
         self._prefill_node = choice.prefill
         self._decode_node: NodeView | None = choice.decode
+        self._pull = Pull(choice.pull.endpoint, choice.pull_tokens) if choice.pull is not None and choice.pull_tokens else None
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._ticket: Ticket | None = None
@@ -137,11 +139,11 @@ class Attempt:
             assert self._decode_node is not None
             self._decode = self._enter(self._decode_node.endpoint, self._job.next_attempt())
             self._is_reserved = self._decode_spoke = True
-            self._send(self._decode, lambda work: Prefill(work, remote=False))
+            self._send(self._decode, lambda work: Prefill(work, remote=False, pull=self._pull))
             return
         assert self._prefill_node is not None
         self._prefill = self._enter(self._prefill_node.endpoint, self._job.next_attempt())
-        self._send(self._prefill, lambda work: Prefill(work, remote=True))
+        self._send(self._prefill, lambda work: Prefill(work, remote=True, pull=self._pull))
         node = self._decode_node
         if node is not None and node.has_slack and not self._job.busy_s(node.endpoint.incarnation, self._clock()):
             self._reserve(node)

@@ -12,6 +12,7 @@ from pdcluster.errors import Unavailable
 from pdcluster_router.generation import Mode
 from pdcluster_router.job import Job
 from pdcluster_router.policy.base import Choice, Fallback, Force, Policy, Query
+from pdcluster_router.pull import BY_TOKENS, PullRule
 from pdcluster_router.view import ClusterView, NodeView
 
 Cached = Callable[[bytes], Mapping[str, int]]
@@ -36,7 +37,7 @@ class Decision:
 
 
 class Chooser:
-    """cached: leading blocks of a chain of hashes that each node holds.
+    """cached: leading blocks of a chain of hashes that each node holds. pulls: for policies that choose no pull.
     force and fallback are the router's own settings; a request may have others. Owned by the router's event loop."""
 
     def __init__(
@@ -47,10 +48,12 @@ class Chooser:
         *,
         force: Force = "auto",
         fallback: Fallback = "conditional",
+        pulls: PullRule = BY_TOKENS,
     ) -> None:
         self.holder = holder
         self._view = view
         self._cached = cached
+        self._pulls = pulls
         self._force = force
         self._fallback = fallback
         self._counter = 0
@@ -61,7 +64,7 @@ class Chooser:
         view = self._view()
         query = self.query(job, now, view)
         live, shadow = self.holder.live, self.holder.shadow
-        choice = live.choose(query, view)
+        choice = self._pulls.apply(live.choose(query, view), query, view)
         self._counter += 1
         self._previous = choice.mode
         return Decision(query, view, choice, _looked_at(shadow, query, view) if shadow is not None else None)

@@ -233,6 +233,7 @@ class Dispatch:
             decode_s=finished.timings.decode_s,
             decode_tokens=finished.timings.decode_tokens,
             transfer_bytes=prefill.transfer_bytes,
+            pulled_tokens=prefill.pulled_tokens,
         )
         return Done(finished.reason, finished.stop_token, job.cached_tokens or 0, attempts, attempt.route(), timeline)
 

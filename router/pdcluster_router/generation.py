@@ -76,6 +76,7 @@ class Timeline:
     decode_s: float = 0.0
     decode_tokens: int = 0
     transfer_bytes: int = 0
+    pulled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ class NodeCollector(Collector):
         yield _paths(nodes, "path_chosen", "1 for the backend that the next writes to the peer go by.", lambda path: path.is_chosen)
         yield _reasons(nodes, "failed_writes", "KV writes that ended badly, by reason.", lambda load: load.failed_writes)
         yield _reasons(nodes, "resent_chunks", "KV chunks written again, by reason.", lambda load: load.resent_chunks)
+        yield _reasons(nodes, "pulls", "Prompts for which another node was named as holder of their KV, by result.", lambda load: load.pulls)
 
 
 def _family(name: str, help_text: str, nodes: tuple[NodeView, ...], value: Callable[[NodeView], float]) -> Metric:

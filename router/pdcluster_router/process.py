@@ -36,6 +36,7 @@ from pdcluster_router.models import Models
 from pdcluster_router.node_metrics import NodeCollector
 from pdcluster_router.places import Places
 from pdcluster_router.policy.registry import DEFAULT, make_policy
+from pdcluster_router.pull import PullRule
 from pdcluster_router.roles import RoleController, RoleSettings
 from pdcluster_router.server import http_settings, listening, router_metrics
 from pdcluster_router.tenants import read_tenants
@@ -61,7 +62,8 @@ async def _serve(config: RouterConfig) -> int:
         cluster = Cluster(me, context=context, settings=wire_settings(config), events=events)
         stack.callback(cluster.close)
         models = Models(cluster, config.tokenizer)
-        chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), cluster.view, cluster.cached, force=config.mode)
+        pulls = PullRule(config.pull, config.pull_min_tokens)
+        chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), cluster.view, cluster.cached, force=config.mode, pulls=pulls)
         tenants = read_tenants(config.tenants)
         metrics = router_metrics()
         hold_metrics = HoldMetrics(metrics.registry)

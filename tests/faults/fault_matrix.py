@@ -196,7 +196,7 @@ class Scenario:
         """Idle means: 0 pages in use, 0 slots, 0 quarantined, 0 pinned, and books that add up; no request left at the router."""
         busy = await self._wait_idle()
         if busy and self._awaits_proof():
-            for name in [name for name, role in self.cluster.roles.items() if role == "prefill"]:
+            for name in self.cluster.roles:  # any of them may have written: decode nodes for pulls
                 await self.cluster.crash(name, restart_s=0.3)
             busy = await self._wait_idle()
         self.outcome.leaked += busy
@@ -217,7 +217,7 @@ class Scenario:
         """A write that was lost on a medium without fences may land as long as its process lives: only that is left, and that is right."""
         nodes = [node for node in [*self.cluster.nodes.values(), *self.cluster.graves] if not self.cluster.network.checks_permits]
         lost = any(node.parts.writer.counters["lost_writes"] for node in nodes)
-        return lost and not any(node.parts.pages.num_used or node.parts.prefill.num_pinned for node in nodes if node.is_alive)
+        return lost and not any(node.parts.pages.num_used or node.loop._num_pinned for node in nodes if node.is_alive)
 
     def _busy(self) -> list[str]:
         waiting = self.cluster.router.ledger.num_requests()
@@ -226,7 +226,7 @@ class Scenario:
             parts = node.parts
             if node.is_alive and not (node.is_idle() and parts.writer.is_idle() and not parts.scheduler.load().slots_used):
                 found.append(
-                    f"{node.me.node}: {parts.pages.num_used} used, {parts.pages.num_quarantined} quarantined, {parts.prefill.num_pinned} pinned, "
+                    f"{node.me.node}: {parts.pages.num_used} used, {parts.pages.num_quarantined} quarantined, {node.loop._num_pinned} pinned, "
                     f"{parts.scheduler.load().slots_used} slots, {parts.reader.open_tickets} tickets"
                 )
         return found

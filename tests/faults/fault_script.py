@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from simulated_cluster import SimulatedBackend, SimulatedCluster
 from virtual_wire import Connection, Delivery
 
-from pdcluster.messages import AnyMessage, Commit, CommitAck, Deliver, Reserve, Reserved, Ticket
+from pdcluster.messages import AnyMessage, Commit, CommitAck, Deliver, Fetch, Reserve, Reserved, Ticket
 from pdcluster.transfer.base import Peer, Runs, Stamp, WriteStatus
 from pdcluster.transfer.fake import Fault
 from pdcluster.wire import codec
@@ -71,7 +71,7 @@ class Script:
         if not self.is_active:
             return [Delivery(data)]
         message = codec.decode(data).message
-        if isinstance(message, Reserved | Deliver):
+        if isinstance(message, Reserved | Deliver | Fetch):
             self._tickets[message.ticket.nonce] = message.ticket
         step = control_step(message)
         fault = self._due(step) if step is not None else None
@@ -108,8 +108,8 @@ class Script:
         """(writer, reader, request) of the ticket that a message is about."""
         if isinstance(message, Reserve):
             return message.writer.node, receiver, message.work.request
-        assert isinstance(message, Reserved | Deliver | Commit | CommitAck)
-        ticket = message.ticket if isinstance(message, Reserved | Deliver) else self._tickets[message.nonce]
+        assert isinstance(message, Reserved | Deliver | Fetch | Commit | CommitAck)
+        ticket = message.ticket if isinstance(message, Reserved | Deliver | Fetch) else self._tickets[message.nonce]
         return ticket.writer.node, ticket.reader.node, ticket.request
 
     # ------------------------------------------------------------ writes
@@ -176,7 +176,7 @@ class Script:
 def control_step(message: AnyMessage) -> str | None:
     if isinstance(message, Reserve | Reserved):
         return "reserve"
-    if isinstance(message, Deliver):
+    if isinstance(message, Deliver | Fetch):
         return "deliver"
     if isinstance(message, Commit):
         return "commit"

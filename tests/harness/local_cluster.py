@@ -20,7 +20,8 @@ from pdcluster.kv.hashing import chain_root
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.messages import Role, Sampling
 from pdcluster.node.assembly import Shape, Wiring, assemble
-from pdcluster.node.loop import NodeLoop, StepEngine
+from pdcluster.node.loop import NodeLoop
+from pdcluster.node.parts import StepEngine
 from pdcluster.scheduler.scheduler import Limits
 from pdcluster.transfer.base import Backend, Peer
 from pdcluster.transfer.fake import FakeBackend, FakeNetwork
@@ -156,7 +157,8 @@ class LocalNode:
 
     def is_idle(self) -> bool:
         pages = self.parts.pages
-        return pages.num_used == 0 and pages.num_quarantined == 0 and self.parts.prefill.num_pinned == 0 and self.parts.reader.is_idle()
+        pinned = self.parts.prefill.num_pinned + self.parts.export.num_pinned + self.parts.fetch.num_open
+        return pages.num_used == 0 and pages.num_quarantined == 0 and pinned == 0 and self.parts.reader.is_idle()
 
     async def close(self) -> None:
         if self.is_alive:
@@ -276,4 +278,6 @@ class LocalCluster:
             node.parts.scheduler.check_integrity()
             node.parts.pages.check_integrity()
             node.parts.reader.check_integrity()
+            node.parts.fetch.check_integrity()
+            node.parts.export.check_integrity()
         assert self.router.ledger.num_requests() == 0

@@ -51,6 +51,10 @@ class LetterBox:
     def events(self) -> list[object]:
         return []
 
+    def last_received(self, peer: Peer) -> int:
+        """Letters have no numbers."""
+        return 0
+
     def tick(self, now: float) -> None:
         """No leases here."""
 

@@ -99,6 +99,36 @@ async def test_disaggregated_equals_local(directory, prompts, expected, name: st
         await cluster.until_idle()
 
 
+@pytest.fixture(scope="module")
+def second_turns(model, directory, prompts, expected) -> dict[str, tuple[list[list[int]], list[list[int]]]]:
+    """Prompts that go on from the answers, and what one node without a cache says to them."""
+
+    async def alone(turn: list[int], sampling: Sampling) -> list[int]:
+        async with LocalCluster({"m0": "mixed"}, make_kit=make_kit(directory, token_budget=256)) as cluster:
+            return (await cluster.run(turn, sampling))[0]
+
+    found = {}
+    for name, sampling in samplings().items():
+        turns = [first + answer + prompt(7, MODEL.vocab_size, seed=9).tolist() for first, answer in zip(prompts, expected[name], strict=True)]
+        found[name] = turns, [asyncio.run(alone(turn, sampling)) for turn in turns]
+    assert min(greedy(model, torch.tensor(turn).numpy(), OUTPUT).least_gap for turn in found["greedy"][0]) >= 1e-3
+    return found
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded"])
+@pytest.mark.parametrize("backend", ["fake", "shm", "tcp", "mooncake"])
+async def test_a_second_turn_over_pulled_kv_equals_one_that_is_computed(directory, prompts, expected, second_turns, name, backend) -> None:
+    make_backend = None if backend == "fake" else lambda me: create_backends(backend, me, host="127.0.0.1", staging_bytes=1 << 22)[backend]
+    turns, answered = second_turns[name]
+    async with LocalCluster(PAIR, make_kit=make_kit(directory), make_backend=make_backend) as cluster:
+        assert await answers(cluster, prompts, samplings()[name]) == expected[name]
+        await cluster.until_idle()
+        await asyncio.sleep(0.1)  # the router hears what is cached where
+        assert await answers(cluster, turns, samplings()[name]) == answered
+        assert cluster.nodes["p0"].parts.fetch.counters["ok"] == len(turns), "each of them was pulled"
+        await cluster.until_idle()
+
+
 @pytest.mark.parametrize("name", ["greedy", "seeded"])
 @pytest.mark.parametrize("token_budget", [9, 40])
 async def test_chunks_of_another_size_change_nothing(directory, prompts, expected, name: str, token_budget: int) -> None:

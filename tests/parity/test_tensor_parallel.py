@@ -142,6 +142,16 @@ def kit_of(engine: NodeEngine) -> EngineKit:
     return EngineKit(engine.driver, shape, fingerprint, 512, token_budget=48, reserve_tokens=16)
 
 
+async def pull_second_turns(cluster: LocalCluster, reference: Reference) -> None:
+    """What goes on from a part of a greedy answer must give the rest of it, over KV that prefill fetched from decode."""
+    sampling, part = Sampling(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True), OUTPUT - 4
+    pairs = list(zip(reference.prompts, reference.tokens["greedy"], strict=True))
+    turns = await asyncio.gather(*(cluster.run(prompt + answer[:part], sampling) for prompt, answer in pairs))
+    assert [tokens for tokens, _ in turns] == [answer[part:] for _, answer in pairs]
+    assert cluster.nodes["p0"].parts.fetch.counters["ok"] > 0, dict(cluster.nodes["p0"].parts.fetch.counters)
+    await cluster.until_idle()
+
+
 @pytest.mark.parametrize("case", list(cases()))
 async def test_any_two_layouts_give_the_tokens_of_one_engine(case: Case, references: dict[str, Reference]) -> None:
     reference = references[case.model]
@@ -155,4 +165,5 @@ async def test_any_two_layouts_give_the_tokens_of_one_engine(case: Case, referen
         assert [tokens for tokens, _ in again] == reference.tokens["greedy"], "and with every prefix cached"
         assert again[-1][1].cached_tokens >= 64
         await cluster.until_idle()
+        await pull_second_turns(cluster, reference)
         assert not cluster.lost

@@ -84,7 +84,7 @@ class Predicted:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """decode is the node that runs the request to its end; prefill is None in mode local. pull: the node from which the computing node first copies
-    the prefix that it holds itself no longer, None for none."""
+    the prefix that it holds itself no longer, None for none; pull_tokens: how much that node holds, filled in by `pull`."""
 
     mode: Mode
     prefill: NodeView | None
@@ -93,6 +93,7 @@ class Choice:
     predicted: Predicted = Predicted()
     policy: str = ""
     pull: NodeView | None = None
+    pull_tokens: int = 0
 
     @property
     def first(self) -> NodeView:

@@ -29,6 +29,7 @@ def row(lines: list[str], name: str) -> str:
 
 def test_the_first_line_says_how_much_and_where() -> None:
     assert render(usage())[0] == "  900 prompt tokens (64 cached), 48 new, prefill-0 → decode-0 over shm"
+    assert "(64 cached, 32 of them fetched from another node)" in render(usage(TIMELINE | {"pulled_tokens": 32}))[0]
     assert "3 attempts" in render(usage(attempts=3))[0]
 
 

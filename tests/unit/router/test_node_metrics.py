@@ -15,6 +15,7 @@ def test_bandwidth_choice_and_breaker_of_every_path_and_what_failed_by_reason() 
         EMPTY_LOAD,
         paths=(PathLoad("d0", "shm", 3.1e9, "open", False), PathLoad("d0", "tcp", 1.2e9, "half_open", True)),
         failed_writes=(("lost", 4),),
+        pulls=(("ok", 3), ("expired", 1)),
         resent_chunks=(("other_path", 2),),
     )
     registry = CollectorRegistry()
@@ -28,4 +29,5 @@ def test_bandwidth_choice_and_breaker_of_every_path_and_what_failed_by_reason() 
     assert (value("breaker_state", **shm), value("breaker_state", **tcp)) == (2, 1)
     assert (value("path_chosen", **shm), value("path_chosen", **tcp)) == (0, 1)
     assert value("failed_writes_total", node="p0", role="prefill", reason="lost") == 4
+    assert value("pulls_total", node="p0", role="prefill", reason="expired") == 1
     assert value("resent_chunks_total", node="p0", role="prefill", reason="other_path") == 2

@@ -21,7 +21,7 @@ COST = m.CostReport(0.01, 1e-4, 1e-9, 0.004, 1e-4, 1e-8, 512, 9, 1 << 40)
 MESSAGES: tuple[m.AnyMessage, ...] = (
     m.Hello("router", (("req-1", 0, 3),)),
     m.Ping(),
-    m.Prefill(WORK, True),
+    m.Prefill(WORK, True, m.Pull(READER, 64)),
     m.Reserve(WORK, WRITER),
     m.Deliver(TICKET),
     m.Cancel("req-1", 2, "client left"),
@@ -55,6 +55,8 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     m.Manage(7, "decode", True),
     m.Managed(7, "mixed", False),
     m.AskCache(),
+    m.Fetch(TICKET, bytes(48)),
+    m.Declined(5, "gone"),
 )
 FRAMES = [encode(m.Envelope(m.PROTOCOL_VERSION, "a", "inc-a", "inc-b", 1, message)) for message in MESSAGES]
 
@@ -152,6 +154,10 @@ BAD: tuple[m.AnyMessage, ...] = (
     m.CacheDelta(0, False, bytes(8), b""), m.CacheDelta(0, False, b"", bytes(1)), m.CacheDelta(-1, False, b"", b""),
     m.FileChunk("f", 5, 8, b"data"), chunk(-1, 0, 1, 0, 1, 1, 0), chunk(0, 0, 0, 0, 1, 1, 0), chunk(0, 0, 1, 0, 1, 0, 0), chunk(0, 0, 1, 0, 1, 1, -1),
     m.Commit(1, 32, (), -1), m.CommitAck(1, (-1,)), m.Abort(-1, "", 1.0), m.Abort(1, "", math.nan), m.AbortAck(1, "x" * 20000),
+    m.Prefill(WORK, True, m.Pull(READER, 0)), m.Prefill(WORK, True, m.Pull(replace(READER, address="nowhere"), 64)),
+    m.Fetch(TICKET, b""), m.Fetch(TICKET, bytes(17)), m.Fetch(replace(TICKET, num_tokens=0), bytes(16)),
+    m.Declined(-1, ""), m.Declined(1, "x" * 20000),
+    finished(timings=m.Timings(cached_tokens=4, pulled_tokens=5)), finished(timings=m.Timings(cached_tokens=4, pulled_tokens=-1)),
 )  # fmt: skip
 
 

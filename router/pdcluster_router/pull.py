@@ -1,0 +1,49 @@
+"""From which node the one that computes a prompt fetches KV first: a rule over a choice that is made already. Pure; policies may say it themselves.
+
+The rule is about tokens, not seconds: the node that holds most of the prompt, if that is enough more than the computing node holds. Whether such a
+pull pays is a matter of link and model; a policy that knows seconds sets Choice.pull.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pdcluster_router.policy.base import Choice, Query
+from pdcluster_router.view import ClusterView, NodeView
+
+PullMode = Literal["always", "never"]
+
+
+@dataclass(frozen=True, slots=True)
+class PullRule:
+    """mode: never, or always when at least min_tokens (and a hash block) need not be computed."""
+
+    mode: PullMode = "always"
+    min_tokens: int = 1
+
+    def apply(self, choice: Choice, query: Query, view: ClusterView) -> Choice:
+        """The choice with its pull, the policy's own where it made one, and how much that is."""
+        holder = choice.pull or self.holder(choice.first, query, view)
+        if self.mode == "never" or holder is None:
+            return replace(choice, pull=None)
+        return replace(choice, pull=holder, pull_tokens=query.held_on(holder))
+
+    def holder(self, node: NodeView, query: Query, view: ClusterView) -> NodeView | None:
+        """Who has most beyond what `node` holds; None when nobody has enough."""
+        able = [each for each in view.nodes if _can_give(each, node, query)]
+        best = min(able, key=lambda each: (-query.held_on(each), each.num_requests, each.name), default=None)
+        if best is None:
+            return None
+        saved = min(query.held_on(best), query.num_tokens - 1) - query.cached_on(node)
+        return best if saved >= max(self.min_tokens, node.block_tokens) else None
+
+
+BY_TOKENS = PullRule()
+"""Pulls whenever a hash block is saved."""
+
+
+def _can_give(holder: NodeView, node: NodeView, query: Query) -> bool:
+    """One that takes no new work may still give; it says so itself when it will not."""
+    apart = holder.endpoint.incarnation != node.endpoint.incarnation
+    return apart and holder.can_exchange(node) and holder.endpoint.incarnation not in query.excluded
