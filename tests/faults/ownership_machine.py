@@ -12,11 +12,13 @@ from collections import defaultdict
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from local_cluster import BLOCK
 from oracle import reference
 from stepped_nodes import Letter, SteppedNodes, pages_of
 
+from pdcluster.kv.hashing import chain_root, extend
 from pdcluster.lifecycle import Residence
-from pdcluster.messages import AnyMessage, Cancel, Deliver, Prefill, Release, Reserve, Reserved, Sampling, Tokens, Work, pack_tokens
+from pdcluster.messages import AnyMessage, Cancel, Deliver, Prefill, Pull, Release, Reserve, Reserved, Sampling, Tokens, Work, pack_tokens
 from pdcluster.transfer.base import Peer, Stamp, WriteStatus
 from pdcluster.transfer.fake import FakeBackend, FakeNetwork, Fault
 
@@ -37,6 +39,7 @@ FAULTS = (
     Fault(arrivals=2, arrival_s=0.3),
 )
 DEADLINE_S = 20.0
+ROOT = chain_root(block_tokens=BLOCK)
 
 
 class Asked:
@@ -51,7 +54,9 @@ class Asked:
 
     def work(self, attempt: int) -> Work:
         sampling = Sampling(max_tokens=self.count, seed=1)
-        return Work(self.name, attempt, pack_tokens(self.prompt), len(self.prompt), b"", sampling, DEADLINE_S)
+        packed = pack_tokens(self.prompt)
+        hashes = extend(b"", packed, root=ROOT, block_tokens=BLOCK)
+        return Work(self.name, attempt, packed, len(self.prompt), hashes, sampling, DEADLINE_S, ROOT)
 
 
 class Ownership(RuleBasedStateMachine):
@@ -83,12 +88,20 @@ class Ownership(RuleBasedStateMachine):
     # ------------------------------------------------------------ requests
 
     @precondition(lambda self: len(self.asked) < 12)
-    @rule(length=st.integers(1, 44), count=st.integers(2, 5), prefill=st.sampled_from(PREFILLS), decode=st.sampled_from(DECODES))
-    def ask(self, length: int, count: int, prefill: str, decode: str) -> None:
+    @rule(
+        length=st.integers(1, 44),
+        count=st.integers(2, 5),
+        prefill=st.sampled_from(PREFILLS),
+        decode=st.sampled_from(DECODES),
+        holder=st.sampled_from((None, *DECODES, *PREFILLS)),
+    )
+    def ask(self, length: int, count: int, prefill: str, decode: str, holder: str | None) -> None:
+        """holder: from whom the prefill node shall pull; it may have the prompt, a part of it, or nothing."""
         name = f"r{len(self.asked)}"
         asked = self.asked[name] = Asked(name, [random.Random(length % 3).randrange(5000) for _ in range(length)], count, prefill, decode)
         writer = self.cluster.nodes[prefill]
-        self.say(prefill, Prefill(asked.work(0), remote=True))
+        pull = None if holder in (None, prefill) else Pull(self.cluster.nodes[holder].endpoint, max(length // BLOCK * BLOCK, 1))
+        self.say(prefill, Prefill(asked.work(0), remote=True, pull=pull))
         self.say(decode, Reserve(asked.work(1), writer.endpoint))
 
     @precondition(lambda self: self.asked)
@@ -219,7 +232,7 @@ class Ownership(RuleBasedStateMachine):
     def no_page_has_two_owners(self) -> None:
         for node in self.cluster.living() if "cluster" in self.__dict__ else ():
             parts = node.parts
-            for books in (parts.pages, parts.scheduler, parts.reader, parts.writer):
+            for books in (parts.pages, parts.scheduler, parts.reader, parts.writer, parts.fetch, parts.export):
                 books.check_integrity()
             rows: defaultdict[int, list[str]] = defaultdict(list)
             for sequence in parts.scheduler._live.values():
@@ -227,6 +240,9 @@ class Ownership(RuleBasedStateMachine):
                     rows[page].append(sequence.key)
                     running = sequence.state is not Residence.RESERVED
                     assert not (running and parts.pages.writer_of(page) is not None), f"{sequence.key} runs in page {page}, which has a writer"
+            for nonce, pulling in parts.fetch._pulls.items():
+                for page in pulling.pages[pulling.num_cached :]:
+                    rows[page].append(f"pull {nonce:x}")
             shared = {page: keys for page, keys in rows.items() if len(keys) > 1 and not parts.pages._hashes[page]}
             assert not shared, f"pages with two owners on {node.me.node}: {shared}"
 
@@ -277,7 +293,7 @@ class Ownership(RuleBasedStateMachine):
         found = []
         for node in self.cluster.living():
             parts = node.parts
-            counts = (parts.pages.num_used, parts.pages.num_quarantined, parts.prefill.num_pinned, parts.scheduler.load().slots_used)
+            counts = (parts.pages.num_used, parts.pages.num_quarantined, node.loop._num_pinned, parts.scheduler.load().slots_used)
             if any(counts) or not parts.reader.is_idle() or not parts.writer.is_idle():
                 found.append(f"{node.me.node}: used, quarantined, pinned, slots {counts}")
         return found

@@ -12,7 +12,10 @@ from hypothesis.stateful import run_state_machine_as_test
 from ownership_machine import Ownership
 
 from pdcluster.errors import IntegrityError
+from pdcluster.messages import Ticket
 from pdcluster.node.decode import DecodeLeg, DecodeSide
+from pdcluster.node.export import ExportSide
+from pdcluster.node.fetch import FetchSide, Pulling
 from pdcluster.node.prefill import Pins, PrefillSide
 from pdcluster.transfer.base import Peer
 from pdcluster.transfer.incoming import Incoming
@@ -116,6 +119,31 @@ class AsksTheFirstMediumOnly(Reader):
         return name != self._order[0] or super()._has_fence(incoming, name, closed)
 
 
+class FreesPullsAtOnce(FetchSide):
+    """Gives the pages of a broken pull back at once, although its holder may still write to them."""
+
+    def _end(self, pulling: Pulling, result: str, reason: str = "") -> None:
+        super()._end(pulling, result, reason)
+        if result != "ok":
+            self._pages.detach_writer(pulling.nonce)
+
+    def on_event(self, event: Landed | Failed | Reclaimed) -> None:
+        if isinstance(event, Reclaimed) and event.nonce not in self._pages._pages_of_writer:
+            del self._pulls[event.nonce]
+        else:
+            super().on_event(event)
+
+
+class NeverPinsExports(ExportSide):
+    """Trusts that what is cached stays cached."""
+
+    def _begin(self, sender: Peer, ticket: Ticket, pages: list[int]) -> None:
+        super()._begin(sender, ticket, pages)
+        if ticket.nonce in self._exports:
+            self._pages.release(pages)
+            self._exports[ticket.nonce].pages.clear()
+
+
 BROKEN: dict[str, dict[str, type]] = {
     "pages freed at abort": {"DecodeSide": FreesAtAbort},
     "pages freed by a timer": {"Reader": ReclaimsByTime},
@@ -125,6 +153,8 @@ BROKEN: dict[str, dict[str, type]] = {
     "abort acknowledged too early": {"Writer": AcknowledgesTooEarly},
     "fence without proof": {"Reader": BelievesAnyFence},
     "fence of one medium only": {"Reader": AsksTheFirstMediumOnly},
+    "pulled pages freed at once": {"FetchSide": FreesPullsAtOnce},
+    "exported pages not pinned": {"ExportSide": NeverPinsExports},
 }
 
 

@@ -38,7 +38,7 @@ class PullingNodes:
         self.plan = plan
         self.problems: list[str] = []
         self.network = FakeNetwork(lambda: self.now, plan=lambda stamp: self.plan(stamp), checks_permits=checks_permits, on_land=self._on_land)
-        self.cluster = SteppedNodes({"p0": "mixed", "d0": "mixed", "d1": "mixed"}, self.network, num_pages=num_pages)
+        self.cluster = SteppedNodes({"p0": "mixed", "d0": "mixed", "d1": "mixed"}, {"fake": self.network}, num_pages=num_pages)
         self.lose: Callable[[Letter], bool] = lambda letter: False
         self.seen: list[Letter] = []
         self.tokens: dict[str, list[int]] = {}

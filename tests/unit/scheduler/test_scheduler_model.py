@@ -151,6 +151,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ what the transfer does
 
+    @precondition(lambda self: self.scheduler._waiting)
+    @rule(data=st.data())
+    def hold_or_resume(self, data: st.DataObject) -> None:
+        """KV of a waiting prompt is on its way, or has come, or does not come."""
+        sequence = data.draw(st.sampled_from(list(self.scheduler._waiting.values())))
+        if sequence.state is Residence.HELD:
+            self.scheduler.resume(sequence)
+        else:
+            self.scheduler.hold(sequence)
+
     @precondition(lambda self: self.slots)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
@@ -198,6 +208,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len({row.request for row in self.plan.rows}) == len(self.plan.rows)
             lengths = [len(row.tokens) for row in self.plan.rows]
             assert lengths.count(1) == sum(length == 1 for length in lengths[: lengths.count(1)]), "rows of one token come first"
+            assert all(self.scheduler.find(row.request).state is not Residence.HELD for row in self.plan.rows)
 
     @precondition(lambda self: self.plan is not None)
     @rule()
@@ -243,6 +254,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.check_output(request)
 
     def settle_others(self) -> None:
+        for sequence in self.scheduler._waiting.values():
+            if sequence.state is Residence.HELD:
+                self.scheduler.resume(sequence)
         for key in self.parked:
             self.scheduler.release(f"{key}#{self.requests[key].attempt}")
             self.requests[key].ends.append("delivered")
