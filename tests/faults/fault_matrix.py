@@ -198,6 +198,8 @@ class Scenario:
         if busy and self._awaits_proof():
             for name in self.cluster.roles:  # any of them may have written: decode nodes for pulls
                 await self.cluster.crash(name, restart_s=0.3)
+            await asyncio.sleep(5.0)  # the router hears of the deaths
+            await self.cluster.until(lambda: len(self.cluster.router.view().nodes) == len(self.cluster.roles), timeout_s=60.0)
             busy = await self._wait_idle()
         self.outcome.leaked += busy
         for node in self.cluster.nodes.values():
