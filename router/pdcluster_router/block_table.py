@@ -8,6 +8,7 @@ What the set ids mean is not known here, but for two of them: FREE was never use
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,11 +37,16 @@ class Keys:
 
     @classmethod
     def of(cls, hashes: bytes) -> Keys:
-        """Raises ValueError when that is no whole number of hashes."""
+        """Each hash once. Raises ValueError when that is no whole number of hashes."""
         if len(hashes) % HASH_BYTES:
             raise ValueError(f"{len(hashes)} bytes are no whole number of block hashes of {HASH_BYTES} bytes")
         words = np.frombuffer(hashes, np.uint64).reshape(-1, 2)
+        if len(words) > 1 and len(np.unique(words[:, 0])) < len(words):
+            words = words[np.sort(np.unique(words, axis=0, return_index=True)[1])]
         return cls(words[:, 0], words[:, 1])
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        return zip(self.low.tolist(), self.high.tolist(), strict=True)
 
     def __len__(self) -> int:
         return len(self.low)
@@ -88,10 +94,12 @@ class BlockTable:
             left = left[~is_here & (held != FREE)]
             slots[left] = (slots[left] + 1) % self.num_slots
         for row in left.tolist():
-            result[row] = self._find_one(int(keys.low[row]), int(keys.high[row]), int(slots[row]))
+            result[row] = self.find_one(int(keys.low[row]), int(keys.high[row]), int(slots[row]))
         return result
 
-    def _find_one(self, low: int, high: int, slot: int) -> int:
+    def find_one(self, low: int, high: int, slot: int | None = None) -> int:
+        """The slot of one key, -1 when it has no row. slot: where to begin, when the ones before were looked at."""
+        slot = low % self.num_slots if slot is None else slot
         lows, highs, sets = self._low_view, self._high_view, self._sets_view
         while found := sets[slot]:
             if lows[slot] == low and highs[slot] == high and found != GONE:
@@ -100,8 +108,7 @@ class BlockTable:
         return -1
 
     def insert(self, keys: Keys, sets: Sets) -> int:
-        """New rows for keys that have none; the number of rows made. A key that comes twice gets one row."""
-        before = self.num_rows
+        """New rows for keys that have none, each key once; the number of rows made."""
         slots = (keys.low % np.uint64(self.num_slots)).astype(np.int64)
         left = np.arange(len(keys))
         made = 0
@@ -112,26 +119,23 @@ class BlockTable:
             claimed, into = left[is_open], at[is_open]
             # Of several keys that claim one slot the last one written wins; the others see so when they look, and go on.
             self._low[into], self._high[into], self.sets[into] = keys.low[claimed], keys.high[claimed], sets[claimed]
-            unique, first = np.unique(into, return_index=True)
-            made += len(unique)
-            self.num_rows += int(np.count_nonzero(held[is_open][first] == FREE))
-            is_here = (self._low[at] == keys.low[left]) & (self._high[at] == keys.high[left])
-            left = left[~is_here]
+            is_made = is_open & (self._low[at] == keys.low[left]) & (self._high[at] == keys.high[left])
+            made += int(np.count_nonzero(is_made))
+            self.num_rows += int(np.count_nonzero(held[is_made] == FREE))
+            left = left[~is_made]
             slots[left] = (slots[left] + 1) % self.num_slots
         for row in left.tolist():
-            made += self._insert_one(int(keys.low[row]), int(keys.high[row]), int(slots[row]), int(sets[row]))
-        assert self.num_rows >= before
-        return made
+            self.insert_one(int(keys.low[row]), int(keys.high[row]), int(sets[row]), int(slots[row]))
+        return made + len(left)
 
-    def _insert_one(self, low: int, high: int, slot: int, set_id: int) -> int:
+    def insert_one(self, low: int, high: int, set_id: int, slot: int | None = None) -> None:
+        """A new row for a key that has none."""
+        slot = low % self.num_slots if slot is None else slot
         lows, highs, sets = self._low_view, self._high_view, self._sets_view
         while (found := sets[slot]) > GONE:
-            if lows[slot] == low and highs[slot] == high:
-                return 0
             slot = (slot + 1) % self.num_slots
         self.num_rows += found == FREE
         lows[slot], highs[slot], sets[slot] = low, high, set_id
-        return 1
 
     def rows(self, start: int, stop: int) -> tuple[Slots, Keys]:
         """Slots from start up to stop that hold a row, and their keys."""

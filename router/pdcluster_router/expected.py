@@ -64,6 +64,8 @@ class ExpectedBlocks:
         self._marks: dict[bytes, dict[str, Chain]] = {}
         self._num_marks = 0
         self._chains: dict[Key, Chain] = {}
+        self._of_node: dict[str, set[bytes]] = {}
+        """The last blocks of each node's chains."""
         self._ends: list[tuple[float, int, Key]] = []
         """A heap of when chains end; those that ended earlier stay in it until then."""
         self._order = count()
@@ -82,6 +84,7 @@ class ExpectedBlocks:
         key = (node, hashes[-HASH_BYTES:])
         self._end(key)
         chain = self._chains[key] = Chain(node, hashes, until)
+        self._of_node.setdefault(node, set()).add(key[1])
         heapq.heappush(self._ends, (until, next(self._order), key))
         for mark in _marks_of(hashes):
             held = self._marks.setdefault(mark, {})
@@ -93,11 +96,12 @@ class ExpectedBlocks:
 
     def confirm(self, node: str, hashes: bytes) -> None:
         """The node said that it holds these blocks."""
-        if not self._chains:
+        expected = self._of_node.get(node)
+        if not expected:
             return
-        for begin in range(0, len(hashes), HASH_BYTES):
-            if self._end((node, hashes[begin : begin + HASH_BYTES])):
-                self.num_hits += 1
+        for block in expected.intersection([hashes[begin : begin + HASH_BYTES] for begin in range(0, len(hashes), HASH_BYTES)]):
+            self._end((node, block))
+            self.num_hits += 1
 
     def withdraw(self, node: str, hashes: bytes) -> None:
         """The node will not compute them after all."""
@@ -105,8 +109,8 @@ class ExpectedBlocks:
 
     def drop(self, node: str) -> None:
         """The node is gone: what was expected of it is neither hit nor missed."""
-        for key in [key for key in self._chains if key[0] == node]:
-            self._end(key)
+        for block in list(self._of_node.get(node, ())):
+            self._end((node, block))
 
     def expire(self, now: float) -> None:
         while self._ends and self._ends[0][0] <= now:
@@ -159,6 +163,10 @@ class ExpectedBlocks:
         chain = self._chains.pop(key, None)
         if chain is None:
             return False
+        node, block = key
+        self._of_node[node].discard(block)
+        if not self._of_node[node]:
+            del self._of_node[node]
         for mark in _marks_of(chain.hashes):
             held = self._marks.get(mark)
             if held is not None and held.get(chain.node) is chain:
@@ -172,6 +180,8 @@ class ExpectedBlocks:
         """Raises IntegrityError when marks are left of chains that ended, or are miscounted."""
         marks = [(mark, node, chain) for mark, held in self._marks.items() for node, chain in held.items()]
         _require(len(marks) == self._num_marks, f"{len(marks)} marks are there, {self._num_marks} are counted")
+        named = {(node, block) for node, blocks in self._of_node.items() for block in blocks}
+        _require(named == set(self._chains), "a node's chains are not those that are there")
         _require(all(self._marks.values()), "a mark without a chain is left")
         for mark, node, chain in marks:
             _require(self._chains.get((node, chain.hashes[-HASH_BYTES:])) is chain, f"mark {mark.hex()} names a chain that ended")

@@ -35,7 +35,8 @@ class HolderSets:
         self._ids: dict[bytes, int] = {b"": EMPTY}
         self._rows: list[int] = [0, 0]
         self._forward: Sets = np.arange(1024, dtype=np.uint32)
-        self._forwarding: set[int] = set()
+        self.forwarding: set[int] = set()
+        """Ids that stand for another one: resolve those."""
         self._unused: list[int] = []
         self._member_bytes = 0
         self._numbers: list[int] = []
@@ -74,21 +75,21 @@ class HolderSets:
 
     def resolve(self, set_id: int) -> int:
         """The id that stands for `set_id` now. What is passed on the way forwards straight to it afterwards."""
-        if set_id not in self._forwarding:
+        if set_id not in self.forwarding:
             return set_id
         passed = []
-        while set_id in self._forwarding:
+        while set_id in self.forwarding:
             passed.append(set_id)
             set_id = int(self._forward[set_id])
         for earlier in passed[:-1]:
-            if earlier in self._forwarding:  # else it ended with the one before it
+            if earlier in self.forwarding:  # else it ended with the one before it
                 self.hold(set_id, 1)
                 former, self._forward[earlier] = int(self._forward[earlier]), set_id
                 self.let_go(former, 1)
         return set_id
 
     def resolve_many(self, sets: Sets) -> Sets:
-        if not self._forwarding:
+        if not self.forwarding:
             return sets
         while True:
             further = self._forward[sets]
@@ -142,7 +143,7 @@ class HolderSets:
             del self._ids[held]
             self._member_bytes -= len(held)
         else:
-            self._forwarding.discard(set_id)
+            self.forwarding.discard(set_id)
             target, self._forward[set_id] = int(self._forward[set_id]), set_id
             self.let_go(target, 1)
         self._unused.append(set_id)
@@ -197,7 +198,7 @@ class HolderSets:
         del self._ids[held]
         self._member_bytes -= len(held)
         self._members[set_id] = None
-        self._forwarding.add(set_id)
+        self.forwarding.add(set_id)
         self._forward[set_id] = target
         self.hold(target, 1)
         return True
@@ -208,7 +209,7 @@ class HolderSets:
         """carried: how many rows of the tables carry each id. Raises IntegrityError that names what does not add up."""
         expected = np.zeros(len(self._members), np.int64)
         expected[: len(carried)] += carried
-        for set_id in self._forwarding:
+        for set_id in self.forwarding:
             expected[self._forward[set_id]] += 1
         unused = set(self._unused)
         for set_id in range(EMPTY + 1, len(self._members)):
@@ -216,8 +217,8 @@ class HolderSets:
             _require(self._rows[set_id] == expected[set_id], f"set {set_id} counts {self._rows[set_id]} rows, {expected[set_id]} carry it")
             _require((set_id in unused) == (not self._rows[set_id]), f"set {set_id} has {self._rows[set_id]} rows and is in the wrong list")
             _require(held is None or self._ids.get(held) == set_id, f"set {set_id} is not found by its members")
-            _require((held is None) == (set_id in unused or set_id in self._forwarding), f"set {set_id} has members, or none, wrongly")
-        _require(len(self._ids) - 1 == len(self._members) - 2 - len(unused) - len(self._forwarding), "a set is found that is not there")
+            _require((held is None) == (set_id in unused or set_id in self.forwarding), f"set {set_id} has members, or none, wrongly")
+        _require(len(self._ids) - 1 == len(self._members) - 2 - len(unused) - len(self.forwarding), "a set is found that is not there")
         _require(self._member_bytes == sum(map(len, self._ids)), "the bytes of the sets are miscounted")
         _require(self._rows[FREE] == 0, "rows carry the id of free slots")
 

@@ -28,11 +28,14 @@ GROWTH = 1.3
 FIRST_SLOTS = 4096
 
 MOVED_PER_BLOCK = 16
-LEAST_MOVED = 1024
-"""Slots of the former table that a change of one block, and any change at all, moves on."""
+LEAST_MOVED = 4096
+"""Slots of the former table that a changed block moves on, and how many are worth the while: fewer are saved up."""
 
-SWEPT_SETS = 256
+SWEPT_SETS = 64
 """Sets that a change looks at while there are nodes that left."""
+
+FEW_BLOCKS = 48
+"""Blocks that cost less one by one than together."""
 
 FREED_SHARE = 0.125
 """A table that may not grow is built anew only when that share of its rows may be of no use."""
@@ -68,6 +71,8 @@ class PrefixIndex:
         self._former: BlockTable | None = None
         self._moved = self._num_to_move = 0
         """Slots of the former table that are done, and rows (at most) that still come from it."""
+        self._num_owed = 0
+        """Slots that should have been moved by now."""
         self._num_freed = 0
         """Entries that ended since the table was built: at most so many rows are of no use."""
         self._most_slots = int(max_blocks / MAX_LOAD) + 1
@@ -94,11 +99,14 @@ class PrefixIndex:
         if holdings is None:
             return
         self._upkeep(len(keys))
-        for table in self._tables():
-            slots = table.find(keys)
-            num_ended = self._change(table, slots[slots >= 0], holdings.number, is_added=False)
-            holdings.num_blocks -= num_ended
-            self._num_freed += num_ended
+        before = holdings.num_blocks
+        if len(keys) <= FEW_BLOCKS:
+            self._remove_few(holdings, keys)
+        else:
+            for table in self._tables():
+                slots = table.find(keys)
+                holdings.num_blocks -= self._change(table, slots[slots >= 0], holdings.number, is_added=False)
+        self._num_freed += before - holdings.num_blocks
 
     def drop(self, node: str) -> None:
         """The node is gone, and all it held with it."""
@@ -139,9 +147,10 @@ class PrefixIndex:
     def _levels(self, hashes: bytes) -> list[tuple[int, int]]:
         """(set, number of leading blocks that it holds) wherever the set changes along the prompt."""
         words = memoryview(hashes).cast("Q")
-        set_id, left = self._set_of(words, 0) if len(words) else EMPTY, 0
+        set_of, last = self._set_of, len(words) // 2 - 1
+        set_id, left = set_of(words, 0) if len(words) else EMPTY, 0
         levels: list[tuple[int, int]] = []
-        further = [(self._set_of(words, len(words) // 2 - 1), len(words) // 2 - 1)] if set_id != EMPTY else []
+        further = [(set_of(words, last), last)] if set_id != EMPTY else []
         while set_id != EMPTY:
             while further and further[-1][0] == set_id:
                 left = further.pop()[1]
@@ -151,7 +160,7 @@ class PrefixIndex:
             right = further[-1][1]
             if right > left + 1:
                 middle = (left + right) // 2
-                further.append((self._set_of(words, middle), middle))
+                further.append((set_of(words, middle), middle))
             else:
                 levels.append((set_id, left + 1))
                 set_id, left = further.pop()
@@ -162,7 +171,7 @@ class PrefixIndex:
         found = self._table.set_of(low, high)
         if found == GONE and self._former is not None:
             found = self._former.set_of(low, high)
-        return self._sets.resolve(found)
+        return self._sets.resolve(found) if found in self._sets.forwarding else found
 
     def _names_of(self, set_id: int) -> tuple[str, ...]:
         names = self._members.get(set_id)
@@ -230,6 +239,9 @@ class PrefixIndex:
 
     def _add(self, holdings: Holdings, keys: Keys) -> None:
         self._upkeep(len(keys))
+        if len(keys) <= FEW_BLOCKS:
+            self._add_few(holdings, keys)
+            return
         for table in self._tables():
             slots = table.find(keys)
             is_here = slots >= 0
@@ -250,9 +262,48 @@ class PrefixIndex:
             self._sets.hold(alone, made)
         holdings.num_blocks += made
 
+    def _add_few(self, holdings: Holdings, keys: Keys) -> None:
+        alone = self._sets.with_node(EMPTY, holdings.number)
+        self._sets.hold(alone, 1)  # so that it does not end before it is used
+        for low, high in keys.pairs():
+            table, slot = self._find(low, high)
+            if slot >= 0:
+                holdings.num_blocks += self._change_one(table, slot, holdings.number, is_added=True)
+            elif self._make_room(1):
+                self._table.insert_one(low, high, alone)
+                self._sets.hold(alone, 1)
+                holdings.num_blocks += 1
+            else:
+                self.num_dropped += 1
+                holdings.is_partial = True
+        self._let_go(alone, 1)
+
+    def _remove_few(self, holdings: Holdings, keys: Keys) -> None:
+        for low, high in keys.pairs():
+            table, slot = self._find(low, high)
+            if slot >= 0:
+                holdings.num_blocks -= self._change_one(table, slot, holdings.number, is_added=False)
+
+    def _find(self, low: int, high: int) -> tuple[BlockTable, int]:
+        slot = self._table.find_one(low, high)
+        if slot < 0 and self._former is not None:
+            return self._former, self._former.find_one(low, high)
+        return self._table, slot
+
+    def _change_one(self, table: BlockTable, slot: int, number: int, *, is_added: bool) -> bool:
+        carried = int(table.sets[slot])
+        set_id = self._sets.resolve(carried)
+        if self._sets.has_node(set_id, number) == is_added:
+            return False
+        changed = self._sets.with_node(set_id, number) if is_added else self._sets.without_node(set_id, number)
+        if changed != EMPTY:
+            self._sets.hold(changed, 1)
+        table.sets[slot] = changed
+        self._let_go(carried, 1)
+        return True
+
     def _change(self, table: BlockTable, slots: Slots, number: int, *, is_added: bool) -> int:
         """Put the node into the sets of these rows, or take it out; how many it was not in, or in, before."""
-        slots = np.unique(slots)
         if not len(slots):
             return 0
         carried = table.sets[slots]
@@ -299,14 +350,17 @@ class PrefixIndex:
         live = int(np.count_nonzero(self._sets.resolve_many(self._table.sets) > EMPTY))
         wanted = int((live + num_new) * GROWTH / MAX_LOAD) + FIRST_SLOTS
         self._former, self._table = self._table, BlockTable(min(wanted, self._most_slots))
-        self._num_to_move, self._moved, self._num_freed = live, 0, 0
+        self._num_to_move, self._moved, self._num_freed, self._num_owed = live, 0, 0, 0
 
     def _upkeep(self, num_blocks: int) -> None:
         """Move some rows on, clear some sets of nodes that left, and begin to shrink a table that few still use."""
         for set_id in self._sets.sweep(SWEPT_SETS):
             self._members.pop(set_id, None)
         if self._former is not None:
-            self._move(max(MOVED_PER_BLOCK * num_blocks, LEAST_MOVED))
+            self._num_owed += MOVED_PER_BLOCK * (num_blocks + 1)
+            if self._num_owed >= LEAST_MOVED:
+                self._move(self._num_owed)
+                self._num_owed = 0
         elif 2 * self._num_freed > self._table.num_rows and self._table.num_slots > 2 * FIRST_SLOTS:
             self._rebuild(0)
 

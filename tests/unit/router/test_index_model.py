@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -11,6 +12,7 @@ from pytest import MonkeyPatch
 
 from pdcluster.kv.hashing import block_hashes
 from pdcluster.messages import HASH_BYTES
+from pdcluster_router import block_table
 from pdcluster_router import index as index_module
 from pdcluster_router.expected import ExpectedBlocks
 from pdcluster_router.index import PrefixIndex
@@ -48,9 +50,11 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.texts: dict[bytes, list[int]] = {}
         self.patch = MonkeyPatch()
 
-    @initialize(first_slots=st.sampled_from([4, 16, 64]), swept=st.integers(0, 3), moved=st.integers(1, 8))
-    def start(self, first_slots: int, swept: int, moved: int) -> None:
+    @initialize(first_slots=st.sampled_from([4, 16, 64]), swept=st.integers(0, 3), moved=st.integers(1, 80), few=st.sampled_from([0, 8, 48]))
+    def start(self, first_slots: int, swept: int, moved: int, few: int) -> None:
         """Small enough that tables move and sweeps last over many changes."""
+        self.patch.setattr(index_module, "FEW_BLOCKS", few)
+        self.patch.setattr(block_table, "FEW", few // 8)
         self.patch.setattr(index_module, "FIRST_SLOTS", first_slots)
         self.patch.setattr(index_module, "SWEPT_SETS", swept)
         self.patch.setattr(index_module, "LEAST_MOVED", moved)
@@ -109,7 +113,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
 
 TestPrefixIndex = PrefixIndexMachine.TestCase
-TestPrefixIndex.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestPrefixIndex.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -152,3 +156,56 @@ def test_a_single_expectation_is_found_exactly(text: list[int], shared: int, tai
     common = min(shared, len(text))
     asked = text[:common] + tail
     assert expected.depths(chain(asked), 1.0) == ({"a": common} if common else {})
+
+
+def test_at_the_cap_the_newest_blocks_are_dropped_and_counted_and_the_node_is_partial() -> None:
+    index = PrefixIndex(max_blocks=100)
+    index.snapshot("a", chain([0] * 80))
+    index.add("b", chain([1] * 60))
+    assert index.num_dropped > 0 and index.num_entries + index.num_dropped == 140 and index.num_entries <= 101
+    assert index.is_partial("b") and not index.is_partial("a")
+    assert index.depths(chain([0] * 80)) == {"a": 80}
+    index.add("c", chain([0] * 80))
+    assert index.depths(chain([0] * 80)) == {"a": 80, "c": 80}, "blocks that are known need no new row"
+    index.check_integrity()
+
+
+def test_room_that_was_freed_at_the_cap_is_used_again() -> None:
+    index = PrefixIndex(max_blocks=200)
+    for number in range(20):
+        index.snapshot("a", chain([number] * 150))
+        assert index.depths(chain([number] * 150)) == {"a": 150} and not index.num_dropped
+        index.check_integrity()
+    index.drop("a")
+    index.snapshot("b", chain([1] * 200))
+    assert index.num_entries == 200 and index.num_bytes < 200_000
+
+
+def test_a_hash_that_comes_twice_counts_once() -> None:
+    index = PrefixIndex()
+    hashes = chain(list(range(60)))
+    index.add("a", hashes + hashes)
+    assert index.num_entries == 60
+    index.remove("a", hashes[16 * 59 :] * 2)
+    assert index.num_entries == 59
+    index.check_integrity()
+
+
+def test_bytes_that_are_no_hashes_are_refused() -> None:
+    with pytest.raises(ValueError, match="no whole number of block hashes"):
+        PrefixIndex().add("a", bytes(17))
+
+
+def test_many_nodes_come_and_go_without_leaving_anything_behind() -> None:
+    index = PrefixIndex()
+    for boot in range(300):
+        index.snapshot(f"node-{boot}", chain([boot % 7] * 50))
+        index.drop(f"node-{boot - 20}")
+    assert index.num_entries == 20 * 50 and index.num_sets < 60
+    for boot in range(300):
+        index.drop(f"node-{boot}")
+    for _ in range(50):
+        index.remove("nobody", b"")
+        index.snapshot("last", b"")
+    assert index.num_entries == 0 and index.num_sets <= 1
+    index.check_integrity()
