@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.report import Row, print_rows, row, write_json
+from pdcluster.kv.hashing import chain_root, extend
 from pdcluster.messages import HASH_BYTES
 from pdcluster_router.index import PrefixIndex
 
@@ -155,6 +156,30 @@ def measure_changes(index: PrefixIndex, chance: random.Random) -> list[Row]:
     return rows
 
 
+def measure_request(index: PrefixIndex, chance: random.Random) -> list[Row]:
+    """What one new prompt costs the router beside tokenizing and sending it: names for its blocks, who has them, what will be there, what then is."""
+    rows = []
+    for num_tokens in (100, 10_000, 100_000):
+        prompts = [chance.randbytes(4 * num_tokens) for _ in range(20)]
+        root = chain_root()
+        spent: dict[str, float] = dict.fromkeys(("hash", "look up", "expect", "take in"), 0.0)
+        for number, packed in enumerate(prompts):
+            started = time.process_time()
+            hashes = extend(b"", packed, root=root)
+            hashed = time.process_time()
+            index.depths(hashes, float(number))
+            asked = time.process_time()
+            index.expect("n1", hashes, number + 5.0)
+            expected = time.process_time()
+            index.add("n1", hashes)
+            done = time.process_time()
+            for name, took in zip(spent, (hashed - started, asked - hashed, expected - asked, done - expected), strict=True):
+                spent[name] += took / len(prompts)
+        rows += [Row(f"request: {name}", f"{num_tokens} new tokens", took * 1e3, "core-ms") for name, took in spent.items()]
+        rows.append(Row("request: all of it", f"{num_tokens} new tokens", sum(spent.values()) * 1e3, "core-ms"))
+    return rows
+
+
 def run(num_nodes: int, num_entries: int, num_prompts: int) -> list[Row]:
     chance = random.Random(1)
     talks = make_talks(num_nodes, num_entries, chance)
@@ -195,6 +220,7 @@ def run(num_nodes: int, num_entries: int, num_prompts: int) -> list[Row]:
     rows.append(row("index build", case, [entries / index_s], "entries/s", against="dict of sets", against_value=entries / plain_s))
     rows.append(Row("index longest snapshot", case, longest_s * 1e3, "ms"))
     rows += measure_changes(index, chance)
+    rows += measure_request(index, chance)
     started = time.process_time()
     index.drop("n7")
     rows.append(Row("index drop of a node", case, (time.process_time() - started) * 1e3, "ms"))

@@ -41,7 +41,8 @@ class Keys:
         if len(hashes) % HASH_BYTES:
             raise ValueError(f"{len(hashes)} bytes are no whole number of block hashes of {HASH_BYTES} bytes")
         words = np.frombuffer(hashes, np.uint64).reshape(-1, 2)
-        if len(words) > 1 and len(np.unique(words[:, 0])) < len(words):
+        ordered = np.sort(words[:, 0])
+        if (ordered[1:] == ordered[:-1]).any():
             words = words[np.sort(np.unique(words, axis=0, return_index=True)[1])]
         return cls(words[:, 0], words[:, 1])
 

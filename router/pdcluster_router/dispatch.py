@@ -158,7 +158,7 @@ class Dispatch:
     def _job(self, generation: Generation, now: float) -> Job:
         return Job(
             request=generation.request,
-            prompt=generation.token_ids.tolist(),
+            prompt=generation.token_ids,
             sampling=generation.sampling,
             deadline=now + generation.deadline_s,
             chain=self._models.chain(generation.model, generation.salt),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from pdcluster.kv.hashing import extend
@@ -23,7 +23,7 @@ class Job:
     found in a cache by the first attempt that got so far."""
 
     request: str
-    prompt: list[int]
+    prompt: Sequence[int]
     sampling: Sampling
     deadline: float
     chain: HashChain
@@ -84,6 +84,6 @@ class Job:
 
     def _hashed_tokens(self) -> bytes:
         """All tokens so far, packed; `hashes` covers them afterwards. Blocks that were hashed before are not hashed again."""
-        packed = pack_tokens(self.prompt + self.emitted)
+        packed = pack_tokens(self.prompt) + pack_tokens(self.emitted)
         self.hashes += extend(self.hashes, packed, root=self.chain.root, block_tokens=self.chain.block_tokens)
         return packed
