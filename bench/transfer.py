@@ -5,7 +5,7 @@
 The whole protocol is timed, from the ticket's arrival at the writer to the reader's CommitAck, with everything pushed at once; so small sizes
 show the fixed cost of a hand-over, and with digests both ends read all bytes once more. Ceilings, for the same number of bytes:
 
-    shm       one memmove between two warm buffers
+    shm       one memmove between pools of the same kind and size, touched before
     tcp       a plain loopback socket between the two processes, sendall → recv_into, one answer byte
     mooncake  the engine alone, 4 MiB entries, 8 in flight, no copies to or from staging
 
@@ -29,7 +29,7 @@ import numpy as np
 
 from bench import transfer_load
 from bench.report import Row, print_rows, row, write_json
-from bench.transfer_ends import HOST, Address, Near, Shape, Sink
+from bench.transfer_ends import HOST, PAGE_TOKENS, Address, Near, Sink, plain
 from pdcluster.transfer.base import WriteStatus
 
 BACKENDS = ("shm", "tcp", "mooncake")
@@ -53,6 +53,10 @@ class Case:
     def nbytes(self) -> int:
         return self.page_bytes * self.num_pages
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pages * PAGE_TOKENS
+
 
 def sizes(*mebibytes: float) -> list[Case]:
     return [Case(f"{int(size * 1024)} KiB" if size < 1 else f"{int(size)} MiB", 64 << 10, int(size * 16)) for size in mebibytes]
@@ -72,23 +76,25 @@ def cases(*, quick: bool) -> list[Case]:
 # ---------------------------------------------------------------- ceilings
 
 
-def seconds_of_memmove(nbytes: int, repeats: int) -> list[float]:
-    source, target = np.ones(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
+def seconds_of_memmove(near: Near, nbytes: int, repeats: int) -> list[float]:
+    """From the same pool to one of its size, each time at the next place: what a transfer meets in the caches and page tables, this meets too."""
+    source, target = near.pools[0].bytes, near.spare.bytes
+    starts = range(0, len(source) - nbytes + 1, nbytes)
 
-    def move() -> float:
+    def move(turn: int) -> float:
+        start = starts[turn % len(starts)]
         begin = time.perf_counter()
-        ctypes.memmove(target.ctypes.data, source.ctypes.data, nbytes)
+        ctypes.memmove(target.ctypes.data + start, source.ctypes.data + start, nbytes)
         return time.perf_counter() - begin
 
-    move()
-    return [move() for _ in range(repeats)]
+    return [move(turn) for turn in range(repeats + 1)][1:]
 
 
 def seconds_of_socket(near: Near, nbytes: int, repeats: int) -> list[float]:
     near.pipe.send(Sink("socket", nbytes, repeats + 1))
     address = near.pipe.receive()
     assert isinstance(address, Address)
-    data = near.pool.bytes.data[:nbytes]
+    data = near.pools[0].bytes.data[:nbytes]
     with socket.create_connection((HOST, address.number)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -140,7 +146,7 @@ def seconds_of_engine(near: Near, nbytes: int, repeats: int) -> list[float]:
 
 def ceiling(near: Near, case: Case, repeats: int) -> tuple[str, list[float]]:
     if near.shape.backend == "shm":
-        return "memmove", seconds_of_memmove(case.nbytes, repeats)
+        return "memmove", seconds_of_memmove(near, case.nbytes, repeats)
     if near.shape.backend == "tcp":
         return "loopback socket", seconds_of_socket(near, case.nbytes, repeats)
     return "engine alone", seconds_of_engine(near, case.nbytes, repeats)
@@ -151,14 +157,14 @@ def ceiling(near: Near, case: Case, repeats: int) -> tuple[str, list[float]]:
 
 def measure(near: Near, case: Case, repeats: int) -> list[Row]:
     """Rows of one case on one pair of processes: turns of a few transfers and as many runs of the ceiling."""
-    near.move(case.num_pages)  # warm: connection, page tables
+    near.move(case.num_tokens)  # warm: connection, page tables
     rate: Callable[[float], float] = lambda seconds: case.nbytes / seconds / 1e9  # noqa: E731
     samples: list[float] = []
     tops: list[float] = []
     ratios: list[float] = []
     name = ""
     for _ in range(TURNS):
-        moves = [near.move(case.num_pages) for _ in range(repeats)]
+        moves = [near.move(case.num_tokens) for _ in range(repeats)]
         name, times = ceiling(near, case, repeats)
         samples += moves
         tops += times
@@ -182,7 +188,7 @@ def run(backends: tuple[str, ...], *, quick: bool) -> Iterator[Row]:
             for page_bytes in dict.fromkeys(case.page_bytes for case in wanted):
                 group = [case for case in wanted if case.page_bytes == page_bytes]
                 num_pages = max(case.num_pages for case in group)
-                near = Near(Shape(backend, page_bytes, num_pages + num_pages % 2, digests))
+                near = Near(plain(backend, page_bytes, num_pages + num_pages % 2, digests=digests))
                 try:
                     yield from measure_group(near, group, repeats)
                 finally:
@@ -193,7 +199,7 @@ def run(backends: tuple[str, ...], *, quick: bool) -> Iterator[Row]:
 
 def measure_group(near: Near, group: list[Case], repeats: int) -> Iterator[Row]:
     cores = os.sched_getaffinity(0)
-    near.move(group[0].num_pages)  # all its threads run
+    near.move(group[0].num_tokens)  # all its threads run
     if transfer_load.has_two_cores():
         transfer_load.pin(os.getpid(), 0)
         transfer_load.pin(near.child_pid, 1)

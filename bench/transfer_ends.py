@@ -5,6 +5,7 @@ Control messages go over a socket pair as length-prefixed msgpack, in the place 
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import select
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, Message, Reserved, Ticket
 from pdcluster.transfer.base import Backend, Peer, Region
@@ -38,9 +40,13 @@ STAGING_BYTES = 32 << 20
 
 
 class Ask(Message, frozen=True, array_like=True):
-    """Please issue a ticket for so many pages."""
+    """Please issue a ticket for so many tokens."""
 
-    num_pages: int
+    num_tokens: int
+
+
+class Check(Message, frozen=True, array_like=True):
+    """Please compare what the last ticket brought with `content`; the answer is an Address, with the number of wrong bytes."""
 
 
 class Sink(Message, frozen=True, array_like=True):
@@ -56,25 +62,59 @@ class Address(Message, frozen=True, array_like=True):
     number: int
 
 
-Control = Commit | CommitAck | Abort | AbortAck | Ask | Sink | Address | Reserved
+Control = Commit | CommitAck | Abort | AbortAck | Ask | Check | Sink | Address | Reserved
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How both ends are set up. Pages are taken in a scattered order, in runs of two, as a used pool gives them."""
+    """How both ends are set up: the pages of each, in pools for so many tokens."""
 
     backend: str
-    page_bytes: int
-    num_pages: int
+    near: PageShape
+    far: PageShape
+    num_tokens: int
     digests: bool
-
-    def pages(self, count: int, seed: int) -> list[int]:
-        pairs = np.random.default_rng(seed).permutation(self.num_pages // 2)[: -(-count // 2)]
-        return [int(page) for pair in pairs for page in (2 * pair, 2 * pair + 1)][:count]
 
     @property
     def settings(self) -> Settings:
         return Settings(digests=self.digests)
+
+    @property
+    def nbytes(self) -> int:
+        """KV of all tokens."""
+        return self.num_tokens // self.near.page_tokens * self.near.planes * self.near.heads * self.near.head_bytes * self.near.num_layers
+
+
+def plain(backend: str, page_bytes: int, num_pages: int, *, digests: bool) -> Shape:
+    """Pages of so many bytes at both ends."""
+    pages = PageShape.plain(PAGE_TOKENS, page_bytes)
+    return Shape(backend, pages, pages, num_pages * PAGE_TOKENS, digests)
+
+
+def scattered(shape: PageShape, pool_tokens: int, num_tokens: int, seed: int) -> list[int]:
+    """Pages for so many tokens, in a scattered order but in runs of two, as a used pool gives them."""
+    count, total = num_tokens // shape.page_tokens, pool_tokens // shape.page_tokens
+    pairs = np.random.default_rng(seed).permutation(total // 2)[: -(-count // 2)]
+    return [int(page) for pair in pairs for page in (2 * pair, 2 * pair + 1)][:count]
+
+
+def content(shape: PageShape, num_tokens: int) -> NDArray[np.uint8]:
+    """KV that both ends can tell: [layer][plane][head][token][cell], every byte at random."""
+    size = (shape.num_layers, shape.planes, shape.heads, num_tokens, shape.cell_bytes)
+    return np.random.default_rng(5).integers(0, 256, size, dtype=np.uint8)
+
+
+def held(shape: PageShape, rank: int, pool: NDArray[np.uint8], pages: list[int]) -> NDArray[np.uint8]:
+    """A rank's pages as they lie in its pool: [page][layer][plane][head][token][cell]."""
+    size = (-1, shape.num_layers, shape.planes, shape.rank_heads, shape.page_tokens, shape.cell_bytes)
+    return pool.reshape(size)[pages]
+
+
+def dealt(shape: PageShape, rank: int, kv: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """What a rank's pages hold of the content, in the same order."""
+    layers, planes, _, tokens, cell = kv.shape
+    own = kv[:, :, slice(*shape.heads_of(rank))].reshape(layers, planes, -1, tokens // shape.page_tokens, shape.page_tokens, cell)
+    return own.transpose(3, 0, 1, 2, 4, 5)
 
 
 class Pipe:
@@ -103,19 +143,22 @@ class Pipe:
 class Pool:
     """Shared memory that is touched already; `bytes` is a numpy view of it."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, region: int = 0) -> None:
         self.fd = os.memfd_create("pdcluster-bench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, nbytes)
         self.bytes = np.frombuffer(mmap.mmap(self.fd, nbytes), dtype=np.uint8)
         self.bytes[::4096] = 1
-        self.region = Region(0, self.bytes.ctypes.data, nbytes, self.fd)
+        self.region = Region(region, self.bytes.ctypes.data, nbytes, self.fd)
 
 
-def start_backend(shape: Shape, me: Peer) -> tuple[Pool, Backend]:
-    pool = Pool(shape.page_bytes * shape.num_pages)
+def start_backend(shape: Shape, pages: PageShape, me: Peer) -> tuple[list[Pool], Backend]:
+    """pages: of this end. One pool per rank."""
+    nbytes = shape.num_tokens // pages.page_tokens * pages.page_bytes
+    pools = [Pool(nbytes, rank) for rank in range(pages.ranks)]
     backend = create_backends(shape.backend, me, host=HOST, staging_bytes=STAGING_BYTES)[shape.backend]
-    backend.register(pool.region)
-    return pool, backend
+    for pool in pools:
+        backend.register(pool.region)
+    return pools, backend
 
 
 def wait_for(sock: socket.socket, backend: Backend, deadline: float | None) -> None:
@@ -131,18 +174,19 @@ class Far:
 
     def __init__(self, shape: Shape, pipe: Pipe) -> None:
         self._shape, self._pipe = shape, pipe
-        self._pool, self._backend = start_backend(shape, FAR)
+        self._pools, self._backend = start_backend(shape, shape.far, FAR)
         self._reader = Reader(
             Endpoint(FAR.node, FAR.incarnation, "bench"),
             {shape.backend: self._backend},
             (shape.backend,),
             region=0,
-            shape=PageShape.plain(PAGE_TOKENS, shape.page_bytes),
-            memories=[self._pool.bytes.data],
+            shape=shape.far,
+            memories=[pool.bytes.data for pool in self._pools],
             clock=time.monotonic,
             settings=shape.settings,
         )
         self._count = 0
+        self._pages: list[int] = []
 
     def run(self) -> None:
         while True:
@@ -161,14 +205,21 @@ class Far:
     def _answer(self, message: Control) -> None:
         if isinstance(message, Ask):
             self._count += 1
-            pages = self._shape.pages(message.num_pages, 2 * self._count)
+            self._pages = scattered(self._shape.far, self._shape.num_tokens, message.num_tokens, 2 * self._count)
             writer = Endpoint(NEAR.node, NEAR.incarnation, "bench")
-            tokens = message.num_pages * PAGE_TOKENS
-            self._pipe.send(Reserved(self._reader.open(f"r{self._count}", 0, writer, pages, tokens, 0, 60.0)))
+            self._pipe.send(Reserved(self._reader.open(f"r{self._count}", 0, writer, self._pages, message.num_tokens, 0, 60.0)))
         elif isinstance(message, Commit | AbortAck):
             self._reader.handle(NEAR, message)
         elif isinstance(message, Sink):
             swallow(self._pipe, message)
+        elif isinstance(message, Check):
+            self._pipe.send(Address("wrong bytes", self._wrong_bytes()))
+
+    def _wrong_bytes(self) -> int:
+        far = self._shape.far
+        kv = content(far, len(self._pages) * far.page_tokens)
+        found = (held(far, rank, pool.bytes, self._pages) for rank, pool in enumerate(self._pools))
+        return sum(int(np.count_nonzero(pages != dealt(far, rank, kv))) for rank, pages in enumerate(found))
 
 
 def swallow(pipe: Pipe, message: Sink) -> None:
@@ -204,26 +255,30 @@ class Near:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         here, there = socket.socketpair()
-        arguments = [shape.backend, str(shape.page_bytes), str(shape.num_pages), str(int(shape.digests))]
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "bench.transfer_ends", str(there.fileno()), *arguments], pass_fds=[there.fileno()]
-        )
+        arguments = [str(there.fileno()), msgspec.json.encode(shape).decode()]
+        self._child = subprocess.Popen([sys.executable, "-m", "bench.transfer_ends", *arguments], pass_fds=[there.fileno()])
         there.close()
         self.pipe = Pipe(here)
-        self.pool, self._backend = start_backend(shape, NEAR)
+        self.pools, self._backend = start_backend(shape, shape.near, NEAR)
         noise = np.random.default_rng(1).integers(0, 256, 1 << 20, dtype=np.uint8)
-        np.copyto(self.pool.bytes, np.resize(noise, self.pool.bytes.size))
+        for pool in self.pools:
+            np.copyto(pool.bytes, np.resize(noise, pool.bytes.size))
         self._writer = Writer(
             NEAR,
             {shape.backend: self._backend},
             (shape.backend,),
             region=0,
-            shape=PageShape.plain(PAGE_TOKENS, shape.page_bytes),
-            memories=[self.pool.bytes.data],
+            shape=shape.near,
+            memories=[pool.bytes.data for pool in self.pools],
             clock=time.monotonic,
             settings=shape.settings,
         )
         self._count = 0
+
+    @functools.cached_property
+    def spare(self) -> Pool:
+        """Memory like the first pool's, for ceilings."""
+        return Pool(self.pools[0].bytes.size)
 
     @property
     def child_pid(self) -> int:
@@ -234,14 +289,32 @@ class Near:
         assert isinstance(self._backend, ShmBackend | TcpBackend | StagedBackend)
         return self._backend.gil_waits
 
-    def move(self, num_pages: int) -> float:
+    def move(self, num_tokens: int) -> float:
         """Seconds from the ticket's arrival here to its CommitAck."""
+        return self._move(num_tokens, self._next_pages(num_tokens))
+
+    def wrong_bytes(self) -> int:
+        """Move KV that the other end can tell, over the whole pool, and count there what came out wrong."""
+        near, num_tokens = self.shape.near, self.shape.num_tokens
+        pages, kv = self._next_pages(num_tokens), content(near, num_tokens)
+        for rank, pool in enumerate(self.pools):
+            size = (-1, near.num_layers, near.planes, near.rank_heads, near.page_tokens, near.cell_bytes)
+            pool.bytes.reshape(size)[pages] = dealt(near, rank, kv)
+        self._move(num_tokens, pages)
+        self.pipe.send(Check())
+        answer = self.pipe.receive()
+        assert isinstance(answer, Address)
+        return answer.number
+
+    def _next_pages(self, num_tokens: int) -> list[int]:
         self._count += 1
-        self.pipe.send(Ask(num_pages))
+        return scattered(self.shape.near, self.shape.num_tokens, num_tokens, 2 * self._count + 1)
+
+    def _move(self, num_tokens: int, pages: list[int]) -> float:
+        self.pipe.send(Ask(num_tokens))
         answer = self.pipe.receive()
         if not isinstance(answer, Reserved):
             raise RuntimeError(f"the reader process answered {answer!r} instead of a ticket")
-        pages = self.shape.pages(num_pages, 2 * self._count + 1)
         begin = time.perf_counter()
         self._push(answer.ticket, pages)
         return time.perf_counter() - begin
@@ -271,7 +344,8 @@ class Near:
     def close(self) -> None:
         self.pipe.sock.close()
         self._backend.shutdown()
-        os.close(self.pool.fd)
+        for pool in (*self.pools, *([self.spare] if "spare" in self.__dict__ else [])):
+            os.close(pool.fd)
         try:
             self._child.wait(20)
         except subprocess.TimeoutExpired:
@@ -280,9 +354,8 @@ class Near:
 
 
 def main() -> None:
-    fd, backend, page_bytes, num_pages, digests = sys.argv[1:]
-    shape = Shape(backend, int(page_bytes), int(num_pages), bool(int(digests)))
-    Far(shape, Pipe(socket.socket(fileno=int(fd)))).run()
+    fd, shape = sys.argv[1:]
+    Far(msgspec.json.decode(shape, type=Shape), Pipe(socket.socket(fileno=int(fd)))).run()
 
 
 if __name__ == "__main__":

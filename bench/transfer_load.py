@@ -23,10 +23,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.report import Row, row
-from bench.transfer_ends import Near, Shape
+from bench.transfer_ends import PAGE_TOKENS, Near, plain
 
 PAGE_BYTES = 64 << 10
 CASE_BYTES = 64 << 20
+CASE_TOKENS = CASE_BYTES // PAGE_BYTES * PAGE_TOKENS
 BUSY_GOAL = 0.8
 GIL_GOAL_S = 0.010
 MOVER_THREADS = ("kv-copy", "kv-send", "kv-mooncake")
@@ -130,16 +131,16 @@ def mover_cpu() -> float:
 
 def sample(near: Near) -> Sample:
     before = mover_cpu()
-    seconds = near.move(CASE_BYTES // PAGE_BYTES)
+    seconds = near.move(CASE_TOKENS)
     return Sample(seconds, mover_cpu() - before)
 
 
 def start(backend: str, far_core: int) -> Near:
-    near = Near(Shape(backend, PAGE_BYTES, CASE_BYTES // PAGE_BYTES, digests=True))
-    near.move(CASE_BYTES // PAGE_BYTES)
+    near = Near(plain(backend, PAGE_BYTES, CASE_BYTES // PAGE_BYTES, digests=True))
+    near.move(CASE_TOKENS)
     pin(os.getpid(), 0)
     pin(near.child_pid, far_core)
-    near.move(CASE_BYTES // PAGE_BYTES)
+    near.move(CASE_TOKENS)
     return near
 
 

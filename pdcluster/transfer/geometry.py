@@ -162,9 +162,17 @@ def offsets(shape: PageShape, rank: int, pages: Sequence[int] | Offsets, first_p
 
 def join_runs(sources: Offsets, targets: Offsets, nbytes: int) -> RunTable:
     """Copies of equal pieces as runs, neighbours joined where they are contiguous at both ends."""
+    return join_runs_in_parts(sources, targets, nbytes, len(sources))[0]
+
+
+def join_runs_in_parts(sources: Offsets, targets: Offsets, nbytes: int, part_pieces: int) -> list[RunTable]:
+    """As `join_runs` for each part of so many pieces; a run never goes on into the next part."""
     breaks = (np.diff(sources) != nbytes) | (np.diff(targets) != nbytes)
+    breaks[part_pieces - 1 :: part_pieces] = True
     firsts, counts = _stretches(breaks)
-    return RunTable(np.column_stack([sources[firsts], targets[firsts], counts * nbytes]))
+    rows = np.column_stack([sources[firsts], targets[firsts], counts * nbytes])
+    borders = np.searchsorted(firsts, np.arange(part_pieces, len(sources), part_pieces))
+    return [RunTable(part) for part in np.split(rows, borders)]
 
 
 def join_spans(starts: Offsets, nbytes: int) -> SpanTable:

@@ -43,6 +43,8 @@ class Incoming:
     commit_time: float = 0.0
     answers: dict[int, CommitAck] = field(default_factory=dict)
     missing: list[ChunkEntry] | None = None
+    landings: list[Landing] = field(default_factory=list)
+    """Of all chunks of the Commit, once it was found to cover the ticket."""
     unchecked: deque[Landing] | None = None
     promised: int = 0
     """Chunks in the Commit."""

@@ -67,8 +67,9 @@ class Writes:
             self._times[handle] = self._clock()
         return handle
 
-    def settle(self, handle: Handle, status: WriteStatus, digest: int | None = None) -> None:
-        """Record an answer; the first final one stays. digest: of the payload of a write that is DONE."""
+    def settle(self, handle: Handle, status: WriteStatus, digest: int | None = None, *, quietly: bool = False) -> None:
+        """Record an answer; the first final one stays. digest: of the payload of a write that is DONE. quietly: without ringing, because more
+        answers follow soon."""
         with self._lock:
             if self._states.get(handle) in FINAL or handle not in self._states:
                 return
@@ -76,7 +77,8 @@ class Writes:
             self._times[handle] = self._clock() - self._times[handle] if status in FINAL else self._times[handle]
             if digest is not None:
                 self._digests[handle] = digest
-        self._doorbell.ring()
+        if not quietly:
+            self._doorbell.ring()
 
     def poll(self, handle: Handle) -> WriteStatus:
         with self._lock:

@@ -16,6 +16,8 @@ LINE = ir.VectorType(WORD, 8)
 LINE_BYTES = 64
 STREAM_BYTES = 4096
 """Shorter copies are memmove's."""
+AHEAD_BYTES = 2048
+"""Of the next run, asked for while this one is moved: the processor foresees the bytes after those it reads, not where another run begins."""
 
 
 def _type_call(typing_context: Any, function: Any, first: Any, second: Any, third: Any) -> Any:
@@ -55,7 +57,20 @@ def _type_fence(typing_context: Any) -> Any:
     return types.void(), generate
 
 
+def _type_prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for a cache line; a hint, which does nothing for an address that is not there."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, number, number, number]))
+        builder.call(prefetch, [builder.inttoptr(arguments[0], byte), number(0), number(3), number(1)])  # to read, often, data
+        return context.get_dummy_value()
+
+    return types.void(types.uintp), generate
+
+
 _stream: Any = intrinsic(_type_stream)
+_prefetch: Any = intrinsic(_type_prefetch)
 _fence: Any = intrinsic(_type_fence)
 
 
@@ -83,6 +98,11 @@ def move(table: NDArray[np.uint64], cursor: NDArray[np.uint64], left: int, calls
     zero = np.uint64(0)
     while left > zero and row < table.shape[0]:
         target, source, nbytes = table[row, 0], table[row, 1], table[row, 2]
+        if offset == zero and row + np.uint64(1) < table.shape[0]:
+            start, length = table[row + np.uint64(1), 1], min(table[row + np.uint64(1), 2], np.uint64(AHEAD_BYTES))
+            if start != source + nbytes:
+                for line in range(zero, length, np.uint64(LINE_BYTES)):
+                    _prefetch(start + line)
         count = min(left, nbytes - offset, np.uint64(block))
         if state and not after:
             _call(calls[1], np.uint64(state), source + offset, count)

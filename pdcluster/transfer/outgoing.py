@@ -14,9 +14,11 @@ from pdcluster.lifecycle import Writing
 from pdcluster.messages import ChunkEntry, Leg, Ticket, TokenLogprobs, unpack_tokens
 from pdcluster.transfer.base import Peer
 from pdcluster.transfer.chunks import page_slice
-from pdcluster.transfer.geometry import Course, PageShape, Part, join_runs, offsets, part_bytes, piece_of, pieces_per_block
+from pdcluster.transfer.geometry import Course, PageShape, Part, join_runs_in_parts, offsets, part_bytes, piece_of, pieces_per_block
 from pdcluster.transfer.runs import RunTable
 from pdcluster.transfer.session import Settings, peer_of
+
+LEAST_CHUNK_BYTES, CHUNKS_PER_PUSH = 2 << 20, 4
 
 
 @dataclass(slots=True)
@@ -132,11 +134,16 @@ def cut(ours: PageShape, outgoing: Outgoing, course: Course, push: Push, setting
     starts, nbytes = offsets(ours, course.writer_rank, push.pages, push.first_page, whole, piece)
     ends, _ = offsets(theirs, course.reader_rank, targets, 0, whole, piece)
     one = replace(whole, end_block=first + 1)
-    blocks_each = max(1, min(settings.chunk_bytes // part_bytes(ours, one), settings.chunk_runs // pieces_each))
-    for block_number in range(first, end, blocks_each):
-        part = replace(whole, first_block=block_number, end_block=min(block_number + blocks_each, end))
-        held = slice((part.first_block - first) * pieces_each, (part.end_block - first) * pieces_each)
-        yield part, join_runs(starts[held], ends[held], nbytes)
+    blocks_each = max(1, min(_chunk_bytes(part_bytes(ours, whole), settings) // part_bytes(ours, one), settings.chunk_runs // pieces_each))
+    runs = join_runs_in_parts(starts, ends, nbytes, blocks_each * pieces_each)
+    for block_number, each in zip(range(first, end, blocks_each), runs, strict=True):
+        yield replace(whole, first_block=block_number, end_block=min(block_number + blocks_each, end)), each
+
+
+def _chunk_bytes(push_bytes: int, settings: Settings) -> int:
+    """The reader digests a chunk while the next one comes, so a push is cut at least in a few; but small ones cost more to hand over than that
+    saves."""
+    return min(settings.chunk_bytes, max(LEAST_CHUNK_BYTES, push_bytes // CHUNKS_PER_PUSH)) if settings.digests else settings.chunk_bytes
 
 
 def checked_shape(ticket: Ticket, shape: PageShape) -> PageShape:

@@ -343,22 +343,27 @@ class Reader:
 
     def _begin_check(self, incoming: Incoming, commit: Commit) -> None:
         """Once all its stamps are here, or are overdue."""
-        if incoming.missing is None and not covers_all(self._shape, incoming.ticket, commit):
-            self.counters["bad_commit"] += 1
-            self._refuse(incoming, commit, "the Commit's chunks do not cover the ticket's tokens")
+        if incoming.missing is None and not self._accept(incoming, commit):
             return
-        entries = [entry for leg in commit.legs for entry in leg.chunks]
-        incoming.missing = [entry for entry in incoming.missing or entries if not self._has_arrived(incoming, entry)]
+        incoming.missing = [entry for entry in incoming.missing or () if not self._has_arrived(incoming, entry)]
         if incoming.missing and self._clock() < incoming.commit_time + self._settings.arrival_s:
             return
         for name in self._order:
             self._backends[name].revoke(commit.nonce)  # R2; the Commit promised that no write is under way
         self._collect()
-        incoming.promised = len(entries)
-        absent = {entry.index for entry in entries if not self._has_arrived(incoming, entry)}
-        incoming.bad = sorted(absent)
-        entries_of = ((leg, entry) for leg in commit.legs for entry in leg.chunks)
-        incoming.unchecked = deque(self._landing(incoming, commit, *each) for each in entries_of if each[1].index not in absent)
+        incoming.promised = len(incoming.landings)
+        incoming.unchecked = deque(each for each in incoming.landings if self._has_arrived(incoming, each.entry))
+        incoming.bad = [each.entry.index for each in incoming.landings if not self._has_arrived(incoming, each.entry)]
+
+    def _accept(self, incoming: Incoming, commit: Commit) -> bool:
+        """Look at a Commit once, while its last chunks may still land: does it cover the ticket, and where are its bytes?"""
+        if not covers_all(self._shape, incoming.ticket, commit):
+            self.counters["bad_commit"] += 1
+            self._refuse(incoming, commit, "the Commit's chunks do not cover the ticket's tokens")
+            return False
+        incoming.landings = [self._landing(incoming, commit, leg, entry) for leg in commit.legs for entry in leg.chunks]
+        incoming.missing = [landing.entry for landing in incoming.landings]
+        return True
 
     def _has_arrived(self, incoming: Incoming, entry: ChunkEntry) -> bool:
         arrival = incoming.arrived.get(entry.index)
@@ -409,10 +414,9 @@ class Reader:
         incoming.resent += len(bad)
         self.counters["chunks_asked_again"] += len(bad)
         asked: dict[int, list[SpanTable]] = {}
-        for leg in commit.legs:
-            for entry in (entry for entry in leg.chunks if entry.index in bad):
-                incoming.arrived.pop(entry.index, None)
-                asked.setdefault(leg.reader_rank, []).append(self._landing(incoming, commit, leg, entry).spans)
+        for landing in (each for each in incoming.landings if each.entry.index in bad):
+            incoming.arrived.pop(landing.entry.index, None)
+            asked.setdefault(landing.rank, []).append(landing.spans)
         self._permit(incoming, {rank: merged(tables) for rank, tables in asked.items()})
         self._send(incoming, ack)
 

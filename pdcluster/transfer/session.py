@@ -47,9 +47,9 @@ class Settings:
 
     digests: bool = True
     chunk_bytes: int = 8 << 20
-    chunk_runs: int = 1024
+    chunk_runs: int = 2048
     window_bytes: int = 64 << 20
-    window_runs: int = 8192
+    window_runs: int = 16384
     trials: int = 3
     rounds: int = 2
     repeat_s: float = 0.25

@@ -50,6 +50,9 @@ MAX_LINKS = 1024
 UCRED = struct.Struct("3i")
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
 BURST_BYTES = 8 << 20
+QUIET_WRITES = 3
+"""With more writes than these in the queue (the one that just ended among them), nobody is woken: it would take the GIL from the next copy, and
+nobody waits for room yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,7 @@ class _Mover:
                 raise ConnectionAbortedError("closed by this node")
             payload.advance(BURST_BYTES)
         self._notify(sock, pack_notice(write.stamp, write.region, spans))
-        self._writes.settle(write.handle, WriteStatus.DONE, payload.digest() if write.digests else None)
+        self._writes.settle(write.handle, WriteStatus.DONE, payload.digest() if write.digests else None, quietly=len(self._queue) > QUIET_WRITES)
 
     def _notify(self, sock: socket.socket, notice: bytes) -> None:
         deadline = time.monotonic() + self._settings.progress_s

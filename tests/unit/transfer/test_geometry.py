@@ -15,6 +15,7 @@ from pdcluster.transfer.geometry import (
     Piece,
     common_block,
     join_runs,
+    join_runs_in_parts,
     join_spans,
     offsets,
     part_bytes,
@@ -146,3 +147,20 @@ def test_a_part_of_a_page_is_one_run_per_head_and_never_one_per_token() -> None:
     part = Part(16, 1, 2, 0, 3, 0, 4)
     starts, nbytes = offsets(PageShape(64, 3, 2, 4, 8), 0, [7], 0, part, piece_of(PageShape(64, 3, 2, 4, 8), 0, part))
     assert len(starts) == 3 * 2 * 4 and nbytes == 16 * 8
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=30), st.integers(1, 12))
+def test_runs_in_parts_are_those_that_a_loop_joins(places: list[tuple[int, int]], part_pieces: int) -> None:
+    size = 4
+    sources, targets = (np.array(column, dtype=np.int64) * size for column in zip(*places, strict=True))
+    wanted: list[list[tuple[int, int, int]]] = []
+    for index, (source, target) in enumerate(places):
+        if index % part_pieces == 0:
+            wanted.append([])
+        last = wanted[-1][-1] if wanted[-1] else None
+        if last is not None and last[0] + last[2] == source * size and last[1] + last[2] == target * size:
+            wanted[-1][-1] = (last[0], last[1], last[2] + size)
+        else:
+            wanted[-1].append((source * size, target * size, size))
+    parts = join_runs_in_parts(sources, targets, size, part_pieces)
+    assert [[(run.source, run.target, run.nbytes) for run in part] for part in parts] == wanted

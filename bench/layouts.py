@@ -1,0 +1,101 @@
+"""Bandwidth between nodes of different ranks and page sizes, beside that of equal layouts, in one run; the bytes that land are checked.
+
+    python -m bench.layouts [--quick] [--json FILE] [--backends shm,tcp]
+
+The same KV (Qwen3-0.6B in bfloat16: 28 layers, 8 heads of 128 dims) goes between two processes in one layout after the other, turn by turn, so that
+all meet the same neighbours on the machine. Seconds are the whole protocol's, digests on, from the ticket's arrival at the writer to the
+reader's CommitAck; a ratio is the median over the turns. What is checked: the reader's pages against tensors cut by numpy, not by `geometry`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench import transfer_load
+from bench.report import Row, print_rows, row, write_json
+from bench.transfer_ends import Near, Shape
+from pdcluster.transfer.geometry import PageShape
+
+BACKENDS = ("shm", "tcp")
+GOAL = 0.6
+QWEN3 = PageShape(page_tokens=32, num_layers=28, planes=2, heads=8, cell_bytes=128 * 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Ranks and tokens in a page of the prefill and of the decode node."""
+
+    ranks: tuple[int, int]
+    page_tokens: tuple[int, int] = (32, 32)
+
+    @property
+    def name(self) -> str:
+        ranks, tokens = self.ranks, self.page_tokens
+        same = f"pages of {tokens[0]} tokens" if tokens[0] == tokens[1] else f"pages of {tokens[0]} → {tokens[1]} tokens"
+        return f"P TP {ranks[0]} → D TP {ranks[1]}, {same}"
+
+    def shape(self, backend: str, num_tokens: int) -> Shape:
+        near, far = (replace(QWEN3, ranks=ranks, page_tokens=tokens) for ranks, tokens in zip(self.ranks, self.page_tokens, strict=True))
+        return Shape(backend, near, far, num_tokens, digests=True)
+
+
+EQUAL = Pair((1, 1))
+OTHERS = (Pair((2, 1)), Pair((1, 2)), Pair((2, 4)), Pair((4, 2)), Pair((1, 1), (16, 64)), Pair((1, 1), (64, 16)), Pair((2, 4), (16, 64)))
+
+
+def measure(backend: str, num_tokens: int, turns: int) -> Iterator[Row]:
+    pairs = (EQUAL, *OTHERS)
+    with ExitStack() as stack:
+        ends = [stack.enter_context(closing(Near(pair.shape(backend, num_tokens)))) for pair in pairs]
+        for pair, near in zip(pairs, ends, strict=True):
+            if wrong := near.wrong_bytes():
+                raise RuntimeError(f"{backend}, {pair.name}: {wrong} bytes are wrong")
+            if transfer_load.has_two_cores():
+                transfer_load.pin(os.getpid(), 0)
+                transfer_load.pin(near.child_pid, 1)
+        seconds = [[_typical(near, num_tokens) for near in ends] for _ in range(turns)]
+    nbytes = ends[0].shape.nbytes
+    rates = [[nbytes / each[index] / 1e9 for each in seconds] for index in range(len(pairs))]
+    case = f"{num_tokens} tokens"
+    yield row(f"layouts.{backend}", f"{case}, {EQUAL.name}", rates[0], "GB/s")
+    for index, pair in enumerate(OTHERS, 1):
+        speed = row(f"layouts.{backend}", f"{case}, {pair.name}", rates[index], "GB/s", against="equal", against_value=statistics.median(rates[0]))
+        ratio = statistics.median(each[0] / each[index] for each in seconds)
+        yield replace(speed, ratio=ratio, goal=GOAL, holds=ratio >= GOAL)
+
+
+def _typical(near: Near, num_tokens: int) -> float:
+    """Of a few transfers in a row, the first of which finds the caches full of another pair's pages and code."""
+    return statistics.median(near.move(num_tokens) for _ in range(3))
+
+
+def run(backends: tuple[str, ...], *, quick: bool) -> Iterator[Row]:
+    cores = os.sched_getaffinity(0)
+    for backend in backends:
+        for num_tokens in (512,) if quick else (512, 2048):
+            try:
+                yield from measure(backend, num_tokens, 5 if quick else 9)
+            finally:
+                transfer_load.unpin(cores)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and turns")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="comma-separated; any that `pdcluster node --transfer` knows")
+    options = parser.parse_args()
+    rows = list(run(tuple(options.backends.split(",")), quick=options.quick))
+    print_rows(rows)
+    if options.json is not None:
+        write_json(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
