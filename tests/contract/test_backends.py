@@ -580,3 +580,36 @@ def test_a_reader_killed_in_the_middle_ends_every_write(name: str) -> None:
     assert name == "shm" or WriteStatus.DONE not in seen
     writer.shutdown()
     memory.drop()
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_reader_that_stands_still_keeps_no_write_to_another_from_its_end(name: str) -> None:
+    """Its process is stopped with a window of writes on their way to it; those to the other reader all end meanwhile, and it is still stopped."""
+    nbytes, chunk = 64 << 20, 8 << 20
+    stuck, peer = Other("reader", name, str(nbytes)), Peer("living", "l1")
+    source, target = Memory(nbytes), Memory(nbytes)
+    source.bytes[:] = 7
+    writer, reader = start(name, WRITER), start(name, READER)
+    writer.register(source.region)
+    reader.register(target.region)
+    reader.permit(Permit(9, WRITER, 0, ((0, nbytes),)))
+    writer.connect(READER, bytes.fromhex(stuck.said["advert"]))
+    first = writer.write(READER, 0, 0, Stamp(7, 0, 1, 64), (Run(0, 0, 64),))
+    eventually(lambda: writer.poll(first) is WriteStatus.DONE, "the first write")
+    stuck.signal(signal.SIGSTOP)
+    held = [writer.write(READER, 0, 0, Stamp(7, n, 1, chunk), (Run(n * chunk, n * chunk, chunk),)) for n in range(8)]
+    writer.connect(peer, reader.advert())
+    handles = {writer.write(peer, 0, 0, Stamp(9, n, 1, chunk), (Run(n * chunk, n * chunk, chunk),)) for n in range(8)}
+
+    def all_done() -> bool:
+        handles.difference_update([each for each in handles if writer.poll(each) is WriteStatus.DONE])
+        return not handles
+
+    eventually(all_done, "the writes to the living one")
+    assert (target.bytes == 7).all()
+    assert name == "shm" or all(writer.poll(each) is WriteStatus.PENDING for each in held[-2:]), "the others still wait"
+    stuck.end()
+    writer.shutdown()
+    reader.shutdown()
+    source.drop()
+    target.drop()
