@@ -70,13 +70,13 @@ def cluster(model: Path, nodes: Sequence[NodePlan], transfer: str) -> Iterator[C
     """Processes that live as long as the block; every one is stopped with SIGTERM, the router first."""
     running: list[subprocess.Popen[bytes]] = []
     try:
-        bootstrap = _start(running, ["pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0"])
+        bootstrap = start(running, ["pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0"])
         for plan in nodes:
             own = ["--name", plan.name, "--role", plan.role, "--bootstrap", bootstrap, "--model", str(model), "--transfer", transfer]
             own += ["--cores", str(plan.core), "--threads", "1", *plan.flags]
-            _start(running, ["bench.node", *plan.options, "--", *own], ready_option="--ready-fd")
+            start(running, ["bench.node", *plan.options, "--", *own], ready_option="--ready-fd")
         own = ["--http", "127.0.0.1:0", "--grpc", "none", "--admin", "none", "--bootstrap", bootstrap, "--tokenizer", str(bundled_model.path())]
-        router = _start(running, ["pdcluster_router.cli", *own])
+        router = start(running, ["pdcluster_router.cli", *own])
         yield Client(router)
     finally:
         for process in reversed(running):
@@ -84,7 +84,7 @@ def cluster(model: Path, nodes: Sequence[NodePlan], transfer: str) -> Iterator[C
             process.wait(STOP_S)
 
 
-def _start(running: list[subprocess.Popen[bytes]], arguments: list[str], ready_option: str = "--ready-fd") -> str:
+def start(running: list[subprocess.Popen[bytes]], arguments: list[str], ready_option: str = "--ready-fd") -> str:
     """Start `python -m …`, wait for its ready line, return its address."""
     read_end, write_end = os.pipe()
     process = subprocess.Popen([sys.executable, "-m", *arguments, ready_option, str(write_end)], pass_fds=[write_end], stderr=subprocess.DEVNULL)

@@ -14,6 +14,7 @@ from pdcluster.messages import Managed, Role
 from pdcluster_router.chooser import PolicyHolder
 from pdcluster_router.cluster import Cluster
 from pdcluster_router.events import EventLog
+from pdcluster_router.explain import Explainer, Explanation
 from pdcluster_router.open_requests import OpenRequest, OpenRequests
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.view import NodeView
@@ -44,8 +45,17 @@ class Progress:
 class Admin:
     """Owned by the router's event loop."""
 
-    def __init__(self, cluster: Cluster, requests: OpenRequests, policies: PolicyHolder, events: EventLog, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        requests: OpenRequests,
+        policies: PolicyHolder,
+        events: EventLog,
+        explainer: Explainer,
+        clock: Callable[[], float],
+    ) -> None:
         self.cluster = cluster
+        self._explainer = explainer
         self.requests = requests
         self.policies = policies
         self.events = events
@@ -132,6 +142,13 @@ class Admin:
         if num_cancelled:
             self.events.add("cancel", request, reason or "no reason given")
         return num_cancelled
+
+    def explain(self, request: str) -> list[Explanation]:
+        """Why a request, or each of its choices, went where it went. Raises UnknownName when that is not known (any more)."""
+        found = self._explainer.explain_all(request)
+        if not found:
+            raise UnknownName(f"nothing is known of request {request[:200]!r}; it is too long ago, or another router has it", "id")
+        return found
 
     # ------------------------------------------------------------ policy
 

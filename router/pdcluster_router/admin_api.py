@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import msgspec
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -19,6 +20,7 @@ from pdcluster.rpc.cards import role_from_proto, role_to_proto
 from pdcluster.rpc.status import status_of
 from pdcluster_router.admin import Admin, KnownNode
 from pdcluster_router.events import Event
+from pdcluster_router.explain_text import text_of
 from pdcluster_router.grpc_api import bind
 from pdcluster_router.open_requests import OpenRequest
 from pdcluster_router.policy.registry import POLICIES
@@ -73,6 +75,10 @@ class AdminService(stubs.AdminServicer):
 
     async def CancelRequest(self, request: pb.CancelRequestRequest, context: grpc.aio.ServicerContext) -> pb.CancelRequestReply:
         return pb.CancelRequestReply(cancelled=self._admin.cancel(request.id, request.reason))
+
+    async def Explain(self, request: pb.ExplainRequest, context: grpc.aio.ServicerContext) -> pb.ExplainReply:
+        found = self._admin.explain(request.id)
+        return pb.ExplainReply(json=[msgspec.json.encode(each).decode() for each in found], text="\n\n".join(map(text_of, found)))
 
     async def GetPolicy(self, request: pb.GetPolicyRequest, context: grpc.aio.ServicerContext) -> pb.Policy:
         return self._policy()

@@ -79,7 +79,7 @@ async def _serve(config: RouterConfig) -> int:
             await stack.enter_async_context(task)
         places = Places(config.max_requests, tenants, hold_metrics)
         address, grpc_address = await stack.enter_async_context(_front_doors(config, dispatch, metrics, places))
-        admin = Admin(cluster, dispatch.open, chooser.holder, events, time.monotonic)
+        admin = Admin(cluster, dispatch.open, chooser.holder, events, explainer, time.monotonic)
         admin_address = None
         if config.admin is not None:
             from pdcluster_router import admin_api  # brings grpc, as the gRPC front door does

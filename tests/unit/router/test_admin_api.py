@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -36,10 +37,14 @@ def prompt_of(length: int) -> list[int]:
     return [random.Random(length).randrange(VOCAB) for _ in range(length)]
 
 
+def admin_of(cluster: LocalCluster) -> Admin:
+    dispatch = cluster.dispatch
+    return Admin(cluster.router, dispatch.open, cluster.chooser.holder, cluster.router.events, dispatch.explainer, time.monotonic)
+
+
 @asynccontextmanager
 async def administered(cluster: LocalCluster, token: str | None = None) -> AsyncIterator[tuple[Any, str]]:
-    admin = Admin(cluster.router, cluster.dispatch.open, cluster.chooser.holder, cluster.router.events, time.monotonic)
-    async with listening(admin, "127.0.0.1:0", token) as address, grpc.aio.insecure_channel(address) as channel:
+    async with listening(admin_of(cluster), "127.0.0.1:0", token) as address, grpc.aio.insecure_channel(address) as channel:
         yield stubs.AdminStub(channel), address
 
 
@@ -121,6 +126,18 @@ async def test_requests_are_listed_where_they_run_and_a_cancelled_one_frees_ever
         assert (await code_of(stub.CancelRequest(pb.CancelRequestRequest(id=request.id))))[0] is grpc.StatusCode.NOT_FOUND
 
 
+async def test_a_request_is_explained_in_json_and_for_people() -> None:
+    async with LocalCluster(PAIR) as cluster, administered(cluster) as (stub, _):
+        await cluster.run(prompt_of(30), 3)
+        (open_or_done,) = cluster.dispatch.explainer.recent(1)
+        reply = await stub.Explain(pb.ExplainRequest(id=open_or_done.request))
+        told = json.loads(reply.json[0])
+        assert told["request"] == open_or_done.request and told["decisions"][0]["candidates"]
+        assert "p0" in reply.text and "d0" in reply.text
+        code, details = await code_of(stub.Explain(pb.ExplainRequest(id="nobody")))
+        assert code is grpc.StatusCode.NOT_FOUND and "nobody" in details
+
+
 async def test_the_policy_is_shown_checked_and_replaced() -> None:
     async with LocalCluster(PAIR) as cluster, administered(cluster) as (stub, _):
         before = await stub.GetPolicy(pb.GetPolicyRequest())
@@ -148,7 +165,7 @@ async def test_the_cache_is_counted_by_node() -> None:
 
 async def test_the_controller_of_roles_is_obeyed_and_its_reason_told() -> None:
     async with LocalCluster({"p0": "prefill", "d0": "decode", "d1": "decode"}) as cluster:
-        admin = Admin(cluster.router, cluster.dispatch.open, cluster.chooser.holder, cluster.router.events, time.monotonic)
+        admin = admin_of(cluster)
         eager = RoleSettings(backlog_high_s=-1.0, use_low=2.0, sustain_s=0.0)
         keeping = asyncio.create_task(keep_roles(admin, RoleController(eager, Headroom())))
         await cluster.until(lambda: sorted(node.role for node in cluster.router.view().nodes) == ["decode", "prefill", "prefill"])

@@ -1,0 +1,147 @@
+"""A raw HTTP/1.1 load client on uvloop, cheap enough to share a core with the servers it measures against: closed loop or paced, whole or streamed.
+
+Not a general client: one request body, keep-alive, answers framed by content-length (whole) or chunked (streamed).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import cast
+
+import uvloop
+
+HEAD_END = b"\r\n\r\n"
+STREAM_END = b"0\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is asked over and over. token_mark: bytes that stand once in each token's event."""
+
+    path: str
+    body: bytes
+    is_stream: bool = False
+    token_mark: bytes = b'"text":'
+
+    def request(self) -> bytes:
+        head = f"POST {self.path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(self.body)}\r\n\r\n"
+        return head.encode() + self.body
+
+
+@dataclass(slots=True)
+class Outcome:
+    """latencies: seconds of each answered request; num_tokens: events of streams; num_failed: answers that were not 200."""
+
+    seconds: float = 0.0
+    latencies: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_failed: int = 0
+    failure: bytes = b""
+
+    @property
+    def requests_s(self) -> float:
+        return len(self.latencies) / self.seconds
+
+    @property
+    def tokens_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    def percentile(self, share: float) -> float:
+        ordered = sorted(self.latencies)
+        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+class _Connection(asyncio.Protocol):
+    """Sends the next request as soon as the last is answered, or every interval_s."""
+
+    def __init__(self, ask: Ask, outcome: Outcome, interval_s: float) -> None:
+        self._ask, self._request, self._outcome, self._interval_s = ask, ask.request(), outcome, interval_s
+        self._buffer = b""
+        self._needed = 0
+        self._began = 0.0
+        self.is_stopping = False
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclasses
+        self._send()
+
+    def _send(self) -> None:
+        self._buffer, self._needed, self._began = b"", 0, time.perf_counter()
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if not self._needed:
+            end = self._buffer.find(HEAD_END)
+            if end < 0:
+                return
+            if not self._buffer.startswith(b"HTTP/1.1 200"):
+                self._fail()
+                return
+            self._needed = 1 if self._ask.is_stream else end + len(HEAD_END) + _content_length(self._buffer[:end])
+        if self._ask.is_stream:
+            if self._buffer.endswith(STREAM_END):
+                self._outcome.num_tokens += self._buffer.count(self._ask.token_mark)
+                self._answered()
+        elif len(self._buffer) >= self._needed:
+            self._answered()
+
+    def _answered(self) -> None:
+        took = time.perf_counter() - self._began
+        self._outcome.latencies.append(took)
+        if self.is_stopping:
+            self._end()
+        elif self._interval_s > took:
+            asyncio.get_running_loop().call_later(self._interval_s - took, self._send)
+        else:
+            self._send()
+
+    def _fail(self) -> None:
+        self._outcome.num_failed += 1
+        self._outcome.failure = self._buffer[:500]
+        self._end()
+
+    def _end(self) -> None:
+        self._transport.close()
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end()
+
+
+def _content_length(head: bytes) -> int:
+    for line in head.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name.lower() == b"content-length":
+            return int(value)
+    raise ValueError(f"the answer has no content-length: {head[:200]!r}")
+
+
+def load(address: str, ask: Ask, *, connections: int, seconds: float, interval_s: float = 0.0) -> Outcome:
+    """interval_s 0: closed loop; else each connection starts a request every interval_s, unless the last one takes longer."""
+    return uvloop.run(_load(address, ask, connections, seconds, interval_s))
+
+
+async def _load(address: str, ask: Ask, connections: int, seconds: float, interval_s: float) -> Outcome:
+    host, _, port = address.rpartition(":")
+    loop, outcome = asyncio.get_running_loop(), Outcome()
+    opened: list[_Connection] = []
+    for _ in range(connections):
+        _, protocol = await loop.create_connection(lambda: _Connection(ask, outcome, interval_s), host, int(port))
+        opened.append(protocol)
+        await asyncio.sleep(interval_s / connections)
+    outcome.latencies.clear()
+    outcome.num_tokens = 0
+    began = time.perf_counter()
+    await asyncio.sleep(seconds)
+    outcome.seconds = time.perf_counter() - began
+    measured = Outcome(outcome.seconds, list(outcome.latencies), outcome.num_tokens, outcome.num_failed, outcome.failure)
+    for connection in opened:
+        connection.is_stopping = True
+    async with asyncio.timeout(8):
+        await asyncio.gather(*(connection.ended for connection in opened))
+    return measured

@@ -1,0 +1,331 @@
+"""What the router costs: added latency, requests and tokens per second of one core, core time per request. `python -m bench.router`
+
+Nodes are fakes that answer at once (`bench.fake_node`) on core 0 beside the client, the router has core 1. Their own latency, asked over the
+router's kind of link without a router, is printed and subtracted. Core time is the router process's own, so it holds when the fakes are the
+bottleneck: `per core` is what one core of router could do.
+
+`--compare` puts other routers in the same places, before fakes that speak HTTP (`bench.fake_worker`): those found in `--rivals DIR`, one virtual
+environment each (`python -m venv DIR/sglang-router && DIR/sglang-router/bin/pip install sglang-router==0.3.2`; also smg==1.13.0 and
+vllm-router==0.1.17). Rivals route round robin, without prefixes; ours by its default policy with exact prefixes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+import zmq
+
+from bench.cluster import start
+from bench.http_load import Ask, Outcome, load
+from bench.report import Row, print_rows, row, write_json
+from pdcluster import bundled_model
+from pdcluster.bootstrap.agent import watch
+from pdcluster.kv.hashing import chain_root, extend
+from pdcluster.messages import Finished, Prefill, Sampling, Work, pack_tokens
+from pdcluster.transfer.base import Peer
+from pdcluster.wire.sockets import WireSettings
+from pdcluster_router.cluster import Cluster
+from pdcluster_router.legs import Leg
+
+CLIENT_CORE, ROUTER_CORE = 0, 1
+CONNECTIONS = 32
+NUM_PROMPT = 128
+NUM_STREAMED = 64
+PACE_S = 0.0005
+"""From one token of a stream to the next on our fakes: each is a frame of its own, and an event of its own."""
+WORKER_S = 64e-6
+"""What the HTTP fake itself takes, measured alone with a compiled client; of no weight beside what is measured here."""
+STOP_S = 10.0
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A router that serves. token_mark: what stands once in each of its stream's token events."""
+
+    name: str
+    address: str
+    pid: int
+    path: str
+    model: str
+    token_mark: bytes = b'"text":'
+
+
+# ---------------------------------------------------------------- ours
+
+
+@contextmanager
+def ours(roles: Sequence[str], token_s: float = 0.0) -> Iterator[tuple[Placed, str]]:
+    """Our router over fakes of these roles; gives the bootstrap's address, too."""
+    running: list[subprocess.Popen[bytes]] = []
+    model = bundled_model.path()
+    try:
+        bootstrap = start(running, ["pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0"])
+        for number, role in enumerate(roles):
+            argv = [sys.executable, "-m", "bench.fake_node", "--bootstrap", bootstrap, "--model", str(model), "--name", f"f{number}"]
+            running.append(subprocess.Popen([*argv, "--role", role, "--token-s", str(token_s)]))
+        own = ["--http", "127.0.0.1:0", "--grpc", "none", "--admin", "none", "--bootstrap", bootstrap, "--tokenizer", str(model)]
+        address = start(running, ["pdcluster_router.cli", *own])
+        pid = running[-1].pid
+        os.sched_setaffinity(pid, {ROUTER_CORE})
+        wait_ready(address, "/ready")
+        yield Placed("pdcluster", address, pid, "/v1/completions", model.resolve().name), bootstrap
+    finally:
+        stop(running)
+
+
+async def _direct(bootstrap: str, count: int) -> list[float]:
+    """Seconds of each of `count` requests asked of a fake over a link of our own."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    cluster = Cluster(Peer("bench", secrets.token_hex(8)), context=context, settings=WireSettings())
+    following = asyncio.create_task(cluster.follow(watch((bootstrap,))))
+    taken: list[float] = []
+    async with asyncio.timeout(60):
+        seen = -1
+        while not (nodes := cluster.view().nodes):
+            await cluster.wait_for_change(seen)
+            seen = cluster.version
+        root = chain_root(block_tokens=nodes[0].block_tokens, salt=b"", weights="bench")
+        packed = pack_tokens(10 + index % 400 for index in range(NUM_PROMPT))
+        hashes = extend(b"", packed, root=root, block_tokens=nodes[0].block_tokens)
+        for number in range(count):
+            request = f"direct-{number}"
+            inbox = cluster.ledger.open_inbox(request)
+            cluster.ledger.enter(Leg(request, 0, nodes[0].endpoint, 0))
+            began = time.perf_counter()
+            work = Work(request, 0, packed, NUM_PROMPT, hashes, Sampling(1, 1, temperature=0.0), 60.0, root)
+            cluster.send(nodes[0].endpoint, Prefill(work, remote=False))
+            while not isinstance((await inbox.get()).body, Finished):
+                pass
+            taken.append(time.perf_counter() - began)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    cluster.close()
+    context.destroy(0)
+    return taken
+
+
+# ---------------------------------------------------------------- rivals
+
+
+@contextmanager
+def rival(name: str, folder: Path, *, disaggregated: bool) -> Iterator[Placed]:
+    running: list[subprocess.Popen[bytes]] = []
+    ports = [_free_port() for _ in range(4)]
+    try:
+        roles = ("prefill", "decode") if disaggregated else ("plain",)
+        for port, role in zip(ports, roles, strict=False):
+            running.append(subprocess.Popen([sys.executable, "-m", "bench.fake_worker", str(port), role]))
+        urls = [f"http://127.0.0.1:{port}" for port in ports[: len(roles)]]
+        log = subprocess.DEVNULL
+        process = subprocess.Popen(_rival_argv(name, folder, urls, ports[2], ports[3]), stdout=log, stderr=log)
+        running.append(process)
+        os.sched_setaffinity(process.pid, {ROUTER_CORE})
+        address = f"127.0.0.1:{ports[2]}"
+        path = "/v1/completions" if name == "vllm-router" else "/generate"
+        wait_ready(address, "/health")
+        yield Placed(name, address, process.pid, path, "m", b'"text":')
+    finally:
+        stop(running)
+
+
+def _rival_argv(name: str, folder: Path, urls: list[str], port: int, metrics_port: int) -> list[str]:
+    common = ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin", "--prometheus-port", str(metrics_port)]
+    pair = ["--prefill", urls[0], "--decode", urls[-1]]
+    binaries = folder / name / "bin"
+    if name == "sglang-router":
+        argv = [str(binaries / "python"), "-m", "sglang_router.launch_router"]
+        return argv + (["--pd-disaggregation", *pair] if len(urls) > 1 else ["--worker-urls", *urls]) + common
+    if name == "smg":
+        argv = [str(binaries / "smg"), "launch"]
+        return argv + (["--pd-disaggregation", *pair] if len(urls) > 1 else ["--worker-urls", *urls]) + common
+    argv = [str(binaries / "vllm-router")]
+    return argv + (["--vllm-pd-disaggregation", *pair] if len(urls) > 1 else ["--worker-urls", *urls]) + common
+
+
+RIVALS = ("sglang-router", "smg", "vllm-router")
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def ask_of(placed: Placed, num_prompt: int, num_output: int, *, stream: bool) -> Ask:
+    ids = [10 + index % 400 for index in range(num_prompt)]
+    if placed.path == "/generate":
+        body: dict[str, object] = {"input_ids": ids, "sampling_params": {"max_new_tokens": num_output, "temperature": 0}, "stream": stream}
+    else:
+        body = {"model": placed.model, "prompt": ids, "max_tokens": num_output, "temperature": 0, "stream": stream}
+        body |= {"ignore_eos": True} if placed.name == "pdcluster" else {}
+    return Ask(placed.path, json.dumps(body).encode(), stream, placed.token_mark)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    outcome: Outcome
+    core_s: float
+
+
+def measure(placed: Placed, ask: Ask, *, connections: int, seconds: float, interval_s: float = 0.0) -> Measured:
+    before = _cpu_s(placed.pid)
+    outcome = load(placed.address, ask, connections=connections, seconds=seconds, interval_s=interval_s)
+    if outcome.num_failed or not outcome.latencies:
+        raise RuntimeError(f"{placed.name} failed {outcome.num_failed} requests, the last with {outcome.failure!r}")
+    return Measured(outcome, _cpu_s(placed.pid) - before)
+
+
+def latency_rows(placed: Placed, case: str, direct_s: float, seconds: float, repeats: int, half_rate: float) -> list[Row]:
+    """Added over the fakes' own latency: alone, and at half of what the router can do."""
+    idle = [measure(placed, ask_of(placed, NUM_PROMPT, 1, stream=False), connections=1, seconds=seconds) for _ in range(repeats)]
+    interval_s = CONNECTIONS / half_rate
+    ask = ask_of(placed, NUM_PROMPT, 1, stream=False)
+    half = [measure(placed, ask, connections=CONNECTIONS, seconds=seconds, interval_s=interval_s) for _ in range(repeats)]
+    rows = []
+    for load_name, runs in (("idle", idle), ("half", half)):
+        for share in (0.5, 0.99):
+            samples = [(run.outcome.percentile(share) - direct_s) * 1e3 for run in runs]
+            rows.append(row(f"added latency p{share * 100:.0f}, {load_name}", f"{placed.name} {case}", samples, "ms"))
+    return rows
+
+
+def request_rows(placed: Placed, case: str, seconds: float, repeats: int) -> list[Row]:
+    """Requests per second, as they came and per core of router."""
+    whole = [measure(placed, ask_of(placed, NUM_PROMPT, 1, stream=False), connections=CONNECTIONS, seconds=seconds) for _ in range(repeats)]
+    name = f"{placed.name} {case}"
+    return [
+        row("requests/s", name, [run.outcome.requests_s for run in whole], "1/s"),
+        row("requests/s per core", name, [len(run.outcome.latencies) / run.core_s for run in whole], "1/s"),
+        row("core time per request", name, [run.core_s / len(run.outcome.latencies) * 1e3 for run in whole], "ms"),
+    ]
+
+
+def stream_rows(placed: Placed, case: str, seconds: float, repeats: int) -> list[Row]:
+    """Streamed tokens per second, one event each, and how long one stream takes alone, which shows stalls."""
+    ask = ask_of(placed, NUM_PROMPT, NUM_STREAMED, stream=True)
+    streams = [measure(placed, ask, connections=CONNECTIONS, seconds=seconds) for _ in range(repeats)]
+    alone = measure(placed, ask, connections=1, seconds=seconds)
+    name = f"{placed.name} {case}"
+    return [
+        row("stream of 64 alone", name, [alone.outcome.percentile(0.5) * 1e3], "ms"),
+        row("tokens/s", name, [run.outcome.tokens_s for run in streams], "1/s"),
+        row("tokens/s per core", name, [run.outcome.num_tokens / run.core_s for run in streams], "1/s"),
+    ]
+
+
+def prompt_rows(placed: Placed, lengths: Sequence[int], seconds: float) -> list[Row]:
+    """Core time by prompt length, of prompts given as token ids (nothing is tokenised)."""
+    rows = []
+    for length in lengths:
+        run = measure(placed, ask_of(placed, length, 1, stream=False), connections=1, seconds=seconds)
+        samples = [run.core_s / len(run.outcome.latencies) * 1e3]
+        goal = {"against": "goal of 5 ms", "against_value": 5.0} if length >= 100_000 else {}
+        rows.append(row("core time per request", f"{placed.name} {length} tokens", samples, "ms", **goal))  # type: ignore[arg-type]
+    return rows
+
+
+def against_rivals(rows: list[Row]) -> list[Row]:
+    """Our figures beside the best rival's of the same run and case."""
+    compared = []
+    for own in [found for found in rows if found.case.startswith("pdcluster ")]:
+        case = own.case.removeprefix("pdcluster ")
+        others = [found for found in rows if found.metric == own.metric and found.case in {f"{name} {case}" for name in RIVALS}]
+        if not others:
+            continue
+        is_cost = own.unit == "ms"
+        best = (min if is_cost else max)(others, key=lambda found: found.value)
+        ratio = best.value / own.value if is_cost else own.value / best.value
+        rival_name = best.case.split(" ", 1)[0]
+        compared.append(Row(f"{own.metric} vs best rival", case, own.value, own.unit, rival_name, best.value, ratio, own.spread, 1.0, ratio >= 1.0))
+    return compared
+
+
+# ---------------------------------------------------------------- processes
+
+
+def wait_ready(address: str, path: str, seconds: float = 30.0) -> None:
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, int(port)), timeout=1) as connection:
+                connection.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+                if b" 200 " in connection.recv(64):
+                    return
+        except OSError:
+            pass
+        time.sleep(0.1)
+    raise TimeoutError(f"{address}{path} is not ready after {seconds:g} s")
+
+
+def stop(running: list[subprocess.Popen[bytes]]) -> None:
+    for process in reversed(running):
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _cpu_s(pid: int) -> float:
+    """User and system time of a process and its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.router", description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--rivals", type=Path, default=Path("rivals"))
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    os.sched_setaffinity(0, {CLIENT_CORE})
+    seconds, repeats = (2.0, 1) if chosen.quick else (4.0, 3)
+    rows: list[Row] = []
+    for case, roles in (("local", ("mixed",)), ("P/D", ("prefill", "decode"))):
+        with ours(roles) as (placed, bootstrap):
+            direct = statistics.median(uvloop.run(_direct(bootstrap, 500)))
+            rows.append(row("latency of the fake alone", case, [direct * 1e3], "ms"))
+            rates = request_rows(placed, case, seconds, repeats)
+            rows += rates + latency_rows(placed, case, direct, seconds, repeats, rates[0].value / 2)
+            if case == "local":
+                rows += prompt_rows(placed, (100, 10_000) if chosen.quick else (100, 10_000, 100_000), seconds)
+        with ours(roles, PACE_S) as (placed, _):
+            rows += stream_rows(placed, case, seconds, repeats)
+        for name in RIVALS if chosen.compare else ():
+            if not (chosen.rivals / name).exists():
+                print(f"{name} is left out: there is no {chosen.rivals / name}; see --help for how to install it", file=sys.stderr)
+                continue
+            with rival(name, chosen.rivals, disaggregated=case == "P/D") as placed:
+                rates = request_rows(placed, case, seconds, repeats)
+                rows += rates + latency_rows(placed, case, WORKER_S, seconds, repeats, rates[0].value / 2)
+                rows += stream_rows(placed, case, seconds, repeats)
+    rows += against_rivals(rows)
+    print_rows(rows)
+    if chosen.json:
+        write_json(rows, chosen.json)
+
+
+if __name__ == "__main__":
+    main()
