@@ -34,6 +34,8 @@ class Job:
     busy: dict[str, float] = field(default_factory=dict)
     has_prompt_logprobs: bool = False
     cached_tokens: int | None = None
+    _packed: bytes = b""
+    """All tokens so far, as nodes get them; made anew only when there are more of them, and not for every node that is asked."""
 
     def next_attempt(self) -> int:
         number = self.attempts
@@ -66,7 +68,7 @@ class Job:
 
     def note_cached(self, num_tokens: int) -> None:
         """A node found that many tokens in its cache. What a later attempt finds was computed for this request, so it does not count."""
-        if self.cached_tokens is None or not self.emitted:
+        if self.cached_tokens is None:
             self.cached_tokens = min(num_tokens, len(self.prompt))
 
     def ending(self, eos_token_ids: Collection[int], max_len: int | None) -> tuple[FinishReason, int | None] | None:
@@ -84,6 +86,10 @@ class Job:
 
     def _hashed_tokens(self) -> bytes:
         """All tokens so far, packed; `hashes` covers them afterwards. Blocks that were hashed before are not hashed again."""
-        packed = pack_tokens(self.prompt) + pack_tokens(self.emitted)
-        self.hashes += extend(self.hashes, packed, root=self.chain.root, block_tokens=self.chain.block_tokens)
-        return packed
+        if not self._packed:
+            self._packed = pack_tokens(self.prompt)
+        num_packed = len(self._packed) // 4 - len(self.prompt)
+        if num_packed < len(self.emitted):
+            self._packed += pack_tokens(self.emitted[num_packed:])
+        self.hashes += extend(self.hashes, self._packed, root=self.chain.root, block_tokens=self.chain.block_tokens)
+        return self._packed
