@@ -68,6 +68,8 @@ class NodeState:
     link: NodeLink | None = None
     load: Load | None = None
     redial_at: float = 0.0
+    is_listed: bool = True
+    """False: the bootstrap no longer names it, but its link still stood."""
 
     @property
     def is_up(self) -> bool:
@@ -114,7 +116,8 @@ class Cluster:
             else:
                 state.card = card
         for incarnation, state in list(self._nodes.items()):
-            if incarnation not in listed and (not state.is_up or state.card.node in replaced):
+            state.is_listed = incarnation in listed
+            if not state.is_listed and (not state.is_up or state.card.node in replaced):
                 self._drop(incarnation, "it left the cluster")
         self._dial()
         self._notify()
@@ -168,6 +171,8 @@ class Cluster:
             state.redial_at = asyncio.get_running_loop().time() + REDIAL_S
             self.ledger.lose_node(incarnation, reason)
             self.events.add("node-lost", state.card.node, reason)
+            if not state.is_listed:
+                del self._nodes[incarnation]  # nobody says that it is alive: it is not called again
         elif link_state is LinkState.UP:
             self.events.add("node-up", state.card.node, f"{state.card.role} at {state.card.address}, boot {incarnation}")
         self._notify()
