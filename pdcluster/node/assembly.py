@@ -106,7 +106,7 @@ def assemble(
         engine=engine,
         scheduler=scheduler,
         pages=pages,
-        sequences=SequenceFactory(shape.vocab_size, shape.block_tokens, clock),
+        sequences=SequenceFactory(shape.vocab_size, shape.block_tokens, limits.max_len, clock),
         hub=hub,
         backends=tuple(wiring.backends.values()),
         writer=writer,

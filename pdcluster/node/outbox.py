@@ -5,11 +5,17 @@ Owned by the node loop's thread. It does not know what the messages mean, only t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdcluster.messages import AnyMessage, Endpoint, TokenRow, Tokens
+from pdcluster.messages import AnyMessage, Endpoint, TokenLogprobs, TokenRow, Tokens
 from pdcluster.transfer.base import Peer
+
+MAX_ROWS_BYTES = 48 << 20
+"""Of the rows in one frame, by the estimates below; less than any peer's frame limit (wire.codec)."""
+ROW_BYTES, TOKEN_BYTES, ENTRY_BYTES, TOP_BYTES = 300, 5, 16, 14
+"""At most: a row's ids and numbers, a token, a logprob, one alternative beside it."""
 
 
 class Sender(Protocol):
@@ -40,7 +46,38 @@ class Outbox:
         """Send everything. What a dead link drops is not kept: the router asks for it again by its Hello."""
         pending, self._pending = self._pending, {}
         for router, turn in pending.items():
-            if turn.rows:
-                sender.send(router, Tokens(rows=tuple(turn.rows)))
+            for rows in frames(turn.rows):
+                sender.send(router, Tokens(rows=rows))
             for message in turn.messages:
                 sender.send(router, message)
+
+
+def frames(rows: Iterable[TokenRow]) -> Iterator[tuple[TokenRow, ...]]:
+    """The rows in their order, as few frames as the limit allows. Only logprobs make a row large."""
+    frame: list[TokenRow] = []
+    left = MAX_ROWS_BYTES
+    for row in rows:
+        nbytes = bytes_of(row)
+        if frame and nbytes > left:
+            yield tuple(frame)
+            frame, left = [], MAX_ROWS_BYTES
+        frame.append(row)
+        left -= nbytes
+    if frame:
+        yield tuple(frame)
+
+
+def bytes_of(row: TokenRow) -> int:
+    """At most so many on the wire."""
+    return ROW_BYTES + TOKEN_BYTES * len(row.tokens) + _bytes_of_entries(row.logprobs) + _bytes_of_entries(row.prompt_logprobs)
+
+
+def _bytes_of_entries(entries: tuple[TokenLogprobs, ...]) -> int:
+    return sum(ENTRY_BYTES + TOP_BYTES * len(entry.top_ids) for entry in entries) if entries else 0
+
+
+def most_bytes(num_prompt: int, prompt_alternatives: int | None, num_output: int, alternatives: int | None) -> int:
+    """Of the largest row that a request may need: everything it produced, for a router that lost it. None: no logprobs."""
+    prompt = 0 if prompt_alternatives is None else num_prompt * (ENTRY_BYTES + TOP_BYTES * prompt_alternatives)
+    output = 0 if alternatives is None else num_output * (ENTRY_BYTES + TOP_BYTES * alternatives)
+    return ROW_BYTES + TOKEN_BYTES * num_output + prompt + output

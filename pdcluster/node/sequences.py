@@ -10,6 +10,7 @@ import numpy as np
 from pdcluster.errors import BadRequest
 from pdcluster.messages import Work
 from pdcluster.node.legs import key_of
+from pdcluster.node.outbox import MAX_ROWS_BYTES, most_bytes
 from pdcluster.scheduler.sequence import Sequence
 
 
@@ -17,6 +18,7 @@ from pdcluster.scheduler.sequence import Sequence
 class SequenceFactory:
     vocab_size: int
     block_tokens: int
+    max_len: int
     clock: Callable[[], float]
 
     def make(self, work: Work, *, remote: bool) -> Sequence:
@@ -26,4 +28,17 @@ class SequenceFactory:
         for bad in (int(np.min(tokens)), int(np.max(tokens))):
             if not 0 <= bad < self.vocab_size:
                 raise BadRequest(f"token id {bad} is out of range; this model has ids 0 to {self.vocab_size - 1}", "prompt")
+        self._check_logprobs(work)
         return sequence
+
+    def _check_logprobs(self, work: Work) -> None:
+        """What a request produced goes out again in one row when its router lost it."""
+        sampling = work.sampling
+        num_output = max(min(sampling.max_tokens, self.max_len - work.num_prompt), 0)
+        most = most_bytes(work.num_prompt, sampling.prompt_logprobs, num_output, sampling.logprobs)
+        if most > MAX_ROWS_BYTES:
+            raise BadRequest(
+                f"logprobs of {work.num_prompt} prompt and {num_output} output tokens may take {most >> 20} MiB, an answer may take "
+                f"{MAX_ROWS_BYTES >> 20} MiB; ask for fewer alternatives, fewer max_tokens or a shorter prompt",
+                "logprobs",
+            )
