@@ -314,7 +314,7 @@ class NodeLoop:
                 parts.prefill.on_update(update)
             elif parts.decode.owns(update.key):
                 parts.decode.on_update(update)
-        parts.prefill.on_step()
+        parts.prefill.on_step(plan)
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         """The step computed nothing: all its requests may try another node. Raises when the engine fails again and again."""
@@ -336,7 +336,7 @@ class NodeLoop:
             self._parts.stopwatch.launched()
             self._parts.engine.launch(replace(plan, bells=self._parts.prefill.bells(plan)))
             self._running = plan
-        self._parts.prefill.on_launch()
+            self._parts.prefill.on_launch(plan)
 
     # ------------------------------------------------------------ transfers and clocks
 

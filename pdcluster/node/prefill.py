@@ -169,11 +169,10 @@ class PrefillSide:
     def owns(self, key: str) -> bool:
         return key in self._by_key
 
-    def on_launch(self) -> None:
+    def on_launch(self, plan: StepPlan) -> None:
         """After a step was planned: legs that left the queue say so, and push what was cached."""
         now = self._clock()
-        for leg in [leg for leg in self._queued.values() if leg.sequence.first_scheduled is not None]:
-            del self._queued[leg.key]
+        for leg in [self._queued.pop(row.request) for row in plan.rows if row.request in self._queued]:
             leg.scheduled_at = now
             self._outbox.message(leg.router, Scheduled(leg.request, leg.attempt, leg.sequence.num_cached))
             self._advance(leg)
@@ -198,9 +197,9 @@ class PrefillSide:
             if leg.ticket is not None and layers_done > leg.layers_pushed and leg.pushed < leg.num_tokens:
                 self._push(leg, leg.num_tokens, (leg.layers_pushed, layers_done))
 
-    def on_step(self) -> None:
-        """After a step's results were taken in: push what it computed."""
-        for leg in self._by_nonce.values():
+    def on_step(self, plan: StepPlan) -> None:
+        """After a step's results were taken in: push what it computed. Legs that had no row in it have nothing new."""
+        for leg in [self._by_key[row.request] for row in plan.rows if row.request in self._by_key]:
             self._advance(leg)
 
     def on_update(self, update: Update) -> None:
