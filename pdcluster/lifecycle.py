@@ -1,9 +1,9 @@
-"""Who may go from which state to which: every state machine of the system, as a table. Everything about states lives here, and nothing else.
+"""Who may go from which state to which: every state machine of the nodes, as a table. Everything about states lives here, and nothing else.
 
 An event that the table does not hold raises IllegalTransition and changes nothing; terminal states have no events. The tables say what is
-allowed, their users say when: `dispatch` owns Attempt, `transfer.session` owns Writing and Reading, `scheduler` owns Residence.
+allowed, their users say when: `transfer` owns Writing and Reading, `scheduler` owns Residence. An attempt at the router
+has no states of its own: it is what its two legs have said so far, and the clocks that run (`attempt.Stage`).
 
-    Attempt   one dispatch of a request, seen by the router
     Writing   one ticket, seen by the prefill node that writes under it
     Reading   one ticket, seen by the decode node that issued it
     Residence one attempt's sequence, seen by the scheduler of the node that it is on
@@ -14,16 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum, auto
 from typing import TypeVar
-
-
-class Attempt(Enum):
-    PREFILLING = auto()
-    """Prefill sent; no token yet."""
-    STREAMING = auto()
-    """The first token was sampled."""
-    DONE = auto()
-    FAILED = auto()
-    CANCELLED = auto()
 
 
 class Writing(Enum):
@@ -72,16 +62,6 @@ class IllegalTransition(Exception):
 State = TypeVar("State", bound=Enum)
 Table = Mapping[tuple[State, str], State]
 
-ATTEMPT: Table[Attempt] = {
-    (Attempt.PREFILLING, "token"): Attempt.STREAMING,
-    (Attempt.PREFILLING, "fail"): Attempt.FAILED,
-    (Attempt.PREFILLING, "cancel"): Attempt.CANCELLED,
-    (Attempt.STREAMING, "token"): Attempt.STREAMING,
-    (Attempt.STREAMING, "finish"): Attempt.DONE,
-    (Attempt.STREAMING, "fail"): Attempt.FAILED,
-    (Attempt.STREAMING, "cancel"): Attempt.CANCELLED,
-}
-
 WRITING: Table[Writing] = {
     (Writing.OPEN, "commit"): Writing.COMMITTED,
     (Writing.OPEN, "abort"): Writing.DRAINING,
@@ -119,7 +99,3 @@ def advance(table: Table[State], state: State, event: str) -> State:
         return table[state, event]
     except KeyError:
         raise IllegalTransition(f"{type(state).__name__} {state.name} does not allow {event!r}") from None
-
-
-def is_terminal(table: Table[State], state: State) -> bool:
-    return not any(source is state for source, _ in table)

@@ -19,8 +19,6 @@ from enum import Enum, auto
 from typing import Protocol
 
 from pdcluster import errors
-from pdcluster.lifecycle import ATTEMPT, advance, is_terminal
-from pdcluster.lifecycle import Attempt as State
 from pdcluster.messages import (
     AnyMessage,
     Cancel,
@@ -105,7 +103,6 @@ class Attempt:
         self._stages = stages
         self._clock = clock
         self._mode = choice.mode
-        self._state = State.PREFILLING
         self._prefill_node = choice.prefill
         self._decode_node: NodeView | None = choice.decode
         self._pull = Pull(choice.pull.endpoint, choice.pull_tokens) if choice.pull is not None and choice.pull_tokens else None
@@ -150,8 +147,6 @@ class Attempt:
 
     def stop(self, reason: str) -> None:
         """Cancel what still runs. Idempotent; called however the attempt ended."""
-        if not is_terminal(ATTEMPT, self._state):
-            self._state = advance(ATTEMPT, self._state, "cancel")
         if self._decode is not None and self._finished_by is not self._decode:
             self._cancel(self._decode, reason)
         if self._prefill is not None and not self._is_delivered and self._finished_by is not self._prefill:
@@ -273,8 +268,6 @@ class Attempt:
         if not row.tokens:
             return []  # a node says again what was lost, and nothing was
         self._stop_clocks(Stage.QUEUE)
-        if self._state is State.PREFILLING:
-            self._state = advance(ATTEMPT, self._state, "token")
         if leg is not self._prefill:
             self._decode_spoke = True
             self._stop_clocks(Stage.TRANSFER)
