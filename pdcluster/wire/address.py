@@ -33,6 +33,11 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine gets there. A name that is not resolved counts as one that others know."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
 def is_wildcard(host: str) -> bool:
     """Whether one can listen on this host but not connect to it."""
     return host in _WILDCARDS

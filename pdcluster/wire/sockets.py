@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 from dataclasses import dataclass
 
 import zmq
@@ -11,8 +12,10 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from pdcluster.errors import ConfigError
-from pdcluster.wire.address import format_address, is_wildcard, parse_address
+from pdcluster.wire.address import format_address, is_loopback, is_wildcard, parse_address
 from pdcluster.wire.codec import MAX_FRAME_BYTES
+
+logger = logging.getLogger(__name__)
 
 CLUSTER_KEY_BYTES = 32
 CURVE_OVERHEAD_BYTES = 64
@@ -68,11 +71,24 @@ def derive_keys(cluster_key: bytes) -> KeyPair:
     return KeyPair(public=zmq.curve_public(secret), secret=secret)
 
 
+def warn_if_open(what: str, address: str, settings: WireSettings) -> None:
+    """Say at the start that links beyond this host are open to all who get there. Not refused: a network may be closed by other means."""
+    host, _ = parse_address(address, allow_port_0=True)
+    if settings.cluster_key is None and not is_loopback(host):
+        logger.warning(
+            "%s %s is beyond this host and there is no cluster key: links are neither encrypted nor authenticated, so whoever gets there can "
+            "send work and read prompts; set security.cluster_key_file everywhere, or use 127.0.0.1",
+            what,
+            address,
+        )
+
+
 def open_router(context: zmq.Context[zmq.Socket[bytes]], listen: str, settings: WireSettings) -> tuple[zmq.Socket[bytes], str]:
     """A bound ROUTER socket, and the address that others connect to."""
     host, port = parse_address(listen, allow_port_0=True)
     if is_wildcard(host) and settings.advertise_host is None:
         raise ConfigError(f"listening on {listen} needs an advertise host: the name or address under which other nodes reach this one")
+    warn_if_open("listening on", listen, settings)
     socket = context.socket(zmq.ROUTER)
     try:
         _set_options(socket, settings)

@@ -19,7 +19,7 @@ from pdcluster.errors import PdclusterError
 from pdcluster.metrics import ExplainMetrics, HoldMetrics, RouterMetrics
 from pdcluster.ready import announce
 from pdcluster.transfer.base import Peer
-from pdcluster.wire.sockets import WireSettings
+from pdcluster.wire.sockets import WireSettings, warn_if_open
 from pdcluster_router.admin import LOOK_S, Admin
 from pdcluster_router.admission import Slo
 from pdcluster_router.app import create_app
@@ -59,7 +59,10 @@ async def _serve(config: RouterConfig) -> int:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.destroy, 0)
         events = EventLog()
-        cluster = Cluster(me, context=context, settings=wire_settings(config), events=events)
+        wire = wire_settings(config)
+        for bootstrap in config.bootstrap:
+            warn_if_open("the cluster at", bootstrap, wire)
+        cluster = Cluster(me, context=context, settings=wire, events=events)
         stack.callback(cluster.close)
         models = Models(cluster, config.tokenizer)
         pulls = PullRule(config.pull, config.pull_min_tokens)
