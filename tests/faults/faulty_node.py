@@ -143,8 +143,10 @@ class FaultyNode(LocalNode):
         self._go = threading.Event()
         self._tickets: dict[int, Ticket] = {}
         self._adverts: dict[Peer, bytes] = {}
-        assert isinstance(self.backend, Tapped)
-        self.backend.on_write = self._on_write
+        (tapped,) = self.backends.values()
+        assert isinstance(tapped, Tapped)
+        self.tapped = tapped
+        self.tapped.on_write = self._on_write
         receive = self.parts.hub.receive
         self.parts.hub.receive = lambda: self._watch(receive())  # type: ignore[method-assign]
 
@@ -192,8 +194,7 @@ class FaultyNode(LocalNode):
             case "gone":
                 self.orders.news.put(Peer(order["node"], order["boot"]))
             case "proxy":
-                assert isinstance(self.backend, Tapped)
-                self.backend.proxy_port = order["port"]
+                self.tapped.proxy_port = order["port"]
             case "status":
                 self.orders.calls.put(self._tell_status)
             case "cut":

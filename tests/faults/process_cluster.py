@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -47,9 +48,9 @@ class ProcessNode:
         self.ready: asyncio.Future[dict[str, Any]] = self._event_loop.create_future()
         argv = [sys.executable, str(HERE / "faulty_node.py"), name, role, backend, str(boot)]
         environment = {**os.environ, "PYTHONPATH": ":".join(PATH)}
-        self.process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True
-        )  # fmt: skip
+        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the node
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._complaints}
+        self.process = subprocess.Popen(argv, **pipes, env=environment, text=True)  # type: ignore[call-overload]
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -58,6 +59,12 @@ class ProcessNode:
         for line in self.process.stdout:
             if line.startswith("{"):  # libraries print as they like
                 self._event_loop.call_soon_threadsafe(self._hear, json.loads(line))
+        self._event_loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        if not self.ready.done():
+            self._complaints.seek(0)
+            self.ready.set_exception(AssertionError(f"{self.me.node} did not start:\n{self._complaints.read()[-2000:]}"))
 
     def _hear(self, words: dict[str, Any]) -> None:
         if "ready" in words and not self.ready.done():
@@ -101,6 +108,7 @@ class ProcessNode:
         self.kill()
         await asyncio.to_thread(self.process.wait)
         self._thread.join(5)
+        self._complaints.close()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             try:

@@ -255,6 +255,7 @@ def test_no_interleaving_breaks_ownership() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)  # a timeout in the middle of a search looks like a flaky strategy
 def test_no_interleaving_breaks_ownership_in_thousands_of_runs() -> None:
     run_state_machine_as_test(Interleavings, settings=settings(LIMITS, max_examples=5000, derandomize=False))
 
@@ -325,6 +326,7 @@ SLOW_TO_FIND = {"lost write acknowledged", "no tombstones"}
 """Found within 4000 runs, in tens of seconds; `test_session` has a directed test for each of these rules."""
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "rule_broken", [pytest.param(name, marks=pytest.mark.full) if name in SLOW_TO_FIND else name for name in BROKEN]
 )
