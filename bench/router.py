@@ -111,7 +111,7 @@ async def _direct(bootstrap: str, count: int) -> list[float]:
             began = time.perf_counter()
             work = Work(request, 0, packed, NUM_PROMPT, hashes, Sampling(1, 1, temperature=0.0), 60.0, root)
             cluster.send(nodes[0].endpoint, Prefill(work, remote=False))
-            while not isinstance((await inbox.get()).body, Finished):
+            while (event := await inbox.get(10.0)) is not None and not isinstance(event.body, Finished):
                 pass
             taken.append(time.perf_counter() - began)
     following.cancel()

@@ -80,6 +80,7 @@ class App:
         try:
             await self._answered(exchange)
         finally:
+            exchange.close()
             self._metrics.http_requests_open.dec()
             endpoint = self._endpoint(exchange.path)
             self._metrics.http_requests.labels(endpoint, str(exchange.status)).inc()

@@ -55,7 +55,7 @@ class SlowRequest(BadRequest):
 class Exchange:
     """One request and its answer. Owned by the task that the server runs it in."""
 
-    __slots__ = ("_headers", "_receive", "_send", "_stall_s", "arrived", "finished", "id", "method", "path", "started", "status", "trace")
+    __slots__ = ("_headers", "_receive", "_send", "_stall", "_stall_s", "arrived", "finished", "id", "method", "path", "started", "status", "trace")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, stall_s: float) -> None:
         self.method: str = scope["method"]
@@ -64,6 +64,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._stall_s = stall_s
+        self._stall: _Stall | None = None
         self.arrived = monotonic()
         self.id = secrets.token_hex(12)
         self.trace = self._trace_id()
@@ -173,11 +174,16 @@ class Exchange:
         await self._guarded({"type": "http.response.body", "body": body, "more_body": not last})
 
     async def _guarded(self, event: Event) -> None:
-        try:
-            async with asyncio.timeout(self._stall_s):
-                await self._send(event)
-        except TimeoutError:
-            raise Cancelled(f"the client read nothing for {self._stall_s:g} s") from None
+        """One timer watches all writes of the exchange: a timeout of its own for each would cost as much as the write."""
+        if self._stall is None:
+            self._stall = _Stall(self._stall_s)
+        with self._stall:
+            await self._send(event)
+
+    def close(self) -> None:
+        """The exchange is over, however it ended."""
+        if self._stall is not None:
+            self._stall.close()
 
     async def fail(self, error: PdclusterError) -> None:
         """An error as the answer: a status before the first byte, the last event of the stream after it."""
@@ -201,6 +207,41 @@ class Exchange:
     def watching(self) -> Watch:
         """`async with exchange.watching():` cancels what runs inside as soon as the client leaves, and raises Cancelled."""
         return Watch(self, self._receive)
+
+
+class _Stall:
+    """`with stall:` around each write. A write that takes stall_s, or up to a quarter more, is cancelled and raises Cancelled."""
+
+    __slots__ = ("_began", "_cancelling", "_is_late", "_loop", "_stall_s", "_task", "_timer")
+
+    def __init__(self, stall_s: float) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._stall_s = stall_s
+        self._began: float | None = None
+        self._is_late = False
+        self._cancelling = task.cancelling()
+        self._timer = self._loop.call_later(stall_s / 4, self._look)
+
+    def __enter__(self) -> None:
+        self._began = self._loop.time()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._began = None
+        if self._is_late and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise Cancelled(f"the client read nothing for {self._stall_s:g} s") from None
+
+    def _look(self) -> None:
+        if self._began is not None and self._loop.time() - self._began >= self._stall_s:
+            self._is_late = True
+            self._task.cancel()
+            return
+        self._timer = self._loop.call_later(self._stall_s / 4, self._look)
+
+    def close(self) -> None:
+        self._timer.cancel()
 
 
 def _too_large(size: int, limit: int) -> RequestTooLarge:

@@ -29,7 +29,7 @@ from pdcluster_router.generation import Chunk, Done, Generation, ModelInfo, Stan
 from pdcluster_router.headroom import Headroom
 from pdcluster_router.hold import HoldLimits
 from pdcluster_router.job import HashChain, Job
-from pdcluster_router.legs import Inbox
+from pdcluster_router.legs import Letters
 from pdcluster_router.open_requests import OpenRequest, OpenRequests
 from pdcluster_router.waiting import Waiting
 
@@ -186,16 +186,14 @@ class Dispatch:
         ending = job.ending(info.eos_token_ids, info.max_len) if info is not None else job.ending((), None)
         return None if ending is None else Finished(job.request, 0, ending[0], len(job.emitted), Timings(), ending[1])
 
-    async def _run(self, attempt: Attempt, job: Job, inbox: Inbox) -> AsyncGenerator[Chunk, None]:
+    async def _run(self, attempt: Attempt, job: Job, inbox: Letters) -> AsyncGenerator[Chunk, None]:
         """Events of one attempt until it is done; whatever ends it, both legs are cancelled if they still run."""
         reason = "client left"
         try:
             attempt.start()
             while not attempt.is_done:
-                try:
-                    async with asyncio.timeout(max(attempt.next_deadline() - self._clock(), 0)):
-                        event = await inbox.get()
-                except TimeoutError:
+                event = await inbox.get(attempt.next_deadline() - self._clock())
+                if event is None:
                     attempt.expire()
                     continue
                 for chunk in attempt.handle(event):
@@ -208,16 +206,15 @@ class Dispatch:
         finally:
             attempt.stop(reason)
 
-    async def _late_report(self, attempt: Attempt, inbox: Inbox) -> None:
+    async def _late_report(self, attempt: Attempt, inbox: Letters) -> None:
         """The prefill node's timings may come a moment after the decode node's last word."""
-        if not attempt.awaits_report:
-            return
-        try:
-            async with asyncio.timeout(self._settings.late_report_s):
-                while attempt.awaits_report:
-                    attempt.handle(await inbox.get())
-        except TimeoutError:
-            logger.debug("no report of the prefill leg within %s s", self._settings.late_report_s)
+        until = self._clock() + self._settings.late_report_s
+        while attempt.awaits_report:
+            event = await inbox.get(until - self._clock())
+            if event is None:
+                logger.debug("no report of the prefill leg within %s s", self._settings.late_report_s)
+                return
+            attempt.handle(event)
 
     def _done(self, attempt: Attempt, job: Job, attempts: int, started: float, first_token_at: float | None, second_token_at: float | None) -> Done:
         finished = attempt.finished

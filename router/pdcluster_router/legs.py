@@ -6,12 +6,12 @@ link what is still open there, and tells every request behind a lost node that i
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from dataclasses import dataclass
 
 from pdcluster import errors
 from pdcluster.messages import Delivered, Endpoint, Failed, Finished, Message, Refused, Reserved, Scheduled, TokenRow
+from pdcluster_router.inbox import Inbox
 from pdcluster_router.pending import PendingWork
 
 
@@ -47,23 +47,25 @@ class FromNode:
     body: Body
 
 
-Inbox = asyncio.Queue[FromNode]
+Letters = Inbox[FromNode]
 
 
 class Ledger:
     def __init__(self) -> None:
         self._legs: defaultdict[str, dict[str, Leg]] = defaultdict(dict)
-        self._inboxes: dict[str, Inbox] = {}
+        self._inboxes: dict[str, Letters] = {}
         self.pending = PendingWork()
 
-    def open_inbox(self, request: str) -> Inbox:
+    def open_inbox(self, request: str) -> Letters:
         """The queue of one request; bounded in effect by its max_tokens, because nodes send each token once."""
-        inbox: Inbox = asyncio.Queue()
+        inbox: Letters = Inbox()
         self._inboxes[request] = inbox
         return inbox
 
     def close_inbox(self, request: str) -> None:
-        self._inboxes.pop(request, None)
+        inbox = self._inboxes.pop(request, None)
+        if inbox is not None:
+            inbox.close()
 
     def enter(self, leg: Leg) -> None:
         self._legs[leg.endpoint.incarnation][leg.request] = leg
@@ -93,7 +95,7 @@ class Ledger:
         inbox = self._inboxes.get(request)
         if inbox is None:
             return False
-        inbox.put_nowait(FromNode(incarnation, body))
+        inbox.put(FromNode(incarnation, body))
         return True
 
     def rewelcome(self, incarnation: str) -> None:

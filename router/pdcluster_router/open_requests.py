@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
 from pdcluster.errors import Cancelled
 from pdcluster_router.generation import Mode
@@ -36,24 +38,23 @@ class OpenRequest:
         self.prefill = choice.prefill.name if choice.prefill is not None else None
         self.decode = choice.decode.name
 
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """While the block runs, the client is being served what there is: a cancel waits for its end, so that the client gets its error."""
+    def outside(self) -> Self:
+        """`with entry.outside():` while the client is being served what there is: a cancel waits for the block's end, so that the client gets its
+        error. Entered for every token, so it is no generator."""
+        return self
+
+    def __enter__(self) -> None:
         self._is_outside = True
-        try:
-            yield
-        finally:
-            self._is_outside = False
-        self._check()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._is_outside = False
+        if kind is None and self.cancelled_because is not None:
+            raise self.cancelled()
 
     def cancel(self, reason: str) -> None:
         self.cancelled_because = reason
         if not self._is_outside:
             self.task.cancel()
-
-    def _check(self) -> None:
-        if self.cancelled_because is not None:
-            raise self.cancelled()
 
     def cancelled(self) -> Cancelled:
         return Cancelled(f"request {self.request} was cancelled by an operator: {self.cancelled_because}")
