@@ -4,6 +4,7 @@ its own deadline, and everything goes on when there is room again."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from local_cluster import LocalCluster, LocalNode
@@ -59,7 +60,7 @@ def resume(node: LocalNode) -> None:
 
 async def test_while_decode_stands_still_prefill_computes_up_to_its_limit_and_then_refuses() -> None:
     """32 prompts of 5 pages, 8 rows on the decode node, 32 of 64 pages to park in."""
-    async with Watched(PAIR, num_pages=64) as cluster:
+    async with Watched(PAIR, num_pages=64, force="remote") as cluster:
         prefill, decode = cluster.nodes["p0"], cluster.nodes["d0"]
         hold(decode)
         prompts = [prompt_of(20, seed) for seed in range(32)]
@@ -83,7 +84,7 @@ async def test_while_decode_stands_still_prefill_computes_up_to_its_limit_and_th
 
 
 async def test_refusals_say_why_and_when_to_come_back() -> None:
-    async with Watched(PAIR, num_pages=64) as cluster:
+    async with Watched(PAIR, num_pages=64, force="remote") as cluster:
         prefill, decode = cluster.nodes["p0"], cluster.nodes["d0"]
         hold(decode)
         running = [asyncio.create_task(cluster.run(prompt_of(20, seed), 6)) for seed in range(24)]
@@ -113,8 +114,8 @@ async def test_a_request_that_one_prefill_node_refuses_runs_on_the_other() -> No
 
 
 async def test_two_mixed_nodes_that_park_for_each_other_do_not_wait_for_ever() -> None:
-    async with Watched({"m0": "mixed", "m1": "mixed"}, num_pages=40) as cluster:
-        cluster.dispatch._settings = type(cluster.dispatch._settings)(force="remote", stages=PATIENT, hold_s=20.0)
+    async with Watched({"m0": "mixed", "m1": "mixed"}, num_pages=40, force="remote") as cluster:
+        cluster.dispatch._settings = replace(cluster.dispatch._settings, hold_s=20.0)
         prompts = [prompt_of(26, seed) for seed in range(24)]
         results = await asyncio.gather(*(cluster.run(prompt, 8) for prompt in prompts))
         assert [tokens for tokens, _ in results] == [reference(prompt, 8) for prompt in prompts]
@@ -122,7 +123,7 @@ async def test_two_mixed_nodes_that_park_for_each_other_do_not_wait_for_ever() -
 
 
 async def test_kv_that_nobody_has_room_for_is_given_up_after_its_parking_time_and_the_request_lives_on() -> None:
-    async with Watched(PAIR, num_pages=64) as cluster:
+    async with Watched(PAIR, num_pages=64, force="remote") as cluster:
         prefill, decode = cluster.nodes["p0"], cluster.nodes["d0"]
         prefill.parts.prefill._parking_s = 0.1
         hold(decode)
@@ -138,7 +139,7 @@ async def test_kv_that_nobody_has_room_for_is_given_up_after_its_parking_time_an
 
 
 async def test_a_request_that_finds_no_room_until_its_deadline_ends_by_that_deadline() -> None:
-    async with Watched(PAIR, num_pages=64) as cluster:
+    async with Watched(PAIR, num_pages=64, force="remote") as cluster:
         hold(cluster.nodes["d0"])
         running = [asyncio.create_task(cluster.run(prompt_of(20, seed), 6)) for seed in range(8)]
         await cluster.until(lambda: cluster.nodes["d0"].parts.decode.num_legs == 8)

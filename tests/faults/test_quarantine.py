@@ -22,8 +22,9 @@ NEVER = Fault(delay_s=1e7, unknown_s=0.01)
 
 def test_quarantined_memory_shrinks_capacity_visibly_and_is_reclaimed_by_proof_only() -> None:
     async def play(loop: VirtualLoop) -> None:
-        async with SimulatedCluster(loop, {"p0": "prefill", "d0": "decode"}, num_pages=NUM_PAGES, checks_permits=False) as cluster:
-            cluster.chooser._force = "remote"
+        cluster = SimulatedCluster(loop, {"p0": "prefill", "d0": "decode"}, num_pages=NUM_PAGES, checks_permits=False)
+        cluster.force = "remote"
+        async with cluster:
             cluster.network.plan_write = lambda *_: NEVER
             with pytest.raises(PdclusterError):
                 await cluster.run(PROMPT, 4, deadline_s=5.0)

@@ -34,6 +34,7 @@ from pdcluster_router.cluster import Cluster
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
 from pdcluster_router.generation import Done, Generation
 from pdcluster_router.job import HashChain
+from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import DEFAULT, make_policy
 
 BLOCK = 4
@@ -173,8 +174,9 @@ class LocalNode:
 
 
 class LocalCluster:
-    """Use as `async with`. group_s: next to nothing makes one group of each layer. make_backend: the medium of every node; default: scripted
-    ones by these names, whose faults are `networks[name].plan`."""
+    """Use as `async with`. force: the mode of every request; auto may find that prefill beside decode is cheaper. group_s: next to nothing
+    makes one group of each layer. make_backend: the medium of every node; default: scripted ones by these names, whose faults are
+    `networks[name].plan`."""
 
     def __init__(
         self,
@@ -185,8 +187,10 @@ class LocalCluster:
         make_backend: Callable[[Peer], Backend] | None = None,
         media: tuple[str, ...] = ("fake",),
         group_s: float = 0.0004,
+        force: Force = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.force: Force = force
         self.group_s = group_s
         self.clock = clock
         self.wire = WIRE
@@ -217,7 +221,7 @@ class LocalCluster:
         for name, role in self.roles.items():
             self.start(name, role)
         block_tokens = next(iter(self.nodes.values())).kit.shape.block_tokens
-        self.chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.router.view, self.router.cached)
+        self.chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.router.view, self.router.cached, force=self.force)
         self.dispatch = Dispatch(self.router, OneModel(block_tokens), self.chooser, DispatchSettings(stages=self.stages, hold_s=5.0), self.clock)
         await self.until(lambda: len(self.router.view().nodes) == len(self.roles))
 

@@ -117,7 +117,7 @@ class MixedCluster(LocalCluster):
         make_backend = None
         if case.backend != "fake":
             make_backend = lambda me: create_backends(case.backend, me, host="127.0.0.1", staging_bytes=1 << 22)[case.backend]  # noqa: E731
-        super().__init__({"p0": "prefill", "d0": "decode"}, make_backend=make_backend, group_s=1e-12 if case.layer_groups else 1.0)
+        super().__init__({"p0": "prefill", "d0": "decode"}, make_backend=make_backend, group_s=1e-12 if case.layer_groups else 1.0, force="remote")
         self.wire = WireSettings(heartbeat_s=0.1, lease_s=20.0)  # starting ranks holds everything else here up for seconds
         self.case = case
         self.directory = directory

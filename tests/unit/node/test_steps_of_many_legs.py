@@ -13,8 +13,9 @@ from pdcluster.step import StepPlan
 
 def test_a_step_looks_at_the_legs_of_its_rows_only() -> None:
     async def play(loop: VirtualLoop) -> None:
-        async with SimulatedCluster(loop, {"p0": "prefill", "d0": "decode"}, num_pages=256) as cluster:
-            cluster.chooser._force = "remote"
+        cluster = SimulatedCluster(loop, {"p0": "prefill", "d0": "decode"}, num_pages=256)
+        cluster.force = "remote"
+        async with cluster:
             side = cluster.nodes["p0"].parts.prefill
             looked, rows = 0, 0
             advance, on_step = side._advance, side.on_step
