@@ -89,7 +89,7 @@ def make_talks(num_nodes: int, num_entries: int, chance: random.Random) -> list[
         nodes = tuple(chance.sample(range(num_nodes), chance.choice((1, 1, 2, 3))))
         own = chance.randbytes(chance.randrange(40, 600) * HASH_BYTES)
         talks.append(Talk(chance.choice(systems), own, nodes))
-        left -= len(own) // HASH_BYTES * len(nodes)
+        left -= len(own) // HASH_BYTES + (len(nodes) - 1) * (len(own) // HASH_BYTES // 2)
     return talks
 
 

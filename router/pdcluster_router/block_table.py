@@ -72,9 +72,14 @@ class BlockTable:
     def num_bytes(self) -> int:
         return self.num_slots * SLOT_BYTES
 
+    def _homes(self, low: Words) -> Slots:
+        """Where a probe begins. A larger hash begins later in a table of any size, so that rows move from one to the other in order."""
+        return ((low >> np.uint64(32)) * np.uint64(self.num_slots) >> np.uint64(32)).astype(np.int64)
+
     def set_of(self, low: int, high: int) -> int:
         """The set id of one block, GONE when it has no row."""
-        slot, size = low % self.num_slots, self.num_slots
+        size = self.num_slots
+        slot = (low >> 32) * size >> 32
         lows, highs, sets = self._low_view, self._high_view, self._sets_view
         while found := sets[slot]:
             if lows[slot] == low and highs[slot] == high and found != GONE:
@@ -84,13 +89,15 @@ class BlockTable:
 
     def find(self, keys: Keys) -> Slots:
         """The slot of each key, -1 for those without a row."""
-        slots = (keys.low % np.uint64(self.num_slots)).astype(np.int64)
+        slots = self._homes(keys.low)
         result: Slots = np.full(len(keys), -1, np.int64)
         left = np.arange(len(keys))
         while len(left) > FEW:
             at = slots[left]
             held = self.sets[at]
-            is_here = (self._low[at] == keys.low[left]) & (self._high[at] == keys.high[left]) & (held != GONE)
+            is_here = (self._low[at] == keys.low[left]) & (held != GONE)
+            alike = np.flatnonzero(is_here)  # the other word is looked at where one is equal: memory is what a probe waits for
+            is_here[alike] = self._high[at[alike]] == keys.high[left[alike]]
             result[left[is_here]] = at[is_here]
             left = left[~is_here & (held != FREE)]
             slots[left] = (slots[left] + 1) % self.num_slots
@@ -100,7 +107,7 @@ class BlockTable:
 
     def find_one(self, low: int, high: int, slot: int | None = None) -> int:
         """The slot of one key, -1 when it has no row. slot: where to begin, when the ones before were looked at."""
-        slot = low % self.num_slots if slot is None else slot
+        slot = (low >> 32) * self.num_slots >> 32 if slot is None else slot
         lows, highs, sets = self._low_view, self._high_view, self._sets_view
         while found := sets[slot]:
             if lows[slot] == low and highs[slot] == high and found != GONE:
@@ -110,7 +117,7 @@ class BlockTable:
 
     def insert(self, keys: Keys, sets: Sets) -> int:
         """New rows for keys that have none, each key once; the number of rows made."""
-        slots = (keys.low % np.uint64(self.num_slots)).astype(np.int64)
+        slots = self._homes(keys.low)
         left = np.arange(len(keys))
         made = 0
         while len(left) > FEW:
@@ -131,7 +138,7 @@ class BlockTable:
 
     def insert_one(self, low: int, high: int, set_id: int, slot: int | None = None) -> None:
         """A new row for a key that has none."""
-        slot = low % self.num_slots if slot is None else slot
+        slot = (low >> 32) * self.num_slots >> 32 if slot is None else slot
         lows, highs, sets = self._low_view, self._high_view, self._sets_view
         while (found := sets[slot]) > GONE:
             slot = (slot + 1) % self.num_slots

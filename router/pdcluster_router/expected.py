@@ -99,7 +99,7 @@ class ExpectedBlocks:
         expected = self._of_node.get(node)
         if not expected:
             return
-        for block in expected.intersection([hashes[begin : begin + HASH_BYTES] for begin in range(0, len(hashes), HASH_BYTES)]):
+        for block in [block for block in expected if _has_block(hashes, block)]:
             self._end((node, block))
             self.num_hits += 1
 
@@ -191,6 +191,14 @@ class ExpectedBlocks:
 def _block(hashes: bytes, position: int) -> bytes:
     """The hash of the block at `position`, counted from 1."""
     return hashes[(position - 1) * HASH_BYTES : position * HASH_BYTES]
+
+
+def _has_block(hashes: bytes, block: bytes) -> bool:
+    """By searching bytes, which is far quicker than cutting them: a node has few chains, a report may have thousands of blocks."""
+    at = hashes.find(block)
+    while at >= 0 and at % HASH_BYTES:
+        at = hashes.find(block, at + 1)
+    return at >= 0
 
 
 def _position(rank: int) -> int:

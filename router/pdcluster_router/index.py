@@ -27,7 +27,7 @@ MAX_LOAD = 0.75
 GROWTH = 1.3
 FIRST_SLOTS = 4096
 
-MOVED_PER_BLOCK = 16
+MOVED_PER_BLOCK = 8
 LEAST_MOVED = 4096
 """Slots of the former table that a changed block moves on, and how many are worth the while: fewer are saved up."""
 
