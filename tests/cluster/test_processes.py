@@ -27,7 +27,7 @@ from pdcluster.errors import DeadlineExceeded
 
 pytestmark = pytest.mark.timeout(300)
 
-EXACT = ("--set", "node.dtype=float32", "--set", "node.kv.memory_bytes=64MiB")
+EXACT = ("--set", "node.dtype=float32", "--set", "node.kv.memory_bytes=64MiB", "--set", "router.mode=remote")
 BACKENDS = ("shm", "tcp", "mooncake")
 
 
