@@ -13,6 +13,7 @@ from test_loops import PAIR, prompt_of
 
 from pdcluster import errors
 from pdcluster.messages import Refused, Reserve, Reserved
+from pdcluster_router import headroom
 from pdcluster_router.attempt import StageDeadlines
 
 PATIENT = StageDeadlines(handshake_s=0.5, transfer_s=1.0, hold_s=0.01, queue_s=30.0, liveness_s=30.0)
@@ -58,7 +59,13 @@ def resume(node: LocalNode) -> None:
     node.engine.finish()
 
 
-async def test_while_decode_stands_still_prefill_computes_up_to_its_limit_and_then_refuses() -> None:
+@pytest.fixture
+def heedless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that sends whatever parks on the nodes already, as several do together that know nothing of each other."""
+    monkeypatch.setattr(headroom, "AHEAD", 0)
+
+
+async def test_while_decode_stands_still_prefill_computes_up_to_its_limit_and_then_refuses(heedless: None) -> None:
     """32 prompts of 5 pages, 8 rows on the decode node, 32 of 64 pages to park in."""
     async with Watched(PAIR, num_pages=64, force="remote") as cluster:
         prefill, decode = cluster.nodes["p0"], cluster.nodes["d0"]
@@ -83,7 +90,7 @@ async def test_while_decode_stands_still_prefill_computes_up_to_its_limit_and_th
         assert prefill.parts.prefill.num_parked_pages == 0 and prefill.parts.scheduler.admit_remote
 
 
-async def test_refusals_say_why_and_when_to_come_back() -> None:
+async def test_refusals_say_why_and_when_to_come_back(heedless: None) -> None:
     async with Watched(PAIR, num_pages=64, force="remote") as cluster:
         prefill, decode = cluster.nodes["p0"], cluster.nodes["d0"]
         hold(decode)
