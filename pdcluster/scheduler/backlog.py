@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdcluster.cost import num_pairs
+from pdcluster.messages import HASH_BYTES
 from pdcluster.scheduler.sequence import Sequence
 
 
 def backlog(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> tuple[int, int]:
-    """(tokens, pairs). A waiting prompt counts without what was cached when it came; the cache may change until it starts, and is counted then."""
+    """(tokens, pairs). A waiting prompt counts without what was cached when it came or will be by its turn (`blocks_by_then`); the cache may change
+    until it starts, and is counted then."""
     tokens, pairs = 0, 0.0
     for sequence in running:
         if sequence.num_pending > 1:
@@ -20,6 +22,28 @@ def backlog(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> tuple[i
         tokens += uncached
         pairs += num_pairs(uncached, sequence.num_cached)
     return tokens, round(pairs)
+
+
+def blocks_by_then(sequence: Sequence, ahead: Iterable[Sequence]) -> int:
+    """Leading hash blocks that the sequence shares with one that is served before it: without them, the next turn of a conversation whose last one
+    still waits would be reported as a whole prompt of work, and routers would send it away from its cache."""
+    return max((_num_common(sequence.hashes, other.hashes) for other in ahead), default=0)
+
+
+def _num_common(one: bytearray, other: bytearray) -> int:
+    """Hashes are chained: where two chains have the same block, all before it are the same."""
+    high = min(len(one), len(other)) // HASH_BYTES
+    if not high or one[:HASH_BYTES] != other[:HASH_BYTES]:
+        return 0
+    low = 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        begin, end = (middle - 1) * HASH_BYTES, middle * HASH_BYTES
+        if one[begin:end] == other[begin:end]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def decoding(running: Iterable[Sequence], num_reserved: int) -> tuple[int, int]:

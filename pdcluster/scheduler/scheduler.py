@@ -20,13 +20,13 @@ import time
 from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from itertools import islice
+from itertools import chain, islice
 
 from pdcluster.errors import BadRequest, IntegrityError, Overloaded, ProtocolError, RequestTooLarge
 from pdcluster.kv.pages import PagePool
 from pdcluster.lifecycle import Residence
 from pdcluster.messages import HASH_BYTES, TokenLogprobs
-from pdcluster.scheduler.backlog import backlog, decoding
+from pdcluster.scheduler.backlog import backlog, blocks_by_then, decoding
 from pdcluster.scheduler.forecast import Forecast
 from pdcluster.scheduler.limits import Limits
 from pdcluster.scheduler.rows import Draft, Occupancy, Update, finish
@@ -76,7 +76,9 @@ class Scheduler:
             reason = f"{len(self._waiting)} requests are waiting, the queue takes {self._limits.max_waiting}; retry later"
             raise Overloaded(reason, self._queue_moves_s())
         self._enter(sequence)
-        sequence.num_cached = self._pool.match_length(sequence.hashes) * self._pool.page_tokens
+        cached = self._pool.match_length(sequence.hashes) * self._pool.page_tokens
+        soon = blocks_by_then(sequence, chain(self._running, self._waiting.values())) * sequence.block_tokens
+        sequence.num_cached = max(cached, min(soon, sequence.num_tokens - 1))
         self._waiting[sequence.key] = sequence
 
     def reserve(self, sequence: Sequence) -> list[int]:

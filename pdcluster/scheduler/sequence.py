@@ -25,13 +25,13 @@ class Sequence:
     """
 
     __slots__ = (
-        "_block_tokens",
         "_hash_root",
         "_num_pages",
         "_pages",
         "_tokens",
         "arrived",
         "attempt",
+        "block_tokens",
         "credit",
         "first_scheduled",
         "first_token_at",
@@ -73,7 +73,7 @@ class Sequence:
         self._num_pages = 0
         self.hashes = bytearray(work.hashes)
         self._hash_root = work.hash_root
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self.state = Residence.WAITING
         self.in_flight = False
         """A launched step computes it, and so writes to its pages."""
@@ -129,10 +129,10 @@ class Sequence:
 
     def extend_hashes(self, num_tokens: int) -> None:
         """Have the hash chain cover the full blocks of the first num_tokens tokens, where its start is known."""
-        if num_tokens // self._block_tokens * HASH_BYTES <= len(self.hashes) or not (self.hashes or self._hash_root):
+        if num_tokens // self.block_tokens * HASH_BYTES <= len(self.hashes) or not (self.hashes or self._hash_root):
             return
         packed = self._tokens[:num_tokens].data
-        self.hashes += extend(self.hashes, packed, root=self._hash_root, block_tokens=self._block_tokens)
+        self.hashes += extend(self.hashes, packed, root=self._hash_root, block_tokens=self.block_tokens)
 
     # ------------------------------------------------------------ pages
 

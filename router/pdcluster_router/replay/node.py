@@ -16,7 +16,7 @@ from pdcluster.cost import NodeCost, lately, num_pairs
 from pdcluster.messages import CostReport, Load, Role
 from pdcluster_router.replay.cache import Hold, PrefixCache
 from pdcluster_router.replay.steps import Segment, segment
-from pdcluster_router.replay.trace import TraceRequest
+from pdcluster_router.replay.trace import Blocks, TraceRequest
 
 LEAST_CHUNK = 16
 """Tokens of a prompt that go beside rows however many there are, so that no prompt starves."""
@@ -89,6 +89,7 @@ class SimNode:
     _itl_s: float = 0.0
     _chunk: int = 0
     _segment: Segment | None = None
+    _promised: dict[bytes, int] = field(default_factory=dict)
     _queued_tokens: int = 0
     _queued_pairs: float = 0.0
 
@@ -112,7 +113,9 @@ class SimNode:
     def enqueue(self, task: Task, now: float) -> None:
         """Compute the prompt; ready_s of the task: not before."""
         request = task.request
-        cached = max(self._cached(task), self._known(task.pulled, request))
+        cached = max(self._cached(task), self._known(max(task.pulled, self._promised_depth(request.blocks)), request))
+        for block in request.blocks:
+            self._promised[block] = self._promised.get(block, 0) + 1
         task.to_compute, task.cached_tokens = request.num_tokens - cached, cached
         self._queued_tokens += task.to_compute
         self._queued_pairs += num_pairs(task.to_compute, cached)
@@ -248,7 +251,19 @@ class SimNode:
         if freed:
             self._serve_line(now)
 
+    def _promised_depth(self, blocks: Blocks) -> int:
+        promised, depth = self._promised, 0
+        for block in blocks:
+            if block not in promised:
+                break
+            depth += 1
+        return depth
+
     def _complete(self, task: Task, now: float) -> None:
+        for block in task.request.blocks:
+            left = self._promised[block] = self._promised[block] - 1
+            if not left:
+                del self._promised[block]
         hold = task.prompt_hold
         assert hold is not None
         self.cache.publish(hold, task.request.blocks)

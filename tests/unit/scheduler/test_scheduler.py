@@ -759,6 +759,15 @@ def test_load_counts_what_there_is_to_do():
     )  # fmt: skip
 
 
+def test_a_waiting_prompt_counts_without_what_the_one_before_it_will_leave():
+    node = Node(token_budget=8, max_rows=1)
+    node.add("turn 1", LONG)
+    first = node.scheduler.load().waiting_tokens
+    node.add("turn 2", [*LONG, 7, 7])
+    node.add("other", [9, *LONG])
+    assert (first, node.scheduler.load().waiting_tokens) == (20, 20 + 2 + 21), "20 tokens are 5 blocks, all shared by the next turn"
+
+
 def test_times_are_stamped_by_the_given_clock():
     node = Node()
     sequence = node.add("a", [1, 2], max_tokens=2)
