@@ -37,7 +37,8 @@ class Decision:
 
 
 class Chooser:
-    """cached: leading blocks of a chain of hashes that each node holds. pulls: for policies that choose no pull.
+    """cached: leading blocks of a chain of hashes that each node holds or soon will; held: that it holds now, None: the same.
+    pulls: for policies that choose no pull.
     force and fallback are the router's own settings; a request may have others. Owned by the router's event loop."""
 
     def __init__(
@@ -49,10 +50,12 @@ class Chooser:
         force: Force = "auto",
         fallback: Fallback = "conditional",
         pulls: PullRule = BY_TOKENS,
+        held: Cached | None = None,
     ) -> None:
         self.holder = holder
         self._view = view
         self._cached = cached
+        self._held = held
         self._pulls = pulls
         self._force = force
         self._fallback = fallback
@@ -79,12 +82,13 @@ class Chooser:
 
     def query(self, job: Job, now: float, view: ClusterView) -> Query:
         """What a policy is asked for this request; also for dry runs, since asking has no effect."""
-        hashes = job.hashes_so_far()
+        hashes, held = job.hashes_so_far(), self._held
         num_tokens = len(job.prompt) + len(job.emitted)
         return Query(
             num_tokens=num_tokens,
             hashes=hashes,
             cached={incarnation: depth * job.chain.block_tokens for incarnation, depth in self._cached(hashes).items()},
+            held=None if held is None else {incarnation: depth * job.chain.block_tokens for incarnation, depth in held(hashes).items()},
             excluded=frozenset(job.excluded),
             busy=frozenset(node for node, until in job.busy.items() if until > now),
             expected_output=max(job.sampling.max_tokens - len(job.emitted), 1),

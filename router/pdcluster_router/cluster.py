@@ -265,6 +265,10 @@ class Cluster:
         """Leading blocks of a prompt that each node holds, or will soon, by incarnation; nodes with none are left out."""
         return self.caches.index.depths(hashes, self._now())
 
+    def held(self, hashes: bytes) -> dict[str, int]:
+        """Those that each node said it holds, so that they can be fetched from there."""
+        return self.caches.index.depths(hashes)
+
     def listed(self) -> list[NodeCard]:
         """Cards of all known nodes, those without a link too."""
         return [state.card for state in self._nodes.values()]

@@ -66,7 +66,7 @@ async def _serve(config: RouterConfig) -> int:
         stack.callback(cluster.close)
         models = Models(cluster, config.tokenizer)
         pulls = PullRule(config.pull, config.pull_min_tokens)
-        chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), cluster.view, cluster.cached, force=config.mode, pulls=pulls)
+        chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), cluster.view, cluster.cached, force=config.mode, pulls=pulls, held=cluster.held)
         tenants = read_tenants(config.tenants)
         metrics = router_metrics()
         hold_metrics = HoldMetrics(metrics.registry)
