@@ -50,10 +50,22 @@ class Pace:
         chunk = min(new, self.prefill.chunk_tokens) if self.prefill.chunk_tokens else new
         return self.prefill.seconds(chunk, cached + new - chunk) + self.decode.added_s(self.rows, self.context_tokens)
 
-    def mixed_tpot_s(self, share: float) -> float:
-        """Between two tokens when `share` of the time some prompt is computed beside the rows."""
-        chunk_s = self.gap_s(self.prefill.chunk_tokens, 0.0) if self.prefill.chunk_tokens else self.tpot_s
-        return 1.0 / (share / max(chunk_s, self.tpot_s) + (1.0 - share) / self.tpot_s) if self.tpot_s > 0 else 0.0
+    @property
+    def prompt_step_s(self) -> float:
+        """Between two tokens of a row while prompts are computed beside it: a full chunk in each step."""
+        if not self.prefill.chunk_tokens:
+            return self.tpot_s
+        return max(self.prefill.seconds(self.prefill.chunk_tokens), self.decode.fixed_s) + self.tpot_s - self.decode.fixed_s
+
+    def paused_s(self, new: float, cached: float) -> float:
+        """What each running row loses while `new` tokens of a prompt are computed."""
+        steps = max(new / self.prefill.chunk_tokens, 1.0) if self.prefill.chunk_tokens else 1.0
+        return max(self.prefill.seconds(new, cached) - steps * self.decode.fixed_s, 0.0)
+
+    def busy_tpot_s(self, share: float, row_s: float) -> float:
+        """Of a row that adds row_s to each step, when prompts are computed for that share of the time."""
+        quiet, busy = self.tpot_s + row_s, self.prompt_step_s + row_s
+        return 1.0 / ((1.0 - share) / quiet + share / busy) if quiet > 0 else 0.0
 
 
 def pace(cost: NodeCost, work: Work) -> Pace:

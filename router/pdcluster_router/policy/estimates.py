@@ -17,25 +17,30 @@ UNMEASURED_BYTES_S = 1e9
 HANDOVER_S = 1e-3
 """Commit, its check and the acknowledgement."""
 
-EASY = 0.05
-"""Weight of a second that a client waits for its answer's later tokens while their pace is easy to follow; a second beyond that counts whole."""
+COMFORT = 2.0
+"""Times what a row alone takes from token to token, up to which rows are well served (DESIGN §11)."""
 
-PREFILL_TERMS = ("wait", "compute", "price", "slowed")
+STRAIN = 5.0
+"""How much more a second weighs for each time that a pace is beyond that."""
+
+PREFILL_TERMS = ("wait", "compute", "fetch", "price", "slowed")
 DECODE_TERMS = ("room", "exposed", "decode", "others", "row_price")
-LOCAL_TERMS = ("wait", "compute", "price", "slowed", "room", "decode", "others", "row_price")
+LOCAL_TERMS = (*PREFILL_TERMS, "room", "decode", "others", "row_price")
 
 Values = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Market:
-    """What holds for all nodes at one moment. price: seconds that later prompts lose for each second of work; share: of the nodes that compute
-    prompts those that do so now, and so of the time that one of them does; ease: times the pace of a row alone that is easy enough."""
+    """What holds for all nodes at one moment. price: seconds that later prompts lose for each second of work; harm: weight of a running row's pause;
+    share: of the time in which a node that computes prompts for others will do so, local_share: in which a decode node will for its own; source: the
+    node that holds most of the prompt, from which it can be fetched."""
 
     price: float
-    share: float
-    ease: float
     harm: float
+    share: float
+    local_share: float
+    source: NodeView | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,41 +51,44 @@ class Station:
     pace: Pace
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """How a node would come by a prompt's KV: seconds of fetching that its queue does not hide, tokens known then, seconds of computing the rest."""
+
+    fetch_s: float
+    cached: int
+    compute_s: float
+    is_fetched: bool = False
+
+
 def named(names: tuple[str, ...], values: Values) -> Terms:
     return tuple(zip(names, values, strict=True))
 
 
-def compute_s(pace: Pace, query: Query, cached: int) -> float:
+def prompt_on(station: Station, query: Query, source: NodeView | None) -> Prompt:
+    """By its own cache, or by a copy of what `source` holds, if that is sooner."""
+    node, pace = station.node, station.pace
+    own = query.cached_on(node)
+    alone = Prompt(0.0, own, _compute_s(pace, query, own))
+    if source is None or source is node or query.held_on(source) <= own or not (bytes_s := source.bandwidth.get(node.name, 0.0)):
+        return alone
+    held = query.held_on(source)
+    copy_s = HANDOVER_S + (held - own) * node.kv_bytes_per_token / bytes_s
+    fetched = Prompt(max(copy_s - pace.wait_s, 0.0), held, _compute_s(pace, query, held), is_fetched=True)
+    return fetched if fetched.fetch_s + fetched.compute_s < alone.compute_s else alone
+
+
+def _compute_s(pace: Pace, query: Query, cached: int) -> float:
     """The prompt's own work, from its first step to its first token."""
     return pace.prefill.seconds(max(query.num_tokens - cached, 1), cached) * pace.stretch
 
 
-def easy_s(pace: Pace, query: Query, market: Market) -> float:
-    """Between tokens; slower than that costs."""
-    return query.itl_s or market.ease * pace.decode.seconds(1, query.num_tokens)
-
-
-def pause_s(pace: Pace, compute: float) -> float:
-    """What a running row loses while a prompt takes `compute`: it goes on at the chunks' pace."""
-    chunk_s = pace.gap_s(pace.prefill.chunk_tokens, 0.0) if pace.prefill.chunk_tokens else compute
-    return compute * max(1.0 - pace.tpot_s / chunk_s, 0.0) if chunk_s > 0 else 0.0
-
-
-def pace_cost(tokens: float, before_s: float, after_s: float, easy: float) -> float:
-    """Of `tokens` whose gaps grow from before_s to after_s."""
-    return tokens * (EASY * (after_s - before_s) + max(after_s - easy, 0.0) - max(before_s - easy, 0.0))
-
-
-def prefill_values(station: Station, query: Query, market: Market) -> Values:
-    """slowed: what rows lose that run on the node."""
-    pace = station.pace
-    compute = compute_s(pace, query, query.cached_on(station.node))
-    price = price_on(station, market) * compute
-    if not pace.rows:
-        return pace.wait_s, compute, price, 0.0
-    later = pace.itl_s + pause_s(pace, compute) / query.expected_output
-    slowed = market.harm * pace_cost(pace.rows * query.expected_output, pace.itl_s, later, easy_s(pace, query, market))
-    return pace.wait_s, compute, price, slowed
+def prefill_values(station: Station, query: Query, market: Market, strain: float = 1.0) -> Values:
+    """slowed: what running rows lose by the prompt; strain: how much more that weighs."""
+    pace, prompt = station.pace, prompt_on(station, query, market.source)
+    paused = pace.paused_s(max(query.num_tokens - prompt.cached, 1), prompt.cached)
+    price = price_on(station, market) * prompt.compute_s
+    return pace.wait_s, prompt.compute_s, prompt.fetch_s, price, market.harm * strain * paused * pace.rows
 
 
 def decode_values(station: Station, query: Query, exposed_s: float, market: Market) -> Values:
@@ -88,21 +96,36 @@ def decode_values(station: Station, query: Query, exposed_s: float, market: Mark
     steps that compute prompts, priced."""
     pace, output = station.pace, query.expected_output
     row_s = pace.row_s(query.num_tokens + output / 2)
-    before = pace.itl_s if station.node.role == "decode" else max(pace.itl_s, pace.mixed_tpot_s(market.share))
-    easy = easy_s(pace, query, market)
-    own = pace_cost(output, 0.0, before + row_s, easy)
-    others = pace_cost(output * pace.rows, before, before + row_s, easy)
-    return room_s(station, query, pace.tpot_s + row_s), exposed_s, own, others, price_on(station, market) * output * row_s
+    share = share_on(station, market)
+    tpot_s, strain = strained(station, query, share)
+    price = price_on(station, market) * share * output * row_s
+    return room_s(station, query, tpot_s), exposed_s, strain * output * tpot_s, strain * output * row_s * pace.rows, price
 
 
 def local_values(station: Station, query: Query, market: Market) -> Values:
     room, _, decode, others, row_price = decode_values(station, query, 0.0, market)
-    return *prefill_values(station, query, market), room, decode, others, row_price
+    _, strain = strained(station, query, share_on(station, market))
+    return *prefill_values(station, query, market, strain), room, decode, others, row_price
+
+
+def strained(station: Station, query: Query, share: float) -> tuple[float, float]:
+    """Between tokens of this row, with prompts beside it for that share of the time and while what waits now is computed; and how much more a second
+    weighs there, because rows are slower than is comfortable."""
+    pace = station.pace
+    row_s = pace.row_s(query.num_tokens + query.expected_output / 2)
+    now = min(pace.wait_s / max(query.expected_output * (pace.tpot_s + row_s), 1e-9), 1.0)
+    tpot_s = pace.busy_tpot_s(max(share, now), row_s)
+    limit_s = query.itl_s or COMFORT * (pace.decode.fixed_s + row_s)
+    return tpot_s, 1.0 + STRAIN * max(tpot_s / limit_s - 1.0, 0.0) if limit_s > 0 else 1.0
 
 
 def price_on(station: Station, market: Market) -> float:
     """Work that is done on a decode node delays no prompt of the others."""
     return 0.0 if station.node.role == "decode" else market.price
+
+
+def share_on(station: Station, market: Market) -> float:
+    return market.local_share if station.node.role == "decode" else market.share
 
 
 def exposed_s(prefill: Station, decode: NodeView, query: Query, compute: float) -> float:

@@ -2,14 +2,17 @@
 
 Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the price of uncached work is our own (reference/routers.md b, h).
 
- 1. Prefill leg: wait + compute + price × compute. The price is what a second of work costs those who come later: alpha × the queue of the least
-    loaded node, counted in average prompts. While any node is idle it is 0 and the least wait + compute wins; when all have a queue, saving work
-    (going where the prefix is cached) is worth more than a shorter queue. A node that decodes too also counts what its rows lose meanwhile.
+ 1. Prefill leg: wait + compute + price × compute + what rows lose that run there. The price is what a second of work costs those who come later:
+    alpha × the queue of the least loaded node, counted in average prompts. While any node is idle it is 0 and the least wait + compute wins; when
+    all have a queue, saving work (going where the prefix is cached) is worth more than a shorter queue. A prefix that another node holds is fetched
+    from there where that is sooner than computing it.
  2. Decode leg: exposed transfer + output × TPOT + what the rows beside it lose + the wait for room.
  3. Local: both on one node, without a transfer. Work that is done on a decode node delays no prompt of the others, so it has no price.
- 4. Remote or local, whichever is less; the mode of the last choice keeps a margin, so that a tie does not flip with every report. A prompt
+ 4. TPOT counts the prompts that will be computed beside the row while it lives. Where it is beyond COMFORT times a lone row's, a second weighs more,
+    so that decode nodes take prompts while their rows stay well served, and prefill nodes take rows while they are idle enough.
+ 5. Remote or local, whichever is less; the mode of the last choice keeps a margin, so that a tie does not flip with every report. A prompt
     that would hold up running rows longer than the inter-token limit goes elsewhere while there is a pair that can take it.
- 5. While no node has run enough steps to know what they cost: the product score.
+ 6. While no node has run enough steps to know what they cost: the product score.
 """
 
 from __future__ import annotations
@@ -58,23 +61,23 @@ class Ranked:
 
 
 class Seconds:
-    """Implements Policy. alpha: see rule 1; harm: weight of a running row's pause; margin: of the last mode, as a share of the time to first token;
-    ease: times a lone row's pace that clients find easy, when no limit is given in seconds."""
+    """Implements Policy. alpha: see rule 1; harm: weight of a running row's pause against the new request's own seconds; margin: of the last mode,
+    as a share of the time to first token; gap: times a batch's own pace that its rows may be held up, when no limit is given in seconds."""
 
     name = "seconds"
 
-    def __init__(self, alpha: float = 6.0, harm: float = 1.0, margin: float = 0.1, ease: float = 1.6) -> None:
+    def __init__(self, alpha: float = 3.0, harm: float = 1.0, margin: float = 0.1, gap: float = 4.0) -> None:
         self._alpha = alpha
         self._harm = harm
         self._margin = margin
-        self._ease = ease
+        self._gap = gap
         self._cold = Scored(Product())
 
     def choose(self, query: Query, view: ClusterView) -> Choice:
         if view.typical_cost is None:
             return replace(self._cold.choose(query, view), policy=self.name)
         found = filters.pools(query, view)
-        market = self._market(_stations(view, filters.ready(found.prefill or found.local, query)))
+        market = self._market(view, query)
         remote = self._remote(found, query, view, market) if query.force != "local" else None
         if remote is None and query.force == "remote":
             raise filters.no_partner(filters.ready(found.prefill, query)[0])
@@ -88,19 +91,28 @@ class Seconds:
             return self._cold.choose_decode(query, view, prefill)
         nodes = filters.partners_of_parked(query, view, prefill)
         (source,) = _stations(view, (prefill,))
-        return self._rank_decode(_stations(view, nodes), query, source, 0.0, self._market([source])).best.node if nodes else None
+        return self._rank_decode(_stations(view, nodes), query, source, 0.0, self._market(view, query)).best.node if nodes else None
 
     # ------------------------------------------------------------ legs
 
-    def _market(self, stations: Sequence[Station]) -> Market:
-        """Rule 1: the price is the shortest queue in average prompts, times alpha."""
+    def _market(self, view: ClusterView, query: Query) -> Market:
+        stations = _stations(view, view.accepting)
+        computing = [station for station in stations if station.node.role != "decode"]
+        return Market(
+            price=self._price(computing or stations),
+            harm=self._harm,
+            share=max(_share_now(computing), _share_later(stations, computing, query)),
+            local_share=_share_now([station for station in stations if station.node.role == "decode"]),
+            source=max(view.accepting, key=query.held_on, default=None),
+        )
+
+    def _price(self, stations: Sequence[Station]) -> float:
+        """Rule 1: the shortest queue in average prompts, times alpha."""
         shortest = min((station.pace.wait_s for station in stations), default=0.0)
-        share = sum(station.pace.backlog_s > 0 for station in stations) / max(len(stations), 1)
-        price = 0.0
-        if shortest > 0.0:
-            prompts = sum(station.node.num_prompts for station in stations)
-            price = self._alpha * shortest * max(prompts, 1) / sum(station.pace.backlog_s for station in stations)
-        return Market(price, share, self._ease, self._harm)
+        if shortest <= 0.0:
+            return 0.0
+        prompts = sum(station.node.num_prompts for station in stations)
+        return self._alpha * shortest * max(prompts, 1) / sum(station.pace.backlog_s for station in stations)
 
     def _remote(self, found: filters.Pools, query: Query, view: ClusterView, market: Market) -> tuple[Ranked, Ranked] | None:
         """The best prefill node that has a partner, and its best partner."""
@@ -134,27 +146,27 @@ class Seconds:
     ) -> Choice:
         if remote is None:
             assert local is not None
-            return self._local_choice(local, local.candidates(query) + rejected)
+            return self._local_choice(local, market, query, local.candidates(query) + rejected)
         record = remote[0].candidates(query) + remote[1].candidates(query)
         if local is None:
-            return self._remote_choice(remote, record + rejected)
-        calm = self._calm(local, query, market) if self._keeps_pace(remote[0].best, query, market) else local
-        record += calm.candidates(query) if calm is not None else local.candidates(query, "slows running rows")
+            return self._remote_choice(remote, market, query, record + rejected)
+        calm = self._without_long_pauses(local, query) if self._keeps_pace(remote[0].best, query) else local
+        record += local.candidates(query) if calm is not None else local.candidates(query, "holds up running rows")
         if calm is not None and self._is_local_better(query, remote, calm):
-            return self._local_choice(calm, record + rejected)
-        return self._remote_choice(remote, record + rejected)
+            return self._local_choice(calm, market, query, record + rejected)
+        return self._remote_choice(remote, market, query, record + rejected)
 
-    def _calm(self, local: Ranked, query: Query, market: Market) -> Ranked | None:
-        entries = tuple(entry for entry in local.entries if self._keeps_pace(entry[1], query, market))
+    def _without_long_pauses(self, local: Ranked, query: Query) -> Ranked | None:
+        entries = tuple(entry for entry in local.entries if self._keeps_pace(entry[1], query))
         return replace(local, entries=entries) if entries else None
 
-    def _keeps_pace(self, station: Station, query: Query, market: Market) -> bool:
-        """Whether the rows that run there stay easy to follow."""
+    def _keeps_pace(self, station: Station, query: Query) -> bool:
         pace = station.pace
         if pace.rows == 0:
             return True
-        pause = seconds_of.pause_s(pace, seconds_of.compute_s(pace, query, query.cached_on(station.node)))
-        return pace.itl_s + (pause + pace.backlog_s) / query.expected_output <= seconds_of.easy_s(pace, query, market)
+        limit_s = query.itl_s if query.itl_s > 0 else self._gap * pace.tpot_s
+        cached = query.cached_on(station.node)
+        return pace.gap_s(query.num_tokens - cached, cached) <= limit_s
 
     def _is_local_better(self, query: Query, remote: tuple[Ranked, Ranked], local: Ranked) -> bool:
         remote_cost = remote[0].cost + remote[1].cost
@@ -163,20 +175,50 @@ class Seconds:
             return local.cost + margin < remote_cost
         return local.cost < remote_cost + (margin if query.previous == "local" else 0.0)
 
-    def _local_choice(self, local: Ranked, record: tuple[Candidate, ...]) -> Choice:
-        pace = local.best.pace
-        return Choice("local", None, local.best.node, record, Predicted(_ttft(local.values), pace.tpot_s + pace.decode.row_s), self.name)
+    def _local_choice(self, local: Ranked, market: Market, query: Query, record: tuple[Candidate, ...]) -> Choice:
+        return Choice("local", None, local.best.node, record, _predicted(local, local, market, query), self.name, _pull(local.best, market, query))
 
-    def _remote_choice(self, remote: tuple[Ranked, Ranked], record: tuple[Candidate, ...]) -> Choice:
+    def _remote_choice(self, remote: tuple[Ranked, Ranked], market: Market, query: Query, record: tuple[Candidate, ...]) -> Choice:
         prefills, decodes = remote
-        pace = decodes.best.pace
-        predicted = Predicted(_ttft(prefills.values), pace.tpot_s + pace.decode.row_s)
-        return Choice("remote", prefills.best.node, decodes.best.node, record, predicted, self.name)
+        predicted, pull = _predicted(prefills, decodes, market, query), _pull(prefills.best, market, query)
+        return Choice("remote", prefills.best.node, decodes.best.node, record, predicted, self.name, pull)
+
+
+def _predicted(first: Ranked, decodes: Ranked, market: Market, query: Query) -> Predicted:
+    tpot_s, _ = seconds_of.strained(decodes.best, query, seconds_of.share_on(decodes.best, market))
+    return Predicted(_ttft(first.values), tpot_s)
+
+
+def _pull(station: Station, market: Market, query: Query) -> NodeView | None:
+    return market.source if seconds_of.prompt_on(station, query, market.source).is_fetched else None
 
 
 def _ttft(values: Values) -> float:
-    """wait and compute are the first terms of both legs that compute a prompt."""
-    return values[0] + values[1]
+    """wait, compute and fetch are the first terms of both legs that compute a prompt."""
+    return sum(values[:3])
+
+
+MOST_SHARE = 0.9
+"""Nobody computes prompts for longer than that and still takes rows."""
+
+
+def _share_now(stations: Sequence[Station]) -> float:
+    """Of the time in which such nodes compute prompts, told from how many prompts are there: with Poisson arrivals ρ = N ÷ (1 + N)."""
+    prompts = sum(station.node.num_prompts for station in stations)
+    return prompts / (prompts + len(stations)) if stations else 0.0
+
+
+def _share_later(stations: Sequence[Station], computing: Sequence[Station], query: Query) -> float:
+    """The same over the life of an answer. By Little's law the rows that run came at rows ÷ (output × TPOT) a second, each with a prompt about as
+    long as what it attends to now, and cached about as far as this one is at best."""
+    rows = sum(station.pace.rows for station in stations)
+    life_s = query.expected_output * sum(station.pace.tpot_s * station.pace.rows for station in stations) / max(rows, 1)
+    if life_s <= 0.0 or not computing:
+        return 0.0
+    mean = sum(station.pace.context_tokens for station in stations) / rows
+    known = max(query.cached_on(station.node) for station in computing) / query.num_tokens
+    work_s = computing[0].pace.prefill.seconds(mean * (1 - known), mean * known)
+    return min(work_s * rows / life_s / len(computing), MOST_SHARE)
 
 
 def _rank(leg: LegName, names: tuple[str, ...], stations: Sequence[Station], values: Sequence[Values]) -> Ranked:
