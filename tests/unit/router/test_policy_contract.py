@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from policy_cases import batch, clusters, make_node, queries, queue, view
 
@@ -16,6 +16,9 @@ from pdcluster_router.policy.registry import POLICIES, make_policy
 from pdcluster_router.view import ClusterView
 
 EVERY = pytest.mark.parametrize("policy", [make_policy(name) for name in POLICIES], ids=lambda policy: policy.name)
+UNHURRIED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""No test asserts a time, not even that examples are drawn quickly on a machine that does other things, too."""
+
 LOADED = [name for name in POLICIES if name not in ("round-robin", "random", "session", "power-of-two")]
 
 
@@ -28,7 +31,7 @@ def chosen(policy: Policy, query: Query, cluster: ClusterView) -> Choice:
 
 
 @EVERY
-@settings(max_examples=60)
+@UNHURRIED
 @given(cluster=clusters(), query=queries())
 def test_a_choice_names_usable_nodes_of_the_right_roles(policy: Policy, cluster: ClusterView, query: Query) -> None:
     choice = chosen(policy, query, cluster)
@@ -42,7 +45,7 @@ def test_a_choice_names_usable_nodes_of_the_right_roles(policy: Policy, cluster:
 
 
 @EVERY
-@settings(max_examples=60)
+@UNHURRIED
 @given(cluster=clusters(), query=queries())
 def test_a_choice_is_refused_only_when_the_cluster_cannot_serve_it(policy: Policy, cluster: ClusterView, query: Query) -> None:
     usable = [node for node in cluster.nodes if node.accepts_work and node.max_len >= query.num_tokens]
@@ -56,14 +59,14 @@ def test_a_choice_is_refused_only_when_the_cluster_cannot_serve_it(policy: Polic
 
 
 @EVERY
-@settings(max_examples=60)
+@UNHURRIED
 @given(cluster=clusters(), query=queries())
 def test_the_mode_that_was_asked_for_is_kept(policy: Policy, cluster: ClusterView, query: Query) -> None:
     assert query.force in ("auto", chosen(policy, query, cluster).mode)
 
 
 @EVERY
-@settings(max_examples=60)
+@UNHURRIED
 @given(cluster=clusters(), query=queries())
 def test_nodes_that_failed_the_request_are_chosen_only_when_there_are_no_others(policy: Policy, cluster: ClusterView, query: Query) -> None:
     choice = chosen(policy, replace(query, force="auto", fallback="conditional"), cluster)
@@ -74,7 +77,7 @@ def test_nodes_that_failed_the_request_are_chosen_only_when_there_are_no_others(
 
 
 @EVERY
-@settings(max_examples=60)
+@UNHURRIED
 @given(cluster=clusters(), query=queries())
 def test_busy_nodes_wait_while_another_of_their_pool_is_ready(policy: Policy, cluster: ClusterView, query: Query) -> None:
     choice = chosen(policy, replace(query, excluded=frozenset()), cluster)
@@ -85,7 +88,7 @@ def test_busy_nodes_wait_while_another_of_their_pool_is_ready(policy: Policy, cl
 
 
 @EVERY
-@settings(max_examples=60)
+@UNHURRIED
 @given(cluster=clusters(), query=queries(), data=st.data())
 def test_the_order_of_reports_changes_nothing_and_asking_has_no_effect(
     policy: Policy, cluster: ClusterView, query: Query, data: st.DataObject
@@ -103,7 +106,7 @@ def test_the_order_of_reports_changes_nothing_and_asking_has_no_effect(
 
 
 @EVERY
-@settings(max_examples=60)
+@UNHURRIED
 @given(cluster=clusters(), query=queries())
 def test_the_record_holds_what_was_chosen_and_why_others_were_not(policy: Policy, cluster: ClusterView, query: Query) -> None:
     choice = chosen(policy, query, cluster)
@@ -120,7 +123,7 @@ def test_the_record_holds_what_was_chosen_and_why_others_were_not(policy: Policy
 
 
 @EVERY
-@settings(max_examples=60)
+@UNHURRIED
 @given(cluster=clusters(), query=queries())
 def test_parked_kv_goes_to_a_node_that_can_take_it(policy: Policy, cluster: ClusterView, query: Query) -> None:
     for prefill in cluster.nodes:
