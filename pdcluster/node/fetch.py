@@ -185,15 +185,15 @@ class FetchSide:
 
     def _end(self, pulling: Pulling, result: str, reason: str = "") -> None:
         """Give up the pages, and let the sequence go on with what is cached now."""
-        now, breaker, key, node = self._clock(), self._breaker(pulling.holder), pulling.sequence.key, pulling.holder.node
+        now, breaker, key, node = self._clock(), self._breakers.get(pulling.holder), pulling.sequence.key, pulling.holder.node
         pulling.is_open = False
         self._pages.release(pulling.pages)
         pulling.pages = []
         if pulling.sequence.state is Residence.HELD:
             self._scheduler.resume(pulling.sequence)
-        if result in WELL:
+        if breaker is not None and result in WELL:  # None: that boot is gone
             breaker.succeeded(pulling.began, now)
-        elif result != "cancelled":
+        elif breaker is not None and result != "cancelled":
             breaker.failed(pulling.began, now)
         self.counters[result] += 1
         if result != "ok":

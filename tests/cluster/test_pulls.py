@@ -58,7 +58,7 @@ def on_message(node: object, kind: type[Message], act: object) -> None:
 
 @pytest.mark.parametrize("roles", [PAIR, TWO_PAIRS], ids=["pair", "two pairs"])
 async def test_the_second_turn_pulls_what_decode_wrote(roles: dict) -> None:
-    async with LocalCluster(roles) as cluster:
+    async with LocalCluster(roles, force="remote") as cluster:
         second = await first_turn(cluster)
         tokens, done = await cluster.run(second, 12)
         assert tokens == reference(second, 12)
@@ -68,7 +68,7 @@ async def test_the_second_turn_pulls_what_decode_wrote(roles: dict) -> None:
 
 
 async def test_many_conversations_at_once_all_get_their_own_tokens() -> None:
-    async with LocalCluster(TWO_PAIRS, num_pages=160) as cluster:
+    async with LocalCluster(TWO_PAIRS, num_pages=160, force="remote") as cluster:
 
         async def talk(seed: int) -> None:
             prompt = words(20 + seed, seed)
@@ -84,7 +84,7 @@ async def test_many_conversations_at_once_all_get_their_own_tokens() -> None:
 
 
 async def test_metrics_tell_of_pulls() -> None:
-    async with LocalCluster(PAIR) as cluster:
+    async with LocalCluster(PAIR, force="remote") as cluster:
         await cluster.run(await first_turn(cluster), 3)
         await cluster.until(lambda: any(("ok", 1) in node.load.pulls for node in cluster.router.view().nodes if node.load is not None))
 
@@ -105,7 +105,7 @@ async def test_metrics_tell_of_pulls() -> None:
 )
 @pytest.mark.parametrize("which", ["first", "all of the pull"])
 async def test_a_faulty_write_of_a_pull_never_changes_a_token_and_never_fails_a_request(fault: Fault, which: str) -> None:
-    async with LocalCluster(PAIR) as cluster:
+    async with LocalCluster(PAIR, force="remote") as cluster:
         second = await first_turn(cluster)
         nonces: list[int] = []
         on_message(cluster.nodes["d0"], Fetch, lambda: nonces.append(next(iter(cluster.nodes["p0"].parts.fetch._pulls))))
@@ -121,7 +121,7 @@ async def test_a_faulty_write_of_a_pull_never_changes_a_token_and_never_fails_a_
 @pytest.mark.parametrize("moment", [Fetch, Commit], ids=["fetch", "commit"])
 async def test_a_holder_that_dies_during_the_pull_costs_no_request(moment: type[Message]) -> None:
     roles = {"p0": "prefill", "d0": "decode", "d1": "decode"}
-    async with LocalCluster(roles) as cluster:
+    async with LocalCluster(roles, force="remote") as cluster:
         second = await first_turn(cluster)
         holder = max(("d0", "d1"), key=lambda name: cluster.nodes[name].parts.pages.num_cached)
         deaths: list[asyncio.Task[None]] = []
@@ -142,7 +142,7 @@ async def test_a_holder_that_dies_during_the_pull_costs_no_request(moment: type[
 
 
 async def test_a_holder_that_lost_the_prefix_meanwhile_declines() -> None:
-    async with LocalCluster(PAIR) as cluster:
+    async with LocalCluster(PAIR, force="remote") as cluster:
         second = await first_turn(cluster)
         pages = cluster.nodes["d0"].parts.pages
         taken = pages.allocate(pages.num_available)
@@ -155,7 +155,7 @@ async def test_a_holder_that_lost_the_prefix_meanwhile_declines() -> None:
 
 
 async def test_a_client_that_leaves_during_the_pull_frees_both_nodes() -> None:
-    async with LocalCluster(PAIR) as cluster:
+    async with LocalCluster(PAIR, force="remote") as cluster:
         second = await first_turn(cluster)
         cluster.network.plan = lambda stamp: Fault(delay_s=0.2)
         running = asyncio.create_task(cluster.run(second, 12))
@@ -168,7 +168,7 @@ async def test_a_client_that_leaves_during_the_pull_frees_both_nodes() -> None:
 
 
 async def test_the_puller_dies_and_another_node_takes_over() -> None:
-    async with LocalCluster(TWO_PAIRS) as cluster:
+    async with LocalCluster(TWO_PAIRS, force="remote") as cluster:
         second = await first_turn(cluster)
         cluster.network.plan = lambda stamp: Fault(delay_s=0.1)
         running = asyncio.create_task(cluster.run(second, 12))
@@ -182,7 +182,7 @@ async def test_the_puller_dies_and_another_node_takes_over() -> None:
 
 
 async def test_pulls_can_be_switched_off() -> None:
-    async with LocalCluster(PAIR) as cluster:
+    async with LocalCluster(PAIR, force="remote") as cluster:
         cluster.dispatch._chooser._pulls = PullRule("never")
         second = await first_turn(cluster)
         tokens, done = await cluster.run(second, 12)
@@ -193,7 +193,7 @@ async def test_pulls_can_be_switched_off() -> None:
 
 
 async def test_the_deadline_of_a_request_is_not_moved_by_its_pull() -> None:
-    async with LocalCluster(PAIR) as cluster:
+    async with LocalCluster(PAIR, force="remote") as cluster:
         second = await first_turn(cluster)
         cluster.network.plan = lambda stamp: Fault(delay_s=0.6)
         with pytest.raises(errors.DeadlineExceeded):

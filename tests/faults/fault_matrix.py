@@ -148,9 +148,9 @@ class Scenario:
 
     async def _ask_all(self) -> None:
         for number, prompt in enumerate(self.prompts):
-            asking = self._ask(f"r{number}", prompt, self.rng.randrange(2, 9), self.rng.choice((0.0, 0.001, 0.01)))
-            self.script.tasks[f"r{number}"] = self.loop.create_task(asking)
-        done, pending = await asyncio.wait(self.script.tasks.values(), timeout=DEADLINE_S + 10)
+            talking = self._talk(f"r{number}", prompt, self.rng.randrange(2, 9), self.rng.choice((0.0, 0.001, 0.01)), self.rng.choice((1, 1, 2)))
+            self.script.tasks[f"r{number}"] = self.script.tasks[f"r{number}+"] = self.loop.create_task(talking)
+        done, pending = await asyncio.wait(self.script.tasks.values(), timeout=2 * DEADLINE_S + 10)
         for task in pending:
             self.outcome.hung.append("a request has no answer after its deadline")
             task.cancel()
@@ -159,7 +159,13 @@ class Scenario:
             if not task.cancelled() and task.exception() is not None:
                 self.outcome.broken.append(f"an answer that is no error of ours: {task.exception()!r}")
 
-    async def _ask(self, name: str, prompt: list[int], count: int, after_s: float) -> None:
+    async def _talk(self, name: str, prompt: list[int], count: int, after_s: float, turns: int) -> None:
+        """A second turn goes on from the first one's answer, which decode has and prefill can pull."""
+        answer = await self._ask(name, prompt, count, after_s)
+        if turns == 2 and len(answer) == count:
+            await self._ask(f"{name}+", prompt + answer + prompt[:3], count, 0.1)
+
+    async def _ask(self, name: str, prompt: list[int], count: int, after_s: float) -> list[int]:
         expected, tokens = reference(prompt, count), []
         try:
             await asyncio.sleep(after_s)
@@ -176,6 +182,7 @@ class Scenario:
                 self.outcome.broken.append(f"{name}: {type(error).__name__} says nothing")
         if tokens != expected[: len(tokens)]:
             self.outcome.wrong.append(f"{name}: {tokens} is no beginning of {expected}")
+        return tokens
 
     async def _stream(self, name: str, prompt: list[int], count: int) -> AsyncIterator[int]:
         generation = Generation(name, "model", array("i", prompt), Sampling(max_tokens=count, seed=1), DEADLINE_S)

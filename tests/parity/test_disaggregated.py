@@ -14,6 +14,7 @@ from local_cluster import EngineKit, LocalCluster
 from local_cluster import Shape as NodeShape
 
 from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.kv.hashing import block_hashes
 from pdcluster.kv.layout import Fingerprint
 from pdcluster.messages import Sampling
 from pdcluster.node.loop import NodeLoop
@@ -93,7 +94,7 @@ def test_one_node_is_transformers(model, prompts, expected) -> None:
 @pytest.mark.parametrize("group_s", [1.0, 1e-12], ids=["whole", "by-layer"])
 async def test_disaggregated_equals_local(directory, prompts, expected, name: str, backend: str, group_s: float) -> None:
     make_backend = None if backend == "fake" else lambda me: create_backends(backend, me, host="127.0.0.1", staging_bytes=1 << 22)[backend]
-    async with LocalCluster(PAIR, make_kit=make_kit(directory), make_backend=make_backend, group_s=group_s) as cluster:
+    async with LocalCluster(PAIR, force="remote", make_kit=make_kit(directory), make_backend=make_backend, group_s=group_s) as cluster:
         assert await answers(cluster, prompts, samplings()[name]) == expected[name]
         assert await answers(cluster, prompts, samplings()[name]) == expected[name], "and again with every prefix cached"
         await cluster.until_idle()
@@ -120,10 +121,11 @@ def second_turns(model, directory, prompts, expected) -> dict[str, tuple[list[li
 async def test_a_second_turn_over_pulled_kv_equals_one_that_is_computed(directory, prompts, expected, second_turns, name, backend) -> None:
     make_backend = None if backend == "fake" else lambda me: create_backends(backend, me, host="127.0.0.1", staging_bytes=1 << 22)[backend]
     turns, answered = second_turns[name]
-    async with LocalCluster(PAIR, make_kit=make_kit(directory), make_backend=make_backend) as cluster:
+    async with LocalCluster(PAIR, force="remote", make_kit=make_kit(directory), make_backend=make_backend) as cluster:
         assert await answers(cluster, prompts, samplings()[name]) == expected[name]
         await cluster.until_idle()
-        await asyncio.sleep(0.1)  # the router hears what is cached where
+        chains = [(block_hashes(turn, block_tokens=PAGE), (len(first) + OUTPUT - 1) // PAGE) for turn, first in zip(turns, prompts, strict=True)]
+        await cluster.until(lambda: all(max(cluster.router.cached(hashes).values(), default=0) == depth for hashes, depth in chains))
         assert await answers(cluster, turns, samplings()[name]) == answered
         assert cluster.nodes["p0"].parts.fetch.counters["ok"] == len(turns), "each of them was pulled"
         await cluster.until_idle()
@@ -173,7 +175,7 @@ async def test_a_loop_that_is_late_for_a_bell_sends_only_what_was_computed(direc
             time.sleep(0.01)
 
     monkeypatch.setattr(NodeLoop, "_watch_layers", late_watch)
-    async with LocalCluster(PAIR, num_pages=512, make_kit=make_kit(directory), group_s=1e-12) as cluster:
+    async with LocalCluster(PAIR, force="remote", num_pages=512, make_kit=make_kit(directory), group_s=1e-12) as cluster:
         worker = cluster.nodes["p0"].engine._worker
         compute = worker._compute
         monkeypatch.setattr(worker, "_compute", lambda plan: (time.sleep(0.003), compute(plan))[1])
