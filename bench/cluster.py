@@ -55,18 +55,22 @@ class Client:
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         """One greedy completion; the usage's `pdcluster` part: nodes and timeline."""
-        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        found: dict[str, Any] = self.answer(prompt, max_tokens)["usage"]["pdcluster"]
+        return found
+
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        """One greedy completion, whole, with token ids."""
+        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         self._connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         reply = self._connection.getresponse()
-        answer = json.loads(reply.read())
+        answer: dict[str, Any] = json.loads(reply.read())
         if reply.status != 200:
             raise RuntimeError(f"{reply.status}: {answer}")
-        found: dict[str, Any] = answer["usage"]["pdcluster"]
-        return found
+        return answer
 
 
 @contextmanager
-def cluster(model: Path, nodes: Sequence[NodePlan], transfer: str) -> Iterator[Client]:
+def cluster(model: Path, nodes: Sequence[NodePlan], transfer: str, router_flags: Sequence[str] = ()) -> Iterator[Client]:
     """Processes that live as long as the block; every one is stopped with SIGTERM, the router first."""
     running: list[subprocess.Popen[bytes]] = []
     try:
@@ -76,7 +80,7 @@ def cluster(model: Path, nodes: Sequence[NodePlan], transfer: str) -> Iterator[C
             own += ["--cores", str(plan.core), "--threads", "1", *plan.flags]
             start(running, ["bench.node", *plan.options, "--", *own], ready_option="--ready-fd")
         own = ["--http", "127.0.0.1:0", "--grpc", "none", "--admin", "none", "--bootstrap", bootstrap, "--tokenizer", str(bundled_model.path())]
-        router = start(running, ["pdcluster_router.cli", *own])
+        router = start(running, ["pdcluster_router.cli", *own, *router_flags])
         yield Client(router)
     finally:
         for process in reversed(running):
