@@ -29,12 +29,13 @@ test: lint ## lint, then all fast tests and a sample of each big matrix
 test-full: lint ## lint, then every test
 	$(PYTEST) $(ARGS)
 
-bench: setup ## quick figures of engine, transfer, hand-over, overlap and pulls, beside their ceilings
+bench: setup ## quick figures of engine, transfer, hand-over, overlap, pulls and overload, beside their ceilings
 	$(BIN)/python -m bench.engine --quick
 	$(BIN)/python -m bench.transfer --quick
 	$(BIN)/python -m bench.handover --quick
 	$(BIN)/python -m bench.overlap --quick
 	$(BIN)/python -m bench.pull --quick
+	$(BIN)/python -m bench.overload --quick
 
 soak: setup ## SOAK_ROUNDS=20 times the tests of whole clusters and of faults, stopping at the first failure
 	@for round in $$(seq $(SOAK_ROUNDS)); do echo "soak: round $$round of $(SOAK_ROUNDS)"; $(PYTEST) -x tests/cluster tests/faults || exit; done
