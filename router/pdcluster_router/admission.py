@@ -2,8 +2,9 @@
 hold queue is full (429). Pure; a refusal carries the wait that is predicted.
 
 Without a service level (`Slo.ttft_s` None) only the bounds refuse. With one, a request is refused when its predicted time to first token, and the
-margin, is more than it may be: the level itself, or for a prompt so long that it could hardly meet it alone, LONG_FACTOR times its own time on an
-empty cluster; so that long prompts are served, too, while the rest keeps its level.
+margin, is more than it may be. Long prompts have a floor; short ones, which fit in a little longer, would keep them out for ever in an overload:
+  1. a prompt is taken to need at least EVEN_SHARE of the level, so that up to there all are refused at the same length of the queue;
+  2. one so long that it could hardly meet the level alone is measured by LONG_FACTOR times its own time on an empty cluster.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pdcluster import errors
 from pdcluster_router.view import ClusterView
 
+EVEN_SHARE = 0.25
 LONG_FACTOR = 2.0
 MIN_RETRY_S = 0.1
 
@@ -44,8 +46,9 @@ def check_service(outlook: Outlook, slo: Slo) -> None:
     if slo.ttft_s is None:
         return
     limit_s = max(slo.ttft_s, LONG_FACTOR * outlook.prefill_s)
-    if outlook.ttft_s * (1.0 + slo.margin) > limit_s:
-        message = f"the first token is predicted after {outlook.ttft_s:.2f} s, more than the {limit_s:.2f} s that are promised less a margin"
+    judged_s = outlook.wait_s + outlook.backlog_s + max(outlook.prefill_s, EVEN_SHARE * slo.ttft_s)
+    if judged_s * (1.0 + slo.margin) > limit_s:
+        message = f"the first token is predicted after {outlook.ttft_s:.2f} s, too near to the {limit_s:.2f} s that are promised"
         raise refusal("slo", message, outlook.wait_s)
 
 

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 RETRY_PAUSES_S = (0.0, 0.1, 0.5)
 """Before the first retry, the second, and later ones."""
 
+SHUT_S = 0.1
+"""Longest time that a node's refusal of one request counts for the others: a small one may find room where a large one did not."""
+
 BYTES_PER_TOKEN = 16
 """What a prompt's token takes while it waits: in a list, packed, and its share of the hashes."""
 
@@ -94,6 +97,7 @@ class Dispatch:
         self._settings = settings
         self._clock = clock
         self.open = OpenRequests()
+        self._shut: dict[str, float] = {}
 
     def models(self) -> Sequence[ModelInfo]:
         return self._models.models()
@@ -147,6 +151,7 @@ class Dispatch:
                     attempt.finished = attempt.finished or self._ending(job, generation.model)
                     if attempt.is_done:
                         break
+                    self._note_refusal(failure)
                     pause_s = budget.spend(failure, job, self._clock())
                     await asyncio.sleep(min(pause_s, max(job.deadline - self._clock(), 0.0)))
             yield self._done(attempt, job, budget.attempts, started, first_token_at, second_token_at)
@@ -173,7 +178,18 @@ class Dispatch:
         held = Held(job.request, standing.tenant, 0.0, size_bytes, now, job.deadline, standing.weight, standing.priority, is_paid)
         return await self.waiting.place(held, lambda moment: self._decide(job, moment))
 
+    def _note_refusal(self, failure: RetryAttempt) -> None:
+        """Nobody else tries a node that just had no room: all that wait would, one after the other, and be refused one after the other."""
+        if failure.incarnation is None or not isinstance(failure.cause, errors.Overloaded):
+            return
+        now = self._clock()
+        self._shut = {incarnation: until for incarnation, until in self._shut.items() if until > now}
+        self._shut[failure.incarnation] = now + min(failure.cause.retry_after_s, SHUT_S)
+
     def _decide(self, job: Job, now: float) -> Decision:
+        for incarnation, until in self._shut.items():
+            if until > now:
+                job.busy[incarnation] = max(job.busy.get(incarnation, now), until)
         try:
             return self._chooser.choose(job, now)
         except errors.Unavailable:

@@ -47,7 +47,10 @@ class Headroom:
 
     def is_open(self, node: NodeView, mode: str, *, has_row: bool) -> bool:
         """For the leg that computes the prompt. has_row: some decode node could take it; if none can, prompts are computed ahead as long as what
-        waits for a decode node is a small part of the pool. Mode local needs a row of the node's own."""
+        waits for a decode node is a small part of the pool. Mode local needs a row of the node's own. A node that does nothing is open whatever
+        else is believed of it, so that a wrong belief cannot hold requests for ever."""
+        if _is_idle(node):
+            return True
         if self.waiting_s(node) >= self.backlog_s:
             return False
         if mode == "local":
@@ -74,6 +77,10 @@ class Headroom:
 
     def _has_row(self, nodes: Iterable[NodeView]) -> bool:
         return any(node.accepts_work and node.role != "prefill" and self.takes_row(node) for node in nodes)
+
+
+def _is_idle(node: NodeView) -> bool:
+    return node.load is not None and not (node.load.waiting or node.load.running or node.load.pages_parked or node.in_flight)
 
 
 def _is_ruled_out(node: NodeView, query: Query) -> bool:

@@ -152,7 +152,7 @@ def dispatch_settings(config: RouterConfig, *, is_shared: bool = False) -> Dispa
             floor=hold.floor_percent / 100,
             is_shared=is_shared,
         ),
-        headroom=Headroom(backlog_s=hold.backlog_s),
+        headroom=Headroom(backlog_s=hold.backlog_s if slo.ttft_s is None else min(hold.backlog_s, slo.ttft_s / 4)),
         slo=Slo(ttft_s=slo.ttft_s, margin=slo.margin_percent / 100),
     )
 

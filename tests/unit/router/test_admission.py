@@ -19,15 +19,23 @@ def test_who_would_be_late_is_told_how_long_the_wait_is() -> None:
 
 
 def test_the_margin_is_kept_free() -> None:
-    check_service(Outlook(0.8, 0.0, 0.1), Slo(ttft_s=1.0, margin=0.1))
+    check_service(Outlook(0.6, 0.0, 0.3), Slo(ttft_s=1.0, margin=0.1))
     with pytest.raises(errors.Overloaded):
-        check_service(Outlook(0.85, 0.0, 0.1), Slo(ttft_s=1.0, margin=0.1))
+        check_service(Outlook(0.65, 0.0, 0.3), Slo(ttft_s=1.0, margin=0.1))
+
+
+def test_short_prompts_are_refused_at_the_same_length_of_the_queue_as_longer_ones() -> None:
+    """Else they would fill it up to where no longer one fits."""
+    for prefill_s in (0.001, 0.1, 0.25):
+        check_service(Outlook(0.74, 0.0, prefill_s), Slo(ttft_s=1.0, margin=0.0))
+        with pytest.raises(errors.Overloaded):
+            check_service(Outlook(0.76, 0.0, prefill_s), Slo(ttft_s=1.0, margin=0.0))
 
 
 def test_a_prompt_that_is_too_long_for_the_level_is_measured_by_its_own_length() -> None:
     """Else long prompts would never be served, while short ones are."""
     check_service(Outlook(2.0, 0.5, 4.0), Slo(ttft_s=1.0))
-    with pytest.raises(errors.Overloaded, match=r"more than the 8.00 s"):
+    with pytest.raises(errors.Overloaded, match=r"near to the 8.00 s"):
         check_service(Outlook(3.0, 0.5, 4.0), Slo(ttft_s=1.0))
 
 

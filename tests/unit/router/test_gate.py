@@ -20,14 +20,14 @@ from pdcluster_router.headroom import Headroom
 from pdcluster_router.hold import HoldLimits
 from pdcluster_router.policy.base import Query
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.view import ClusterView, NodeView
+from pdcluster_router.view import ClusterView, NodeView, Pending
 
 TOKEN_S = 0.001
 COST = NodeCost(PrefillCost(0.0, TOKEN_S), DecodeCost(0.01, 0.001))
 
 
 def load(waiting_tokens: int = 0, rows: int = 0, slots: int = 8) -> m.Load:
-    return m.Load(waiting_tokens // 100, 0, waiting_tokens, 0, 100, 100, 0, 0, 0, slots, rows)
+    return m.Load(waiting_tokens // 100, rows, waiting_tokens, 0, 100, 100, 0, 0, 0, slots, rows)
 
 
 @dataclass
@@ -166,7 +166,7 @@ def test_with_a_service_level_the_queue_is_as_long_as_the_level_allows() -> None
             gate.knock(held(f"r{number}"), world.decide, 0.0)
             admitted += 1
     assert refused.value.reason == "slo"
-    assert admitted == 14, "two nodes do 0.1 s each; 0.25 s on a node, the prompt itself, and 0.65 s of wait or less"
+    assert admitted == 11, "two nodes do 0.1 s each; 0.25 s on a node, 0.25 s for a prompt, and 0.5 s of wait or less"
 
 
 def test_deadline_and_age_end_a_wait() -> None:
@@ -187,3 +187,11 @@ def test_a_client_that_leaves_frees_its_place() -> None:
     gate.knock(held("r1"), world.decide, 0.0)
     gate.leave("r1", 0.5)
     assert gate.knock(held("r2"), world.decide, 0.5) is None
+
+
+def test_a_node_that_does_nothing_is_open_whatever_is_believed_of_it() -> None:
+    world, gate = make_world("mixed"), make_gate()
+    world.nodes = [replace(world.nodes[0], pending=Pending(requests=9, prefill_tokens=10**6, rows=9))]
+    assert gate.knock(held("r1"), world.decide, 0.0) is not None
+    world.nodes = [replace(world.nodes[0], in_flight=1)]
+    assert gate.knock(held("r2"), world.decide, 0.0) is None

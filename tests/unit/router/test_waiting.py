@@ -192,3 +192,24 @@ async def test_a_prompt_that_no_node_can_take_is_the_callers_mistake() -> None:
     bench.cluster.nodes[0] = replace(bench.cluster.nodes[0], max_len=9)
     with pytest.raises(errors.BadRequest, match="the largest node takes 9"):
         await bench.start("r1")
+
+
+async def test_a_node_that_refuses_is_not_asked_by_everybody() -> None:
+    bench = Bench()
+    asked: list[str] = []
+
+    def refuse(message, answer) -> None:
+        if isinstance(message, m.Prefill):
+            asked.append(message.work.request)
+            answer(m.Refused(message.work.request, message.work.attempt, "prefill", "no pages", 5.0))
+
+    bench.cluster.handlers["m0"] = refuse
+    bench.report(IDLE)
+    tasks = [bench.start(f"r{number}") for number in range(20)]
+    await settle()
+    assert asked == ["r0"] and bench.dispatch.waiting.num_held == 20
+    bench.cluster.handlers["m0"] = bench.serve
+    await asyncio.gather(*tasks[1:])
+    assert len(bench.served) == 19, "the others found room after a moment, long before the first may come back"
+    tasks[0].cancel()
+    await asyncio.gather(tasks[0], return_exceptions=True)
