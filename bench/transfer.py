@@ -3,7 +3,8 @@
     python -m bench.transfer [--quick] [--json FILE] [--backends shm,tcp,mooncake]
 
 The whole protocol is timed, from the ticket's arrival at the writer to the reader's CommitAck, with everything pushed at once; so small sizes
-show the fixed cost of a hand-over, and with digests both ends read all bytes once more. Ceilings, for the same number of bytes:
+show the fixed cost of a hand-over, and with digests both ends read all bytes once more. Ceilings, for the same number of bytes, each time at the
+next place of memory as large as the pool, as a transfer's pages are:
 
     shm       one memmove between pools of the same kind and size, touched before
     tcp       a plain loopback socket between the two processes, sendall → recv_into, one answer byte
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import os
 import socket
 import statistics
@@ -24,8 +26,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
 
 from bench import transfer_load
 from bench.report import Row, print_rows, row, write_json
@@ -76,36 +76,37 @@ def cases(*, quick: bool) -> list[Case]:
 # ---------------------------------------------------------------- ceilings
 
 
-def seconds_of_memmove(near: Near, nbytes: int, repeats: int) -> list[float]:
-    """From the same pool to one of its size, each time at the next place: what a transfer meets in the caches and page tables, this meets too."""
-    source, target = near.pools[0].bytes, near.spare.bytes
-    starts = range(0, len(source) - nbytes + 1, nbytes)
+def places(near: Near, nbytes: int) -> Iterator[int]:
+    """Where a ceiling reads and writes next, in memory as large as the pool: what a transfer meets in the caches and page tables, it meets too."""
+    return itertools.cycle(range(0, near.pools[0].bytes.size - nbytes + 1, nbytes))
 
-    def move(turn: int) -> float:
-        start = starts[turn % len(starts)]
+
+def seconds_of_memmove(near: Near, nbytes: int, repeats: int) -> list[float]:
+    source, target = near.pools[0].bytes.ctypes.data, near.spare.bytes.ctypes.data
+
+    def move(start: int) -> float:
         begin = time.perf_counter()
-        ctypes.memmove(target.ctypes.data + start, source.ctypes.data + start, nbytes)
+        ctypes.memmove(target + start, source + start, nbytes)
         return time.perf_counter() - begin
 
-    return [move(turn) for turn in range(repeats + 1)][1:]
+    return [move(start) for start, _ in zip(places(near, nbytes), range(repeats + 1), strict=False)][1:]
 
 
 def seconds_of_socket(near: Near, nbytes: int, repeats: int) -> list[float]:
     near.pipe.send(Sink("socket", nbytes, repeats + 1))
     address = near.pipe.receive()
     assert isinstance(address, Address)
-    data = near.pools[0].bytes.data[:nbytes]
+    data = near.pools[0].bytes.data
     with socket.create_connection((HOST, address.number)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-        def move() -> float:
+        def move(start: int) -> float:
             begin = time.perf_counter()
-            sock.sendall(data)
+            sock.sendall(data[start : start + nbytes])
             sock.recv(1)
             return time.perf_counter() - begin
 
-        move()
-        return [move() for _ in range(repeats)]
+        return [move(start) for start, _ in zip(places(near, nbytes), range(repeats + 1), strict=False)][1:]
 
 
 def seconds_of_engine(near: Near, nbytes: int, repeats: int) -> list[float]:
@@ -115,18 +116,18 @@ def seconds_of_engine(near: Near, nbytes: int, repeats: int) -> list[float]:
     near.pipe.send(Sink("mooncake", nbytes, repeats))
     address = near.pipe.receive()
     assert isinstance(address, Address)
-    source = np.ones(nbytes, dtype=np.uint8)
+    source = near.spare.bytes
     engine = MooncakeEngine(StagedSettings(host=HOST))
-    engine.register(source.ctypes.data, nbytes)
+    engine.register(source.ctypes.data, source.size)
 
-    def move() -> float:
+    def move(start: int) -> float:
         begin = time.perf_counter()
         left = [(offset, min(ENTRY_BYTES, nbytes - offset)) for offset in range(0, nbytes, ENTRY_BYTES)]
         flying: list[int] = []
         while left or flying:
             while left and len(flying) < ENTRIES:
                 offset, count = left.pop()
-                batch = engine.submit(address.text, source.ctypes.data + offset, address.number + offset, count)
+                batch = engine.submit(address.text, source.ctypes.data + start + offset, address.number + start + offset, count)
                 if batch is None:
                     raise RuntimeError("Mooncake refused a write of the ceiling")
                 flying.append(batch)
@@ -137,8 +138,7 @@ def seconds_of_engine(near: Near, nbytes: int, repeats: int) -> list[float]:
             time.sleep(0.0001)
         return time.perf_counter() - begin
 
-    move()
-    times = [move() for _ in range(repeats)]
+    times = [move(start) for start, _ in zip(places(near, nbytes), range(repeats + 1), strict=False)][1:]
     near.pipe.send(Address("done", 0))
     engine.close()
     return times

@@ -6,6 +6,7 @@ Control messages go over a socket pair as length-prefixed msgpack, in the place 
 from __future__ import annotations
 
 import functools
+import itertools
 import mmap
 import os
 import select
@@ -50,7 +51,8 @@ class Check(Message, frozen=True, array_like=True):
 
 
 class Sink(Message, frozen=True, array_like=True):
-    """Please listen on a socket and swallow so many bytes `repeats` times; or, for mooncake, register a buffer of so many bytes."""
+    """Please listen on a socket and swallow so many bytes `repeats` times, into the next place of a memory as large as the pool each time; or,
+    for mooncake, register that memory."""
 
     kind: str
     nbytes: int
@@ -211,9 +213,14 @@ class Far:
         elif isinstance(message, Commit | AbortAck):
             self._reader.handle(NEAR, message)
         elif isinstance(message, Sink):
-            swallow(self._pipe, message)
+            swallow(self._pipe, message, self._spare)
         elif isinstance(message, Check):
             self._pipe.send(Address("wrong bytes", self._wrong_bytes()))
+
+    @functools.cached_property
+    def _spare(self) -> Pool:
+        """Memory as large as all pools, for ceilings."""
+        return Pool(self._shape.nbytes)
 
     def _wrong_bytes(self) -> int:
         far = self._shape.far
@@ -222,9 +229,9 @@ class Far:
         return sum(int(np.count_nonzero(pages != dealt(far, rank, kv))) for rank, pages in enumerate(found))
 
 
-def swallow(pipe: Pipe, message: Sink) -> None:
+def swallow(pipe: Pipe, message: Sink, memory: Pool) -> None:
     """The receiving side of a ceiling."""
-    buffer = np.ones(message.nbytes, dtype=np.uint8)
+    buffer = memory.bytes
     if message.kind == "mooncake":
         from pdcluster.transfer.mooncake import MooncakeEngine
         from pdcluster.transfer.staging import StagedSettings
@@ -239,8 +246,9 @@ def swallow(pipe: Pipe, message: Sink) -> None:
         pipe.send(Address(HOST, server.getsockname()[1]))
         sock, _ = server.accept()
         with sock:
-            for _ in range(message.repeats):
-                view = buffer.data
+            starts = itertools.cycle(range(0, buffer.size - message.nbytes + 1, message.nbytes))
+            for start, _ in zip(starts, range(message.repeats), strict=False):
+                view = buffer.data[start : start + message.nbytes]
                 while view:
                     view = view[sock.recv_into(view) :]
                 sock.send(b"k")
