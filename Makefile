@@ -29,9 +29,10 @@ test: lint ## lint, then all fast tests and a sample of each big matrix
 test-full: lint ## lint, then every test
 	$(PYTEST) $(ARGS)
 
-bench: setup ## quick figures of engine, transfer, hand-over, overlap, pulls and overload, beside their ceilings
+bench: setup ## quick figures of engine, transfer, layouts, hand-over, overlap, pulls and overload, beside their ceilings
 	$(BIN)/python -m bench.engine --quick
 	$(BIN)/python -m bench.transfer --quick
+	$(BIN)/python -m bench.layouts --quick
 	$(BIN)/python -m bench.handover --quick
 	$(BIN)/python -m bench.overlap --quick
 	$(BIN)/python -m bench.pull --quick
