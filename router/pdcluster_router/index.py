@@ -329,9 +329,10 @@ class PrefixIndex:
             self._let_go(set_id, count)
 
     def _let_go(self, set_id: int, count: int) -> None:
+        behind = self._sets.resolve(set_id)  # ends too, when no row is left that carries an id which forwards to it
         self._sets.let_go(set_id, count)
-        if set_id in self._members:
-            del self._members[set_id]
+        self._members.pop(set_id, None)
+        self._members.pop(behind, None)
 
     # ------------------------------------------------------------ room
 

@@ -209,3 +209,18 @@ def test_many_nodes_come_and_go_without_leaving_anything_behind() -> None:
         index.snapshot("last", b"")
     assert index.num_entries == 0 and index.num_sets <= 1
     index.check_integrity()
+
+
+def test_names_of_a_set_that_ended_behind_a_forwarding_id_are_not_taken_for_the_next_sets() -> None:
+    index = PrefixIndex()
+    first, *shared = split(chain(list(range(4))))
+    for node, held in (("c", b"".join(shared)), ("d", chain([7])), ("e", chain([8])), ("a", first), ("b", first)):
+        index.add(node, held)
+    index.drop("a")
+    index.remove("nobody", b"")
+    index.remove("b", chain([9]))  # sweeps: the set of a and b forwards to that of b
+    assert index.depths(first) == {"b": 1}
+    index.remove("b", first)
+    for node, block in (("d", shared[0]), ("e", shared[1]), ("d", shared[2]), ("e", shared[2])):
+        index.add(node, block)
+    assert [set(index.depths(block)) for block in shared] == [{"c", "d"}, {"c", "e"}, {"c", "d", "e"}]
