@@ -20,7 +20,7 @@ from pdcluster_router.prepare import Prepared
 
 
 async def answer(exchange: Exchange, prepared: Prepared, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
-    """Raises errors.Cancelled when the client left, and whatever a choice raised, maybe after the first byte; generations are closed by then."""
+    """Raises ClientLeft when the client left, and whatever a choice raised, maybe after the first byte; generations are closed by then."""
     pieces = merge([pieces_of(choice, dispatcher) for choice in prepared.choices])
     try:
         async with exchange.watching(), aclosing(pieces):

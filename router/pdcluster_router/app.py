@@ -16,10 +16,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pdcluster.api import limits, openai
 from pdcluster.api.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
 from pdcluster.api.validate import closest
-from pdcluster.errors import Cancelled, PdclusterError, Unavailable
+from pdcluster.errors import PdclusterError, Unavailable
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.answer import answer
-from pdcluster_router.asgi import Exchange, MethodNotAllowed, NotFound, Receive, Scope, Send
+from pdcluster_router.asgi import ClientLeft, Exchange, MethodNotAllowed, NotFound, Receive, Scope, Send
 from pdcluster_router.generation import Dispatcher, ModelInfo
 from pdcluster_router.places import Places
 from pdcluster_router.prepare import Terms, deadline_of, encode, encode_chat, find_model, prepare_chat, prepare_completion
@@ -89,7 +89,7 @@ class App:
     async def _answered(self, exchange: Exchange) -> None:
         try:
             await self._handle(exchange)
-        except Cancelled as error:
+        except ClientLeft as error:
             exchange.status = error.http_status
             self._metrics.disconnects.inc()
             log.info("request %s: %s", exchange.id, error)
@@ -105,7 +105,7 @@ class App:
             log.warning("request %s failed after its first byte: %s", exchange.id, error)
         try:
             await exchange.fail(error)
-        except Cancelled as gone:
+        except ClientLeft as gone:
             log.info("request %s: %s", exchange.id, gone)
 
     # ------------------------------------------------ routing

@@ -52,6 +52,10 @@ class SlowRequest(BadRequest):
     http_status = 408
 
 
+class ClientLeft(Cancelled):
+    """There is nobody to answer any more; others may be cancelled, too, and are told."""
+
+
 class Exchange:
     """One request and its answer. Owned by the task that the server runs it in."""
 
@@ -128,7 +132,7 @@ class Exchange:
         except TimeoutError:
             raise SlowRequest(f"the body did not arrive within {timeout_s:g} s; send it faster") from None
         if event["type"] == "http.disconnect":
-            raise Cancelled("the client closed the connection before its request was complete")
+            raise ClientLeft("the client closed the connection before its request was complete")
         return event
 
     def _check_media_type(self) -> None:
@@ -205,12 +209,12 @@ class Exchange:
         await self.reply(error.http_status, error_body(error), headers)
 
     def watching(self) -> Watch:
-        """`async with exchange.watching():` cancels what runs inside as soon as the client leaves, and raises Cancelled."""
+        """`async with exchange.watching():` cancels what runs inside as soon as the client leaves, and raises ClientLeft."""
         return Watch(self, self._receive)
 
 
 class _Stall:
-    """`with stall:` around each write. A write that takes stall_s, or up to a quarter more, is cancelled and raises Cancelled."""
+    """`with stall:` around each write. A write that takes stall_s, or up to a quarter more, is cancelled and raises ClientLeft."""
 
     __slots__ = ("_began", "_cancelling", "_is_late", "_loop", "_stall_s", "_task", "_timer")
 
@@ -231,7 +235,7 @@ class _Stall:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._began = None
         if self._is_late and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise Cancelled(f"the client read nothing for {self._stall_s:g} s") from None
+            raise ClientLeft(f"the client read nothing for {self._stall_s:g} s") from None
 
     def _look(self) -> None:
         if self._began is not None and self._loop.time() - self._began >= self._stall_s:
@@ -268,7 +272,7 @@ class Watch:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._watcher.cancel()
         if self._gone and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise Cancelled("the client closed the connection") from error
+            raise ClientLeft("the client closed the connection") from error
 
     async def _watch(self) -> None:
         event = await self._receive()

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from scripted_dispatcher import MAX_LEN, MODEL, TEXT, ScriptedDispatcher, Step, Wait, says, served, until
 
-from pdcluster.errors import ConfigError, DeadlineExceeded, NodeLost
+from pdcluster.errors import Cancelled, ConfigError, DeadlineExceeded, NodeLost
 from pdcluster_router.app import HttpSettings, create_app
 from pdcluster_router.generation import Chunk, Done, Generation
 from pdcluster_router.server import listening, router_metrics
@@ -105,6 +105,17 @@ async def test_a_stream_that_is_closed_early_by_its_reader_cancels(client: httpx
             assert line.startswith("data: ")
             break
     await until(lambda: len(dispatcher.cancelled) == 1)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_request_that_an_operator_cancels_is_answered(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher, n: int) -> None:
+    dispatcher.script = lambda _: [Cancelled("cancelled by an operator: a runaway")]
+    reply = await client.post(PLAIN, json=body(n=n))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (499, "cancelled") and "a runaway" in reply.text
+    dispatcher.script = lambda _: [*says("some", "length"), Cancelled("cancelled by an operator: a runaway")]
+    stream = await client.post(PLAIN, json=body(n=n, stream=True, max_tokens=50))
+    assert stream.status_code == 200 and "a runaway" in stream.text.strip().splitlines()[-1]
+    assert "pdcluster_client_disconnects_total 0.0" in (await client.get("/metrics")).text
 
 
 async def test_requests_over_the_limit_are_429_and_places_come_back(dispatcher: ScriptedDispatcher) -> None:
