@@ -119,6 +119,7 @@ class Dispatch:
                 async for event in events:
                     if isinstance(event, Chunk):
                         entry.num_output = event.position + len(event.token_ids)
+                    entry.is_done = isinstance(event, Done)
                     with entry.outside():
                         yield event
 

@@ -29,6 +29,8 @@ class OpenRequest:
     decode: str | None = None
     num_output: int = 0
     cancelled_because: str | None = None
+    is_done: bool = False
+    """Its last word was said: there is nothing to cancel."""
     _is_outside: bool = field(default=False)
 
     def place(self, choice: Choice) -> None:
@@ -102,7 +104,7 @@ class OpenRequests:
 
     def cancel(self, request: str, reason: str) -> int:
         """How many choices were told to end; each answers its client with an error. Idempotent."""
-        found = [entry for entry in self.matching(request) if entry.cancelled_because is None]
+        found = [entry for entry in self.matching(request) if entry.cancelled_because is None and not entry.is_done]
         for entry in found:
             entry.cancel(reason)
         return len(found)

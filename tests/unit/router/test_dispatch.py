@@ -365,3 +365,12 @@ async def test_reservation_waits_for_the_schedule_when_the_decode_node_has_no_sl
     tokens, _ = await collect(make_dispatch(cluster), make_generation())
     assert tokens == EXPECTED and order == ["prefill"]
     assert EMPTY_LOAD.slots == 8
+
+
+async def test_a_request_that_has_said_its_last_word_cannot_be_cancelled_any_more() -> None:
+    _, _, dispatch = make_pair()
+    async with aclosing(dispatch.generate(make_generation())) as events:
+        async for event in events:
+            if isinstance(event, Done):
+                assert dispatch.open.cancel("r1", "too late") == 0
+    assert isinstance(event, Done) and not len(dispatch.open)
