@@ -33,6 +33,10 @@ MAX_CANDIDATES = 16
 """Kept per leg, the best first; and so many of the rejected ones. In a cluster of hundreds the others say nothing new."""
 
 
+MAX_DECISIONS = 16
+"""Kept of one request: the first ones and the last. A request that is refused for a minute is decided a thousand times."""
+
+
 class CandidateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """terms add up to cost, in the policy's own measure; ttft_s is the estimate in seconds, None for a decode leg. rejected_by: the rule that
     removed it."""
@@ -134,7 +138,10 @@ class Record:
         """asked: when the attempt began to look for a place."""
         query = decision.query
         decided = self._explainer.record(decision, now - self._started, now - asked)
-        self.explanation.decisions.append(decided)
+        decisions = self.explanation.decisions
+        if len(decisions) >= MAX_DECISIONS:
+            del decisions[MAX_DECISIONS // 2]
+        decisions.append(decided)
         if self._first_at is not None:
             return  # hindsight is about the decision that brought the first token
         if self._ideal is None:

@@ -20,7 +20,7 @@ from pdcluster.messages import pack_tokens
 from pdcluster.metrics import ExplainMetrics
 from pdcluster_router.chooser import Decision
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.explain import MAX_CANDIDATES, Explainer, Explanation, Kept
+from pdcluster_router.explain import MAX_CANDIDATES, MAX_DECISIONS, Explainer, Explanation, Kept
 from pdcluster_router.explain_text import text_of
 from pdcluster_router.generation import ANYBODY, Done, Generation, Standing
 from pdcluster_router.headroom import Headroom
@@ -93,6 +93,16 @@ def test_hindsight_tells_error_regret_and_hits() -> None:
     assert registry.get_sample_value("pdcluster_decision_hit_tokens_total", {"kind": "ideal"}) == 80
     assert registry.get_sample_value("pdcluster_decision_regret_seconds_sum") == pytest.approx(0.155)
     assert registry.get_sample_value("pdcluster_ttft_prediction_error_seconds_count", {"direction": "later"}) == 1
+
+
+def test_a_request_that_is_decided_again_and_again_keeps_the_first_decisions_and_the_last() -> None:
+    explainer, _ = make_explainer()
+    with explainer.entered("r1", ANYBODY, 0.0) as record:
+        for number in range(10 * MAX_DECISIONS):
+            record.decided(decide(make_nodes(), Query(100)), float(number), float(number))
+    found = explainer.explain("r1")
+    assert found is not None and len(found.decisions) == MAX_DECISIONS
+    assert (found.decisions[0].at_s, found.decisions[-1].at_s) == (0.0, 10.0 * MAX_DECISIONS - 1)
 
 
 def test_a_decision_that_nothing_could_beat_has_no_regret() -> None:
