@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from array import array
 from functools import cache
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tiny_tokenizers import CORPUS, byte_level_files, sentencepiece_files
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from pdcluster.api.segments import SegmentedEncoder, is_piecewise
+from pdcluster.api.segments import SegmentedEncoder, is_piecewise, longest_of
 from pdcluster.api.text import TextModel
 
 SPECIAL = ("<s>", "</s>", "<|start|>", "<|end|>", "<|start|>x", "<mask>", "<word>", " <pad>", "<N>", "<raw>")
@@ -150,3 +151,16 @@ def test_a_tokenizer_without_special_tokens_is_never_cut() -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, show_progress=False))
     assert not encoder_of(tokenizer).is_cutting
+
+
+@given(contents=st.sets(st.text("ab<|. ", min_size=1, max_size=6), min_size=1), text=st.text("ab<|. ", max_size=60))
+def test_the_leftmost_then_longest_token_is_found(contents: set[str], text: str) -> None:
+    by_length = "|".join(re.escape(content) for content in sorted(contents, key=len, reverse=True))
+    assert [found.span() for found in re.finditer(longest_of(contents), text)] == [found.span() for found in re.finditer(by_length, text)]
+
+
+def test_tokens_that_begin_alike_are_looked_for_once() -> None:
+    """A text full of such beginnings would hold up all threads for as often as they are compared."""
+    assert longest_of({f"<|reserved_{number}|>" for number in range(250)}).count("reserved") == 1
+    blanks = re.compile(longest_of({" " * number for number in range(2, 300)}))
+    assert [found.end() - found.start() for found in blanks.finditer("a" + " " * 400 + "b")] == [299, 101]
