@@ -1,7 +1,8 @@
 """From which node the one that computes a prompt fetches KV first: a rule over a choice that is made already. Pure; policies may say it themselves.
 
 The rule is about tokens, not seconds: the node that holds most of the prompt, if that is enough more than the computing node holds. Whether such a
-pull pays is a matter of link and model; a policy that knows seconds sets Choice.pull.
+pull pays is a matter of link and model; a policy that predicts seconds sets Choice.pull, and its silence counts once the pair's bandwidth is known.
+Until then the rule pulls, which is how that bandwidth is measured.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class PullRule:
     def apply(self, choice: Choice, query: Query, view: ClusterView) -> Choice:
         """The choice with its pull, the policy's own where it made one, and how much that is."""
         holder = choice.pull or self.holder(choice.first, query, view)
-        if self.mode == "never" or holder is None:
+        if self.mode == "never" or holder is None or (choice.pull is None and _was_weighed(choice, holder)):
             return replace(choice, pull=None)
         return replace(choice, pull=holder, pull_tokens=query.held_on(holder))
 
@@ -41,6 +42,11 @@ class PullRule:
 
 BY_TOKENS = PullRule()
 """Pulls whenever a hash block is saved."""
+
+
+def _was_weighed(choice: Choice, holder: NodeView) -> bool:
+    """The policy knew what the pull would cost in seconds, and chose none."""
+    return choice.predicted.ttft_s is not None and holder.bandwidth.get(choice.first.name, 0.0) > 0
 
 
 def _can_give(holder: NodeView, node: NodeView, query: Query) -> bool:

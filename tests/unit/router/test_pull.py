@@ -13,7 +13,7 @@ from test_dispatch import EXPECTED, NoModels, collect, make_generation, make_pai
 from pdcluster import messages as m
 from pdcluster_router.chooser import Chooser, PolicyHolder
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.policy.base import Choice, Query
+from pdcluster_router.policy.base import Choice, Predicted, Query
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.pull import PullRule
 from pdcluster_router.view import ClusterView
@@ -73,6 +73,15 @@ def test_never_means_never_and_a_policy_that_chose_is_left_alone() -> None:
     chosen = replace(CHOICE, pull=D2)
     assert PullRule("never").apply(chosen, query(d1=24), VIEW).pull is None
     assert PullRule().apply(chosen, query(d1=24, d2=12), VIEW) == replace(chosen, pull_tokens=12)
+
+
+def test_a_policy_that_knew_the_seconds_of_a_pull_and_made_none_is_believed() -> None:
+    measured = replace(D1, bandwidth={"p0": 1e9})
+    weighed = replace(CHOICE, predicted=Predicted(0.02, 0.01))
+    asked, view = query(d1=24), ClusterView((P0, D0, measured))
+    assert PullRule().apply(weighed, asked, view).pull is None
+    assert PullRule().apply(weighed, asked, VIEW).pull is D1, "nobody knows the bandwidth before the first pull"
+    assert PullRule().apply(CHOICE, asked, view).pull is measured, "a policy without seconds has no say"
 
 
 def test_on_one_node_the_pull_is_for_that_node() -> None:
