@@ -43,6 +43,7 @@ T = TypeVar("T")
 BackendName = Literal["auto", "shm", "tcp", "mooncake", "nixl"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 Mode = Literal["auto", "remote", "local"]
+Fallback = Literal["deny", "on-failure", "conditional"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 
@@ -262,6 +263,12 @@ class RouterConfig(Section):
     bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
     tokenizer: Path | None = key(None, path, "directory with tokenizer.json and the chat template; default: asked from a node")
     mode: Mode = key("auto", choice("auto", "remote", "local"), "remote: prefill and decode on two nodes, local: on one; auto chooses per request")
+    policy: str = key("seconds", text, "routing policy, with parameters: seconds, kv-cost:weight=2, …")
+    shadow_policy: str | None = key(None, text, "second policy, whose choices are recorded beside, without effect")
+    fallback: Fallback = key(
+        "conditional", choice("deny", "on-failure", "conditional"), "one node for a request: never, when a pool is gone, or when it takes fewer s"
+    )
+    itl_s: float | None = key(None, duration(0.0001), "pace between tokens that running requests keep; default: twice that of one alone")
     auto_roles: bool = key(False, boolean, "change nodes' roles by what waits for them; on one router of a cluster only")
     tenants: Path | None = key(None, path, "TOML or JSON file of tenants and their API keys; default: everyone is one tenant, without keys")
     max_requests: int = key(1024, integer(1, 2**20), "most requests accepted at a time")

@@ -52,6 +52,7 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-10, le=10)] | None = None
+    pdcluster_mode: Literal["auto", "remote", "local"] | None = None
     # without effect here
     user: object = None
     metadata: object = None

@@ -22,7 +22,7 @@ from pdcluster_router.answer import answer
 from pdcluster_router.asgi import ClientLeft, Exchange, MethodNotAllowed, NotFound, Receive, Scope, Send
 from pdcluster_router.generation import Dispatcher, ModelInfo
 from pdcluster_router.places import Places
-from pdcluster_router.prepare import Terms, deadline_of, encode, encode_chat, find_model, prepare_chat, prepare_completion
+from pdcluster_router.prepare import Terms, deadline_of, encode, encode_chat, find_model, mode_of, prepare_chat, prepare_completion
 from pdcluster_router.tenants import Tenant
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 MODELS_PREFIX = "/v1/models/"
 AUTHORIZATION = b"authorization"
 DEADLINE = b"x-request-deadline-s"
+MODE = b"x-pdcluster-mode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class App:
 
     def _terms(self, exchange: Exchange, tenant: Tenant) -> Terms:
         deadline_s = deadline_of(exchange.header(DEADLINE), self._settings.deadline_s)
-        return Terms(exchange.id, exchange.arrived, self._settings.max_choices, deadline_s, tenant)
+        return Terms(exchange.id, exchange.arrived, self._settings.max_choices, deadline_s, tenant, mode_of(exchange.header(MODE)))
 
     async def _body(self, exchange: Exchange) -> bytes:
         return await exchange.read_json(self._settings.max_body_bytes, self._settings.body_s)

@@ -36,6 +36,10 @@ class Decision:
     shadow: Choice | None = None
 
 
+USUAL_OUTPUT = 256.0
+"""Tokens of an answer, while none has ended."""
+
+
 class Chooser:
     """cached: leading blocks of a chain of hashes that each node holds or soon will; held: that it holds now, None: the same.
     pulls: for policies that choose no pull.
@@ -49,6 +53,7 @@ class Chooser:
         *,
         force: Force = "auto",
         fallback: Fallback = "conditional",
+        itl_s: float = 0.0,
         pulls: PullRule = BY_TOKENS,
         held: Cached | None = None,
     ) -> None:
@@ -59,6 +64,8 @@ class Chooser:
         self._pulls = pulls
         self._force = force
         self._fallback = fallback
+        self._itl_s = itl_s
+        self._usual_output = USUAL_OUTPUT
         self._counter = 0
         self._previous: Mode | None = None
 
@@ -80,6 +87,10 @@ class Chooser:
         fresh = live.choose_decode(replace(query, excluded=query.excluded | avoid), view, prefill)
         return fresh or live.choose_decode(replace(query, excluded=frozenset(avoid)), view, prefill)
 
+    def note_output(self, num_tokens: int) -> None:
+        """An answer ended: clients allow many more tokens than most answers take."""
+        self._usual_output += 0.02 * (num_tokens - self._usual_output)
+
     def query(self, job: Job, now: float, view: ClusterView) -> Query:
         """What a policy is asked for this request; also for dry runs, since asking has no effect."""
         hashes, held = job.hashes_so_far(), self._held
@@ -91,9 +102,11 @@ class Chooser:
             held=None if held is None else {incarnation: depth * job.chain.block_tokens for incarnation, depth in held(hashes).items()},
             excluded=frozenset(job.excluded),
             busy=frozenset(node for node, until in job.busy.items() if until > now),
-            expected_output=max(job.sampling.max_tokens - len(job.emitted), 1),
-            force=self._force,
+            expected_output=max(min(job.sampling.max_tokens - len(job.emitted), round(self._usual_output)), 1),
+            session=job.session,
+            force=job.force or self._force,
             fallback=self._fallback,
+            itl_s=self._itl_s,
             counter=self._counter,
             previous=self._previous,
         )

@@ -168,6 +168,8 @@ class Dispatch:
             sampling=generation.sampling,
             deadline=now + generation.deadline_s,
             chain=self._models.chain(generation.model, generation.salt),
+            force=generation.mode,
+            session=generation.session,
         )
 
     async def _place(self, job: Job, standing: Standing, *, is_paid: bool) -> Decision:
@@ -236,6 +238,7 @@ class Dispatch:
     def _done(self, attempt: Attempt, job: Job, attempts: int, started: float, first_token_at: float | None, second_token_at: float | None) -> Done:
         finished = attempt.finished
         assert finished is not None
+        self._chooser.note_output(finished.num_output)
         prefill = attempt.prefill_timings if attempt.route().mode == "remote" else finished.timings
         timeline = Timeline(
             queue_s=prefill.queue_s,

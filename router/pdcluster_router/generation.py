@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pdcluster.api.text import TextModel
 
 Mode = Literal["remote", "local"]
+Force = Literal["auto", "remote", "local"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class Generation:
     """One choice of one API request, ready to run.
 
     request: id, unique per choice; token_ids: the prompt, array('i'); deadline_s: seconds the caller gives it;
-    salt: what names the prefix cache it shares, from its tenant and the request's own cache_salt, b"" for none.
+    salt: what names the prefix cache it shares, from its tenant and the request's own cache_salt, b"" for none. mode: that it must have, None for the
+    router's own; session: key of its conversation, "" for none.
     """
 
     request: str
@@ -51,6 +53,8 @@ class Generation:
     deadline_s: float
     salt: bytes = b""
     standing: Standing = ANYBODY
+    mode: Force | None = None
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from pdcluster_router.answer import record, route_report, usage_of
 from pdcluster_router.choices import Choice, merge, pieces_of
 from pdcluster_router.generation import Dispatcher
 from pdcluster_router.places import Places
-from pdcluster_router.prepare import Prepared, Terms, find_model, prepare_chat, prepare_completion
+from pdcluster_router.prepare import Prepared, Terms, find_model, mode_of, prepare_chat, prepare_completion
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,8 @@ class Inference(stubs.InferenceServicer):
         with self._places.taken(_metadata(context, "authorization")) as tenant:
             request_id = secrets.token_hex(12)
             await context.send_initial_metadata((("x-request-id", _trace_id(context) or request_id),))
-            terms = Terms(request_id, arrived, self._settings.max_choices, self._deadline_s(context), tenant)
+            mode = mode_of(_metadata(context, "x-pdcluster-mode"))
+            terms = Terms(request_id, arrived, self._settings.max_choices, self._deadline_s(context), tenant, mode)
             prepared = await self._prepare(request, terms)
             pieces = merge([pieces_of(choice, self._dispatcher) for choice in prepared.choices])
             try:

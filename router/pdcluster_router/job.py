@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pdcluster.kv.hashing import extend
 from pdcluster.messages import HASH_BYTES, FinishReason, Sampling, Work, pack_tokens
+from pdcluster_router.generation import Force
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class HashChain:
 
 @dataclass(slots=True)
 class Job:
-    """excluded: incarnations that failed the request; busy: until when a node asked to be left alone, by incarnation. cached_tokens: of the prompt,
+    """force: the mode it must have, None for the router's own; session: key of its conversation.
+    excluded: incarnations that failed the request; busy: until when a node asked to be left alone, by incarnation. cached_tokens: of the prompt,
     found in a cache by the first attempt that got so far."""
 
     request: str
@@ -27,6 +29,8 @@ class Job:
     sampling: Sampling
     deadline: float
     chain: HashChain
+    force: Force | None = None
+    session: str = ""
     emitted: list[int] = field(default_factory=list)
     hashes: bytes = b""
     attempts: int = 0

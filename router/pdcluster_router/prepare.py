@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
@@ -27,7 +28,7 @@ from pdcluster.api.validate import closest
 from pdcluster.errors import BadRequest, Unavailable, UnknownModel
 from pdcluster.messages import Sampling
 from pdcluster_router.choices import Choice, Clock, Echo
-from pdcluster_router.generation import Dispatcher, Generation, ModelInfo
+from pdcluster_router.generation import Dispatcher, Force, Generation, ModelInfo
 from pdcluster_router.tenants import ANYBODY, Tenant
 
 SEED_BITS = 63
@@ -35,13 +36,14 @@ SEED_BITS = 63
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Who a request is and what the server grants it; arrived is a monotonic time."""
+    """Who a request is and what the server grants it; arrived is a monotonic time. mode: asked for in a header, None without one."""
 
     request_id: str
     arrived: float
     max_choices: int
     deadline_s: float
     tenant: Tenant = ANYBODY
+    mode: Force | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,13 @@ def deadline_of(given: str | None, most_s: float) -> float:
     if not 0 < seconds < math.inf:
         raise BadRequest(f"x-request-deadline-s is {given[:100]!r}; it must be a number of seconds above 0, such as 2.5", "x-request-deadline-s")
     return min(seconds, most_s)
+
+
+def mode_of(given: str | None) -> Force | None:
+    """From the header x-pdcluster-mode; the field pdcluster_mode of a body wins over it."""
+    if given is None or given in ("auto", "remote", "local"):
+        return cast(Force | None, given)
+    raise BadRequest(f"x-pdcluster-mode is {given[:100]!r}; it must be auto, remote or local", "x-pdcluster-mode")
 
 
 def find_model(dispatcher: Dispatcher, name: str | None) -> Model:
@@ -218,6 +227,8 @@ class _Builder:
             deadline_s=self._terms.deadline_s,
             salt=self._terms.tenant.cache_salt(self._request.cache_salt),
             standing=self._standing,
+            mode=self._request.pdcluster_mode or self._terms.mode,
+            session=self._request.prompt_cache_key if isinstance(self._request.prompt_cache_key, str) else "",
         )
         skip = self._request.skip_special_tokens is not False
         echo = self._echo(prompt, skip, reports_prompt)

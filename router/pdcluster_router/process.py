@@ -35,7 +35,7 @@ from pdcluster_router.index_metrics import IndexCollector
 from pdcluster_router.models import Models
 from pdcluster_router.node_metrics import NodeCollector
 from pdcluster_router.places import Places
-from pdcluster_router.policy.registry import DEFAULT, make_policy
+from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.pull import PullRule
 from pdcluster_router.roles import RoleController, RoleSettings
 from pdcluster_router.server import http_settings, listening, router_metrics
@@ -66,7 +66,16 @@ async def _serve(config: RouterConfig) -> int:
         stack.callback(cluster.close)
         models = Models(cluster, config.tokenizer)
         pulls = PullRule(config.pull, config.pull_min_tokens)
-        chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), cluster.view, cluster.cached, force=config.mode, pulls=pulls, held=cluster.held)
+        chooser = Chooser(
+            _policies(config),
+            cluster.view,
+            cluster.cached,
+            force=config.mode,
+            fallback=config.fallback,
+            itl_s=config.itl_s or 0.0,
+            pulls=pulls,
+            held=cluster.held,
+        )
         tenants = read_tenants(config.tenants)
         metrics = router_metrics()
         hold_metrics = HoldMetrics(metrics.registry)
@@ -130,6 +139,11 @@ async def keep_roles(admin: Admin, controller: RoleController) -> None:
             await admin.set_role(flip.node.endpoint.incarnation, flip.role, flip.why)
         except PdclusterError as error:
             logger.warning("node %s keeps its role: %s", flip.node.name, error)
+
+
+def _policies(config: RouterConfig) -> PolicyHolder:
+    shadow = config.shadow_policy
+    return PolicyHolder(make_policy(config.policy), make_policy(shadow) if shadow is not None else None)
 
 
 def wire_settings(config: RouterConfig) -> WireSettings:

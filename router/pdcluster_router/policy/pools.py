@@ -19,6 +19,11 @@ class Pools:
     local: tuple[NodeView, ...]
     rejected: tuple[Candidate, ...] = ()
 
+    @property
+    def is_split(self) -> bool:
+        """Whether some node is there for one leg alone."""
+        return bool(self.prefill and self.decode) and any(node.role != "mixed" for node in self.local)
+
 
 def pools(query: Query, view: ClusterView) -> Pools:
     """Raises Unavailable when no node takes work, or the wanted mode has no nodes."""

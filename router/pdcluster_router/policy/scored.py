@@ -35,7 +35,7 @@ class Scored:
 
     def choose(self, query: Query, view: ClusterView) -> Choice:
         found = filters.pools(query, view)
-        if query.force == "local" or (query.force == "auto" and not _is_split(found)):
+        if query.force == "local" or (query.force == "auto" and not found.is_split):
             return self._local(found, query)
         prefills = self._rank(filters.ready(found.prefill, query), "prefill", query)
         prefill = prefills[0].node
@@ -63,11 +63,6 @@ class Scored:
         scores = self._rule.score(nodes, leg, query)
         candidates = [Candidate(node, leg, query.cached_on(node), terms, cost) for node, (cost, terms) in zip(nodes, scores, strict=True)]
         return tuple(sorted(candidates, key=_order))
-
-
-def _is_split(found: filters.Pools) -> bool:
-    """Whether some node is there for one leg alone."""
-    return bool(found.prefill and found.decode) and any(node.role != "mixed" for node in found.local)
 
 
 def _order(candidate: Candidate) -> tuple[float, int, str]:

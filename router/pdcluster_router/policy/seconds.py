@@ -82,7 +82,7 @@ class Seconds:
         if remote is None and query.force == "remote":
             raise filters.no_partner(filters.ready(found.prefill, query)[0])
         local = None
-        if remote is None or (query.force == "auto" and query.fallback == "conditional"):
+        if remote is None or (query.force == "auto" and (query.fallback == "conditional" or not found.is_split)):
             local = self._rank_local(_stations(view, filters.ready(found.local, query)), query, market)
         return self._decide(query, remote, local, market, found.rejected)
 

@@ -1,0 +1,72 @@
+"""How a request becomes a question to the policy, and what swapping the policy does."""
+
+from __future__ import annotations
+
+from policy_cases import make_node, view
+
+from pdcluster.kv.hashing import chain_root
+from pdcluster.messages import Sampling
+from pdcluster_router.chooser import Chooser, PolicyHolder
+from pdcluster_router.job import HashChain, Job
+from pdcluster_router.policy.registry import make_policy
+
+NODES = view(make_node("p0", "prefill"), make_node("d0", "decode"), make_node("d1", "decode"))
+
+
+def make_job(**changes: object) -> Job:
+    chain = HashChain(chain_root(block_tokens=4, salt=b""), 4)
+    return Job("r", list(range(10)), Sampling(max_tokens=4000, seed=1), 60.0, chain, **changes)  # type: ignore[arg-type]
+
+
+def make_chooser(policy: str = "round-robin", shadow: str | None = None, **rules: object) -> Chooser:
+    holder = PolicyHolder(make_policy(policy), make_policy(shadow) if shadow else None)
+    return Chooser(holder, lambda: NODES, lambda hashes: {"d1-boot": len(hashes) // 16}, **rules)  # type: ignore[arg-type]
+
+
+def test_the_question_carries_what_the_router_and_the_request_say() -> None:
+    chooser = make_chooser(force="remote", fallback="on-failure", itl_s=0.03)
+    job = make_job(session="talk")
+    job.excluded.add("p0-boot")
+    job.busy["d0-boot"] = 2.0
+    query = chooser.query(job, 1.0, NODES)
+    assert (query.num_tokens, query.cached, query.session) == (10, {"d1-boot": 8}, "talk")
+    assert (query.force, query.fallback, query.itl_s) == ("remote", "on-failure", 0.03)
+    assert (query.excluded, query.busy) == ({"p0-boot"}, {"d0-boot"})
+    assert chooser.query(job, 3.0, NODES).busy == frozenset()
+
+
+def test_a_request_may_force_another_mode_than_the_routers() -> None:
+    chooser = make_chooser("seconds", force="remote")
+    assert chooser.choose(make_job(), 0.0).choice.mode == "remote"
+    assert chooser.choose(make_job(force="local"), 0.0).choice.mode == "local"
+    assert chooser.query(make_job(force="auto"), 0.0, NODES).force == "auto"
+
+
+def test_the_expected_output_follows_what_answers_take() -> None:
+    chooser = make_chooser()
+    assert chooser.query(make_job(), 0.0, NODES).expected_output == 256
+    for _ in range(500):
+        chooser.note_output(20)
+    assert chooser.query(make_job(), 0.0, NODES).expected_output == 20
+    job = make_job()
+    job.emitted.extend(range(3995))
+    assert chooser.query(job, 0.0, NODES).expected_output == 5
+
+
+def test_the_policy_is_swapped_between_two_decisions_and_the_shadow_has_no_effect() -> None:
+    chooser = make_chooser(shadow="seconds")
+    first = chooser.choose(make_job(), 0.0)
+    assert (first.choice.policy, first.shadow and first.shadow.policy) == ("round-robin", "seconds")
+    chooser.holder.live = make_policy("random")
+    chooser.holder.shadow = None
+    second = chooser.choose(make_job(), 0.0)
+    assert (second.choice.policy, second.shadow) == ("random", None)
+    assert second.query.counter == first.query.counter + 1
+
+
+def test_asking_has_no_effect() -> None:
+    chooser = make_chooser()
+    job = make_job()
+    assert chooser.query(job, 0.0, NODES) == chooser.query(job, 0.0, NODES)
+    dry = chooser.holder.live.choose(chooser.query(job, 0.0, NODES), NODES)
+    assert chooser.choose(job, 0.0).choice == dry
