@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -32,6 +33,9 @@ from pdcluster_router.generation import Dispatcher, Force, Generation, ModelInfo
 from pdcluster_router.tenants import ANYBODY, Tenant
 
 SEED_BITS = 63
+
+MANY_MESSAGES = 256
+"""A template runs for seconds over as many as a body may hold: beyond these it does so in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +151,9 @@ async def encode_chat(text: TextModel, request: openai.ChatRequest | openai.Toke
     if continues and request.add_generation_prompt:
         raise BadRequest("add_generation_prompt and continue_final_message contradict each other; set one of them", "continue_final_message")
     generation_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    rendered = text.render_chat(
-        messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=request.chat_template_kwargs
-    )
+    kwargs = request.chat_template_kwargs
+    render = partial(text.render_chat, messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=kwargs)
+    rendered = await asyncio.to_thread(render) if len(messages) > MANY_MESSAGES else render()
     if add_special_tokens:
         return await encode(text, rendered, add_special_tokens=True)
     if len(rendered) <= SHORT_CHARACTERS:
