@@ -266,7 +266,9 @@ class RouterConfig(Section):
     policy: str = key("seconds", text, "routing policy, with parameters: seconds, kv-cost:weight=2, …")
     shadow_policy: str | None = key(None, text, "second policy, whose choices are recorded beside, without effect")
     fallback: Fallback = key(
-        "conditional", choice("deny", "on-failure", "conditional"), "one node for a request: never, when a pool is gone, or when it takes fewer s"
+        "conditional",
+        choice("deny", "on-failure", "conditional"),
+        "one node for a request though nodes have roles: never, when a pool is gone, or when sooner",
     )
     itl_s: float | None = key(None, duration(0.0001), "pace between tokens that running requests keep; default: twice that of one alone")
     auto_roles: bool = key(False, boolean, "change nodes' roles by what waits for them; on one router of a cluster only")

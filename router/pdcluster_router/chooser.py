@@ -5,6 +5,7 @@ Not here: waiting for room (`dispatch`), what policies do (`policy`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,8 @@ from pdcluster_router.pull import BY_TOKENS, PullRule
 from pdcluster_router.view import ClusterView, NodeView
 
 Cached = Callable[[bytes], Mapping[str, int]]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -117,4 +120,7 @@ def _looked_at(shadow: Policy, query: Query, view: ClusterView) -> Choice | None
     try:
         return shadow.choose(query, view)
     except Unavailable:
+        return None
+    except Exception:  # a bug of a policy that only watches is no reason to fail a request
+        logger.exception("the shadow policy %s failed", shadow.name)
         return None

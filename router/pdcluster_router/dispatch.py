@@ -198,6 +198,11 @@ class Dispatch:
         except errors.Unavailable:
             check_fits(len(job.prompt) + len(job.emitted), self._cluster.view())
             raise
+        except errors.PdclusterError:
+            raise
+        except Exception as error:  # a policy's bug, which must not take those with it that wait beside this request
+            logger.exception("the routing policy %s failed on request %s", self._chooser.holder.live.name, job.request)
+            raise errors.PdclusterError(f"internal error: the routing policy failed ({type(error).__name__}); see the router's log") from error
 
     def _ending(self, job: Job, model: str) -> Finished | None:
         """The last word that a lost node did not get out, when its tokens came before it."""

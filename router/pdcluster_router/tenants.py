@@ -41,7 +41,7 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     keys: list[Annotated[str, Meta(min_length=8, max_length=MAX_KEY_CHARACTERS)]] = []
     key_hashes: list[str] = []
-    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0
+    weight: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
     priority: Priority = 0
     max_requests: Annotated[int, Meta(ge=1)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None

@@ -41,7 +41,15 @@ def pools(query: Query, view: ClusterView) -> Pools:
     if query.force == "remote" and not (found.prefill and found.decode):
         counts = f"{len(found.prefill)} and {len(found.decode)}"
         raise Unavailable(f"mode remote needs a prefill and a decode node, there are {counts}; start one or use mode auto")
+    if query.force == "auto" and query.fallback == "deny" and not (found.prefill and found.decode):
+        gone = "decode" if found.prefill else "prefill"
+        raise Unavailable(f"no {gone} node takes work, and router.fallback is deny; start one, or allow one node with on-failure")
     return found
+
+
+def may_be_local(query: Query, found: Pools) -> bool:
+    """Whether one node may take the request although a pair could: nobody asked for a pair, and if nodes have roles, their operator allows it."""
+    return query.force == "auto" and (query.fallback != "deny" or not found.is_split)
 
 
 def _usable(query: Query, view: ClusterView) -> tuple[Sequence[NodeView], tuple[Candidate, ...]]:

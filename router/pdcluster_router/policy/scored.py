@@ -40,8 +40,9 @@ class Scored:
         prefills = self._rank(filters.ready(found.prefill, query), "prefill", query)
         prefill = prefills[0].node
         others = filters.partners(found.decode, prefill)
-        decodes = self._rank(filters.ready(found.decode if query.force == "auto" else others, query), "decode", query)
-        if query.force == "auto" and (not others or decodes[0].node is prefill):
+        may_be_local = filters.may_be_local(query, found)
+        decodes = self._rank(filters.ready(found.decode if may_be_local else others, query), "decode", query)
+        if may_be_local and (not others or decodes[0].node is prefill):
             alone = Candidate(prefill, "local", prefills[0].cached_tokens, prefills[0].terms, prefills[0].cost)
             return Choice("local", None, prefill, (alone, *prefills, *decodes, *found.rejected), policy=self.name)
         if not others:

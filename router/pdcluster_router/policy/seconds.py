@@ -79,7 +79,7 @@ class Seconds:
         found = filters.pools(query, view)
         market = self._market(view, query)
         remote = self._remote(found, query, view, market) if query.force != "local" else None
-        if remote is None and query.force == "remote":
+        if remote is None and query.force != "local" and not filters.may_be_local(query, found):
             raise filters.no_partner(filters.ready(found.prefill, query)[0])
         local = None
         if remote is None or (query.force == "auto" and (query.fallback == "conditional" or not found.is_split)):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from policy_cases import make_node, view
 
 from pdcluster.kv.hashing import chain_root
 from pdcluster.messages import Sampling
 from pdcluster_router.chooser import Chooser, PolicyHolder
 from pdcluster_router.job import HashChain, Job
+from pdcluster_router.policy.base import Choice, Query
 from pdcluster_router.policy.registry import make_policy
+from pdcluster_router.view import ClusterView, NodeView
 
 NODES = view(make_node("p0", "prefill"), make_node("d0", "decode"), make_node("d1", "decode"))
 
@@ -70,3 +73,21 @@ def test_asking_has_no_effect() -> None:
     assert chooser.query(job, 0.0, NODES) == chooser.query(job, 0.0, NODES)
     dry = chooser.holder.live.choose(chooser.query(job, 0.0, NODES), NODES)
     assert chooser.choose(job, 0.0).choice == dry
+
+
+class Broken:
+    name = "broken"
+
+    def choose(self, query: Query, view: ClusterView) -> Choice:
+        raise ZeroDivisionError("a bug of the policy's author")
+
+    def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
+        raise AssertionError("nobody asks a shadow this")
+
+
+def test_a_shadow_with_a_bug_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    chooser = make_chooser()
+    chooser.holder.shadow = Broken()
+    decision = chooser.choose(make_job(), 0.0)
+    assert decision.choice.policy == "round-robin" and decision.shadow is None
+    assert "the shadow policy broken failed" in caplog.text

@@ -374,3 +374,19 @@ async def test_a_request_that_has_said_its_last_word_cannot_be_cancelled_any_mor
             if isinstance(event, Done):
                 assert dispatch.open.cancel("r1", "too late") == 0
     assert isinstance(event, Done) and not len(dispatch.open)
+
+
+async def test_a_policy_with_a_bug_answers_its_request_and_no_other() -> None:
+    class Broken:
+        name = "broken"
+
+        def choose(self, query, view):
+            raise ZeroDivisionError("a bug of the policy's author")
+
+    *_, dispatch = make_pair()
+    works, dispatch._chooser.holder.live = dispatch._chooser.holder.live, Broken()
+    with pytest.raises(errors.PdclusterError, match="routing policy failed"):
+        await collect(dispatch, make_generation())
+    dispatch._chooser.holder.live = works
+    tokens, _ = await collect(dispatch, make_generation("r2"))
+    assert len(tokens) == 4

@@ -53,7 +53,9 @@ def test_a_choice_is_refused_only_when_the_cluster_cannot_serve_it(policy: Polic
     try:
         policy.choose(query, cluster)
     except Unavailable:
-        assert not usable or (query.force == "remote" and len(pairs) < len(usable) ** 2)
+        has_roles = any(node.role != "mixed" for node in usable)
+        wants_pair = query.force == "remote" or (query.force == "auto" and query.fallback == "deny" and has_roles)
+        assert not usable or (wants_pair and len(pairs) < len(usable) ** 2)
     else:
         assert usable and (query.force != "remote" or pairs)
 
@@ -166,6 +168,23 @@ def test_more_load_on_a_node_never_attracts_work(name: str) -> None:
 def test_the_batch_with_fewer_rows_decodes(name: str) -> None:
     nodes = view(make_node("p0", "prefill"), make_node("d0", "decode", batch(20)), make_node("d1", "decode", batch(2)))
     assert make_policy(name).choose(Query(2000, fallback="deny"), nodes).decode.name == "d1"
+
+
+@EVERY
+@pytest.mark.parametrize("gone", ["prefill", "decode"])
+def test_no_fallback_means_that_a_pool_that_is_gone_is_an_error_that_says_so(policy: Policy, gone: str) -> None:
+    left = view(make_node("a", "decode" if gone == "prefill" else "prefill"), make_node("b", "decode" if gone == "prefill" else "prefill"))
+    with pytest.raises(Unavailable, match=f"no {gone} node takes work, and router.fallback is deny"):
+        policy.choose(Query(2000, fallback="deny"), left)
+    assert policy.choose(Query(2000, fallback="on-failure"), left).mode == "local"
+    assert policy.choose(Query(2000, force="local", fallback="deny"), left).mode == "local", "who asks for it by name gets it"
+
+
+@EVERY
+def test_no_fallback_means_a_pair_even_where_one_node_is_best_at_both(policy: Policy) -> None:
+    nodes = view(make_node("m0", "mixed"), make_node("p0", "prefill", queue(90_000, 40)), make_node("d0", "decode", batch(60)))
+    for counter in range(10):
+        assert policy.choose(Query(2000, fallback="deny", counter=counter), nodes).mode == "remote"
 
 
 @EVERY

@@ -69,7 +69,7 @@ def test_json_is_read_too(tmp_path: Path) -> None:
         ("[acme]\n", "no keys and no key_hashes"),
         ("[acme]\nkeys = ['sk-acme-0001']\nwait = 2\n", "unknown field `wait`"),
         ("[acme]\nkeys = ['short']\n", "length >= 8"),
-        ("[acme]\nkeys = ['sk-acme-0001']\nweight = 0\n", "> 0.0"),
+        ("[acme]\nkeys = ['sk-acme-0001']\nweight = 0\n", ">= 0.001"),
         ("[acme]\nkeys = ['sk-acme-0001']\npriority = -11\n", ">= -10"),
         ("[acme]\nkey_hashes = ['sha256:12']\n", "64 hex digits"),
         ("['a b']\nkeys = ['sk-acme-0001']\n", "is no name"),
