@@ -21,7 +21,7 @@ async def incarnation_of(cluster: LocalCluster, name: str) -> str:
 
 
 async def test_roles_flip_under_load_and_every_request_keeps_its_tokens() -> None:
-    async with LocalCluster({"a": "prefill", "b": "decode"}, num_pages=128) as cluster:
+    async with LocalCluster({"a": "prefill", "b": "decode"}, num_pages=128, force="remote") as cluster:
 
         async def one(index: int) -> str:
             prompt = prompt_of(5 + index * 11 % 70)

@@ -149,9 +149,9 @@ async def test_two_routers_agree_after_quiet_and_a_restarted_one_is_exact_again(
                 assert not caches.num_gaps and caches.index.num_entries == sum(len(truth(node)) for node in nodes)
                 assert not router.cluster.ledger.num_requests()
                 assert all(not view.in_flight and not view.pending.requests for view in router.cluster.view().nodes)
+            await until(lambda: not any(node.pages.num_used for node in nodes))  # cancels of legs that are over may still be on their way
             for node in nodes:
                 node.pages.check_integrity()
-                assert node.pages.num_used == 0
         finally:
             for router in routers:
                 router.cluster.close()

@@ -172,6 +172,7 @@ class SimulatedCluster(LocalCluster):
 
     def make_node(self, name: str, role: Role) -> SimulatedNode:
         node = SimulatedNode(self, name, role, self.make_kit(self.num_pages))
+        os.close(node.neighbours.wakeup_fd)
         node.neighbours = Watch()
         object.__setattr__(node.parts, "neighbours", node.neighbours)
         self.zmq.wakers[name] = node.wake

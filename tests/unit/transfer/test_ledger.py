@@ -13,7 +13,9 @@ ME, OTHER = Peer("p0", "a"), Peer("p0", "b")
 
 
 def is_ringing(doorbell: Doorbell) -> bool:
-    return bool(select.select([doorbell.fd], [], [], 0)[0])
+    poller = select.poll()
+    poller.register(doorbell.fd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def test_a_doorbell_rings_until_arrivals_are_taken() -> None:
