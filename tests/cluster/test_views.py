@@ -29,14 +29,25 @@ WIRE = WireSettings(heartbeat_s=0.1, lease_s=1.0)
 SPEED = Speed(prefill_s=0.0005, prefill_token_s=0.00001)
 
 
+async def only(snapshot: ClusterSnapshot) -> AsyncIterator[ClusterSnapshot]:
+    """The cluster never changes; links that a hiccup of this process cost are dialled again, as a router does."""
+    yield snapshot
+    await asyncio.Event().wait()
+
+
 class Router:
     """One router process's worth of state; `kill` leaves its sockets to the nodes' leases, as a SIGKILL would."""
 
     def __init__(self, name: str, context: zmq.Context[zmq.Socket[bytes]], snapshot: ClusterSnapshot) -> None:
         self.cluster = Cluster(Peer(name, f"{name}-{random.getrandbits(32):08x}"), context=context, settings=WIRE)
-        self.cluster.apply(snapshot)
+        self._following = asyncio.create_task(self.cluster.follow(only(snapshot)))
         chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.cluster.view, self.cluster.cached)
         self.dispatch = Dispatch(self.cluster, OneModel(BLOCK), chooser, DispatchSettings(hold_s=10.0))
+
+    async def close(self) -> None:
+        self._following.cancel()
+        await asyncio.gather(self._following, return_exceptions=True)
+        self.cluster.close()
 
     async def run(self, number: int, prompt: list[int], num_output: int) -> Done:
         generation = Generation(f"r{number}", "model", array("i", prompt), Sampling(max_tokens=num_output, seed=1), 30.0)
@@ -134,7 +145,7 @@ async def test_two_routers_agree_after_quiet_and_a_restarted_one_is_exact_again(
             await until(lambda: all(router.is_exact(nodes) for router in routers))
             assert [first.holdings(node) for node in nodes] == [second.holdings(node) for node in nodes]
 
-            second.cluster.close()
+            await second.close()
             await serve([first], prompts(chance, 100), numbers)
             second = routers[1] = Router("second", context, snapshot)
             took_s = await until(lambda: second.is_exact(nodes))
@@ -154,7 +165,7 @@ async def test_two_routers_agree_after_quiet_and_a_restarted_one_is_exact_again(
                 node.pages.check_integrity()
         finally:
             for router in routers:
-                router.cluster.close()
+                await router.close()
 
 
 async def test_a_delta_that_was_lost_is_mended_by_a_snapshot() -> None:
@@ -170,7 +181,7 @@ async def test_a_delta_that_was_lost_is_mended_by_a_snapshot() -> None:
             await until(lambda: router.is_exact(nodes))
             assert router.cluster.caches.num_gaps >= 1
         finally:
-            router.cluster.close()
+            await router.close()
 
 
 async def test_a_node_that_leaves_takes_its_blocks_with_it() -> None:
@@ -187,4 +198,4 @@ async def test_a_node_that_leaves_takes_its_blocks_with_it() -> None:
             await until(lambda: router.is_exact(nodes))
             router.cluster.caches.index.check_integrity()
         finally:
-            router.cluster.close()
+            await router.close()
