@@ -10,6 +10,7 @@ bytes for the right ones).
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import socket
 import stat
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -244,9 +246,14 @@ class FaultyNode(LocalNode):
 def shut_all(kind: int) -> None:
     """Shut down every connected unix socket of this kind that the process has."""
     for entry in os.listdir("/proc/self/fd"):
-        if not (os.path.exists(path := f"/proc/self/fd/{entry}") and stat.S_ISSOCK(os.stat(path).st_mode)):
+        try:
+            own = os.dup(int(entry))
+        except OSError:
+            continue  # another thread closed it meanwhile
+        if not stat.S_ISSOCK(os.fstat(own).st_mode):
+            os.close(own)
             continue
-        with socket.socket(fileno=os.dup(int(entry))) as sock:
+        with socket.socket(fileno=own) as sock:
             if sock.family == socket.AF_UNIX and sock.type == kind:
                 try:
                     sock.getpeername()
@@ -256,6 +263,7 @@ def shut_all(kind: int) -> None:
 
 
 def main(name: str, role: str, backend: str, boot: str) -> None:
+    faulthandler.enable()
     cluster = LocalCluster({}, make_backend=lambda me: Tapped(make_backend(backend, me)), group_s=1e-12)  # type: ignore[arg-type,return-value]
     cluster.boots, cluster.wire, cluster.transfer = itertools.count(int(boot)), WIRE, TRANSFER
     node = FaultyNode(cluster, name, role, kit())  # type: ignore[arg-type]
@@ -266,9 +274,12 @@ def main(name: str, role: str, backend: str, boot: str) -> None:
 
 
 def listen(node: FaultyNode) -> None:
-    for line in sys.stdin:
-        node.obey(json.loads(line))
-    os.kill(os.getpid(), signal.SIGKILL)  # the test is gone
+    try:
+        for line in sys.stdin:
+            node.obey(json.loads(line))
+    except Exception:
+        say(broken=traceback.format_exc())  # without this thread the node would only look as if it hung
+    os.kill(os.getpid(), signal.SIGKILL)  # or the test is gone
 
 
 if __name__ == "__main__":

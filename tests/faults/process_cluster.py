@@ -43,6 +43,7 @@ class ProcessNode:
         self.backend = backend
         self.is_alive = True
         self.said: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.broken = ""
         self._event_loop = asyncio.get_running_loop()
         self._statuses: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.ready: asyncio.Future[dict[str, Any]] = self._event_loop.create_future()
@@ -63,8 +64,11 @@ class ProcessNode:
 
     def _end(self) -> None:
         if not self.ready.done():
-            self._complaints.seek(0)
-            self.ready.set_exception(AssertionError(f"{self.me.node} did not start:\n{self._complaints.read()[-2000:]}"))
+            self.ready.set_exception(AssertionError(f"{self.me.node} did not start:\n{self._last_words()}"))
+
+    def _last_words(self) -> str:
+        self._complaints.seek(0)
+        return self._complaints.read()[-6000:]
 
     def _hear(self, words: dict[str, Any]) -> None:
         if "ready" in words and not self.ready.done():
@@ -73,6 +77,8 @@ class ProcessNode:
             self._statuses.put_nowait(words)
         elif "at" in words:
             self.said.put_nowait(words)
+        elif "broken" in words:
+            self.broken = words["broken"]
 
     async def wait_ready(self) -> dict[str, Any]:
         async with asyncio.timeout(REPLY_S):
@@ -88,8 +94,22 @@ class ProcessNode:
 
     async def status(self) -> dict[str, Any]:
         self.tell("status")
-        async with asyncio.timeout(REPLY_S):
-            return await self._statuses.get()
+        try:
+            async with asyncio.timeout(REPLY_S):
+                return await self._statuses.get()
+        except TimeoutError:
+            raise AssertionError(f"{self.me.node} says nothing for {REPLY_S:g} s:\n{await asyncio.to_thread(self.stacks)}") from None
+
+    def stacks(self) -> str:
+        """What its threads do; this ends it."""
+        if (code := self.process.poll()) is not None:
+            return f"process ended with {code}\n{self._last_words()}"
+        with open(f"/proc/{self.process.pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+        self.process.send_signal(signal.SIGCONT)
+        self.process.send_signal(signal.SIGABRT)
+        self.process.wait(10)
+        return f"process state {state}\n{self._last_words()}"
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -183,6 +203,7 @@ class ProcessCluster(LocalCluster):
         self.announce()
 
     async def restart_dead(self) -> None:
+        assert not (broken := "".join(node.broken for node in [*self.nodes.values(), *self.buried])), broken
         dead = [node for node in self.nodes.values() if node.process.poll() is not None or not node.is_alive]
         for node in dead:
             node.is_alive = False

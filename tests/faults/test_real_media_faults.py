@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import socket
+import threading
 from collections.abc import Callable
 
 import pytest
 import real_media_matrix
 from fault_script import STEPS
+from faulty_node import shut_all
+from process_cluster import ProcessCluster
 from real_media_matrix import FAULTS, Cell, Outcome, cells, run_cells, table
 
 from pdcluster.transfer.nixl import PACKAGES
@@ -54,6 +58,41 @@ def test_every_fault_at_every_step_on_real_media(backend: str, show_table: Show)
 def test_a_reader_that_takes_any_bytes_is_seen_by_the_matrix() -> None:
     flips = [Cell("tcp", "flipped", step, seed) for seed in range(4) for step in STEPS if "chunk" in step]
     assert any(outcome.wrong for outcome in asyncio.run(run_cells("tcp", flips, orders=("blind",))))
+
+
+def test_every_connection_is_cut_whatever_other_threads_close_meanwhile() -> None:
+    is_over = threading.Event()
+
+    def open_and_close() -> None:
+        while not is_over.is_set():
+            socket.socket().close()
+
+    others = [threading.Thread(target=open_and_close) for _ in range(2)]
+    for thread in others:
+        thread.start()
+    try:
+        for _ in range(3000):
+            near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with near, far:
+                shut_all(socket.SOCK_SEQPACKET)
+                assert far.recv(1) == b""
+    finally:
+        is_over.set()
+        for thread in others:
+            thread.join()
+
+
+async def test_a_node_of_the_matrix_that_breaks_or_hangs_says_where() -> None:
+    async with ProcessCluster({"p0": "prefill"}, "shm") as cluster:
+        cluster.nodes["p0"].tell("arm")
+        while not cluster.nodes["p0"].broken:
+            await asyncio.sleep(0.01)
+        with pytest.raises(AssertionError, match="KeyError: 'step'"):
+            await cluster.restart_dead()
+        await asyncio.to_thread(cluster.nodes["p0"].process.wait)
+        cluster.nodes["p0"].broken = ""
+        await cluster.restart_dead()
+        assert "listen" in await asyncio.to_thread(cluster.nodes["p0"].stacks)
 
 
 def test_the_table_names_every_cell_and_sums_up() -> None:
