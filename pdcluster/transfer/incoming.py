@@ -48,6 +48,8 @@ class Incoming:
     unchecked: deque[Landing] | None = None
     promised: int = 0
     """Chunks in the Commit."""
+    is_in_place: bool = False
+    """Every chunk landed where the Commit says."""
     bad: list[int] = field(default_factory=list)
     resent: int = 0
     unfenced: set[str] = field(default_factory=set)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import msgspec
+import xxhash
 
 from pdcluster.errors import PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import DECODE_ERRORS, Peer
@@ -32,6 +33,13 @@ MAX_LINKS = 1024
 BURST_BYTES = 1 << 20
 """Most bytes moved by one system call, so that whoever waits for a thread to pass its check waits microseconds."""
 MAX_VECTOR = 64
+SEAL_BYTES = 8
+
+
+def sealed(frame: bytes) -> bytes:
+    """A frame that says where bytes go, followed by its xxh3-64. A payload has its chunk's digest, but one that landed in another chunk's place has
+    spoiled that chunk, whose own digest was right when it was taken; so a damaged frame is found before it acts. `Link.receive_seal` checks it."""
+    return frame + xxhash.xxh3_64_digest(frame)
 
 
 class Advert(msgspec.Struct, frozen=True, array_like=True):
@@ -135,6 +143,14 @@ class Link:
         data = bytearray(nbytes)
         self.receive_into(memoryview(data), idle=idle)
         return data
+
+    def receive_seal(self, *parts: bytes | bytearray) -> None:
+        """The seal of a frame that came in these parts; ProtocolError when the frame is not what was sent."""
+        seal, state = self.receive(SEAL_BYTES), xxhash.xxh3_64()
+        for part in parts:
+            state.update(part)
+        if state.digest() != seal:
+            raise ProtocolError("a frame was damaged on its way")
 
     def send(self, data: bytes) -> None:
         view = memoryview(data)

@@ -353,6 +353,7 @@ class Reader:
         self._collect()
         incoming.promised = len(incoming.landings)
         incoming.unchecked = deque(each for each in incoming.landings if self._has_arrived(incoming, each.entry))
+        incoming.is_in_place = all(self._landed_as_said(incoming, each) for each in incoming.unchecked)
         incoming.bad = [each.entry.index for each in incoming.landings if not self._has_arrived(incoming, each.entry)]
 
     def _accept(self, incoming: Incoming, commit: Commit) -> bool:
@@ -388,12 +389,14 @@ class Reader:
     def _digest_on_arrival(self, incoming: Incoming, landing: Landing) -> int | None:
         """What the medium digested when the chunk landed, if it still holds (R2): no later write may have changed the bytes. The Commit names the
         chunk's last try, and every earlier one had failed before it began, which means that it can not land any more (base, 3); so this holds
-        for the one arrival of that try at just the places that the Commit says, while no other chunk has any business there."""
+        for the one arrival of that try, while every chunk landed at just the places that the Commit says: no other has spoiled this one."""
         arrival = incoming.arrived[landing.entry.index]
-        if arrival.digest is None or incoming.repeated or arrival.stamp.trial != landing.entry.trial or len(incoming.arrived) != incoming.promised:
-            return None
-        as_said = arrival.region == self._region + landing.rank and span_table(arrival.spans).joined() == landing.spans
-        return arrival.digest if as_said else None
+        is_last = arrival.stamp.trial == landing.entry.trial and len(incoming.arrived) == incoming.promised
+        return arrival.digest if is_last and incoming.is_in_place and not incoming.repeated else None
+
+    def _landed_as_said(self, incoming: Incoming, landing: Landing) -> bool:
+        arrival = incoming.arrived[landing.entry.index]
+        return arrival.region == self._region + landing.rank and span_table(arrival.spans).joined() == landing.spans
 
     def _end_check(self, incoming: Incoming) -> None:
         commit, bad = incoming.commit, tuple(incoming.bad)

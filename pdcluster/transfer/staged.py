@@ -23,7 +23,7 @@ import msgspec
 from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import DECODE_ERRORS, Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes
-from pdcluster.transfer.links import Advert, Link, Listener, connect, decode_advert
+from pdcluster.transfer.links import Advert, Link, Listener, connect, decode_advert, sealed
 from pdcluster.transfer.moving import GilWaits, Payload, native, packed, packing, table_of
 from pdcluster.transfer.runs import RunTable, SpanTable, chained, run_table
 from pdcluster.transfer.staging import Blocks, Engine, StagedSettings
@@ -31,7 +31,8 @@ from pdcluster.transfer.staging import Blocks, Engine, StagedSettings
 LOG = logging.getLogger(__name__)
 
 NOTICE = struct.Struct("<4sIIQIIIQQ")
-"""magic, block, num_runs, nonce, chunk, trial, region, bytes of this piece, bytes of the whole write; then num_runs × (offset, bytes)."""
+"""magic, block, num_runs, nonce, chunk, trial, region, bytes of this piece, bytes of the whole write; then num_runs × (offset, bytes) and the seal of
+all."""
 RUN_BYTES = 16
 ANSWER = struct.Struct("<4sIB")
 """magic, block, whether the piece was copied to its pages."""
@@ -202,7 +203,7 @@ class _Pump:
         now = time.monotonic()
         if self._engine.needs_calls and self._engine_has and now >= self._awake_at:
             self._awake_at = now + self._settings.awake_s
-            link.send(NOTICE.pack(AWAKE_MAGIC, 0, 0, 0, 0, 0, 0, 0, 0))
+            link.send(sealed(NOTICE.pack(AWAKE_MAGIC, 0, 0, 0, 0, 0, 0, 0, 0)))
 
     def _check_engine(self, link: Link) -> None:
         """Notices of one write go out in the order of its bytes, because the reader digests them so."""
@@ -230,7 +231,7 @@ class _Pump:
         if not self._reader_has:
             self._progress = time.monotonic()
         self._reader_has[block] = piece
-        link.send(header + piece.runs.targets.pack())
+        link.send(sealed(header + piece.runs.targets.pack()))
 
     def _take_answers(self, link: Link) -> None:
         try:
@@ -277,11 +278,14 @@ class _Landing:
 
 
 def _read_grant(link: Link) -> _Grant:
-    (length,) = LENGTH.unpack(link.receive(LENGTH.size))
+    head = link.receive(LENGTH.size)
+    (length,) = LENGTH.unpack(head)
     if length > MAX_GRANT:
         raise ProtocolError(f"a grant of {length} bytes")
+    body = link.receive(length)
+    link.receive_seal(head, body)
     try:
-        grant = msgspec.msgpack.decode(link.receive(length), type=_Grant)
+        grant = msgspec.msgpack.decode(body, type=_Grant)
     except DECODE_ERRORS as error:
         raise ProtocolError(f"the grant is not readable: {error}") from error
     if not (0 < grant.blocks <= MAX_BLOCKS and 4096 <= grant.block_bytes <= 64 << 20 and grant.blocks * grant.block_bytes <= MAX_RING_BYTES):
@@ -388,7 +392,7 @@ class StagedBackend:
         try:
             wanted = self._engine.grant(ring.address, ring.nbytes)
             grant = msgspec.msgpack.encode(_Grant(wanted, ring.address, ring.block_bytes, self._settings.blocks))
-            link.send(LENGTH.pack(len(grant)) + grant)
+            link.send(sealed(LENGTH.pack(len(grant)) + grant))
             landed: OrderedDict[tuple[int, int, int], _Landing] = OrderedDict()
             while True:
                 block, copied = self._receive(link, ring, landed)
@@ -398,10 +402,13 @@ class StagedBackend:
 
     def _receive(self, link: Link, ring: Blocks, landed: OrderedDict[tuple[int, int, int], _Landing]) -> tuple[int, bool]:
         """One notice: check it, copy its piece to the pages. landed: unfinished writes so far."""
-        magic, block, num_runs, nonce, chunk, trial, region_id, nbytes, total = self._next_notice(link)
+        head = self._next_notice(link)
+        magic, block, num_runs, nonce, chunk, trial, region_id, nbytes, total = NOTICE.unpack(head)
         if magic != NOTICE_MAGIC or block >= self._settings.blocks or not 0 < num_runs <= MAX_RUNS or not 0 < total <= MAX_WRITE_BYTES:
             raise ProtocolError(f"a notice for block {block} with {num_runs} runs of {total} bytes")
-        spans = SpanTable.unpack(link.receive(num_runs * RUN_BYTES))
+        table = link.receive(num_runs * RUN_BYTES)
+        link.receive_seal(head, table)
+        spans = SpanTable.unpack(table)
         if not 0 < nbytes <= min(ring.block_bytes, total) or not spans.add_up_to(nbytes):
             raise ProtocolError(f"a notice of {nbytes} bytes in blocks of {ring.block_bytes}, or its runs do not add up")
         region = self._regions.get(region_id)
@@ -418,11 +425,12 @@ class StagedBackend:
         self._count(stamp, landing, permit, landed)
         return block, True
 
-    def _next_notice(self, link: Link) -> tuple[bytes, int, int, int, int, int, int, int, int]:
+    def _next_notice(self, link: Link) -> bytearray:
         while True:
-            notice = NOTICE.unpack(link.receive(NOTICE.size, idle=True))
-            if notice[0] != AWAKE_MAGIC:
-                return notice
+            head = link.receive(NOTICE.size, idle=True)
+            if not head.startswith(AWAKE_MAGIC):
+                return head
+            link.receive_seal(head)
             self._engine.expect()
 
     def _copy(self, link: Link, permit: Permit, landing: _Landing, region: Region, source: int, spans: SpanTable) -> bool:

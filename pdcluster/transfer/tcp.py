@@ -1,9 +1,9 @@
 """Backend `tcp`: scatter/gather sockets straight from the writer's pages into the reader's, over a few lanes per peer. Also the reference.
 
-Frame of a write, little endian: FRAME header, num_runs × (offset, bytes), payload in run order. It is answered by ACK when its payload is in memory
-(landed) or was discarded (no permit). The reader checks a frame against its permits before a byte of payload goes into memory, and again
-before every burst, so a revoke takes effect in the middle of a frame. Small runs go through a block that stays in the cache (`packing`). A
-write is LOST when its connection ends before its answer.
+Frame of a write, little endian: FRAME header, num_runs × (offset, bytes), seal of these, payload in run order. It is answered by ACK when its
+payload is in memory (landed) or was discarded (no permit). The reader checks a frame against its permits before a byte of payload goes into memory,
+and again before every burst, so a revoke takes effect in the middle of a frame. Small runs go through a block that stays in the cache (`packing`).
+A write is LOST when its connection ends before its answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, memory_of
-from pdcluster.transfer.links import BURST_BYTES, Advert, Cursor, Link, Listener, connect, decode_advert
+from pdcluster.transfer.links import BURST_BYTES, Advert, Cursor, Link, Listener, connect, decode_advert, sealed
 from pdcluster.transfer.moving import GilWaits, Payload, native, reads, table_of
 from pdcluster.transfer.packing import Block, Packer, Unpacker, is_scattered
 from pdcluster.transfer.runs import RunTable, SpanTable, run_table
@@ -276,10 +276,10 @@ class TcpBackend:
             raise IntegrityError(f"a write has {len(table)} runs and {stamp.nbytes} bytes; at most {MAX_RUNS} and {MAX_WRITE_BYTES}, adding up")
         if not table.sources.are_inside(region.nbytes):
             raise IntegrityError(f"a write reads outside of region {source_region} ({region.nbytes} bytes)")
-        header = FRAME.pack(WRITE_MAGIC, len(table), stamp.nonce, stamp.chunk, stamp.trial, target_region, stamp.nbytes) + table.targets.pack()
+        header = FRAME.pack(WRITE_MAGIC, len(table), stamp.nonce, stamp.chunk, stamp.trial, target_region, stamp.nbytes)
         lane = self._lane(peer, remote)
         handle = self._writes.new()
-        if not lane.add(self._prepared(handle, stamp, header, table, region, lane.block, digests=digests)):
+        if not lane.add(self._prepared(handle, stamp, sealed(header + table.targets.pack()), table, region, lane.block, digests=digests)):
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
 
@@ -297,10 +297,13 @@ class TcpBackend:
     def _serve(self, link: Link) -> None:
         block = Block()
         while True:
-            magic, num_runs, nonce, chunk, trial, region, nbytes = FRAME.unpack(link.receive(FRAME.size, idle=True))
+            head = link.receive(FRAME.size, idle=True)
+            magic, num_runs, nonce, chunk, trial, region, nbytes = FRAME.unpack(head)
             if magic != WRITE_MAGIC or not 0 < num_runs <= MAX_RUNS or not 0 < nbytes <= MAX_WRITE_BYTES:
                 raise ProtocolError(f"a frame with {num_runs} runs and {nbytes} bytes")
-            spans = SpanTable.unpack(link.receive(num_runs * RUN_BYTES))
+            table = link.receive(num_runs * RUN_BYTES)
+            link.receive_seal(head, table)
+            spans = SpanTable.unpack(table)
             if not spans.add_up_to(nbytes):
                 raise ProtocolError(f"the runs of a frame do not add up to {nbytes} bytes")
             landed = self._receive(link, Stamp(nonce, chunk, trial, nbytes), region, spans, block)

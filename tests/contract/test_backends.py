@@ -56,9 +56,7 @@ class Ends:
     def __init__(self, name: str, nbytes: int = NBYTES) -> None:
         self.name = name
         network = FakeNetwork(time.monotonic)
-        self._create: Callable[[Peer], Backend] = (
-            (lambda peer: FakeBackend(network, peer)) if name == "fake" else (lambda peer: start(name, peer))
-        )
+        self._create: Callable[[Peer], Backend] = (lambda peer: FakeBackend(network, peer)) if name == "fake" else (lambda peer: start(name, peer))
         self.source, self.target = Memory(nbytes), Memory(nbytes)
         self.source.bytes[:] = np.random.default_rng(3).integers(0, 256, nbytes, dtype=np.uint8)
         self.writer, self.reader = self._create(WRITER), self._create(READER)
@@ -356,19 +354,47 @@ def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, fra
             "random": random.Random(3).randbytes(200),
             "huge": tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 1 << 60),
             "many runs": tcp.FRAME.pack(tcp.WRITE_MAGIC, 1 << 31, 7, 0, 1, 0, 64),
-            "not adding up": tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + span_table([(0, 65)]).pack(),
+            "not adding up": links.sealed(tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + span_table([(0, 65)]).pack()),
         },
         "staged": {
             "random": random.Random(3).randbytes(200),
             "huge": staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 1 << 60),
             "many runs": staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1 << 31, 7, 0, 1, 0, 64, 64),
-            "not adding up": staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + span_table([(0, 65)]).pack(),
+            "not adding up": links.sealed(staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + span_table([(0, 65)]).pack()),
         },
     }
     link.send(frames["tcp" if name == "tcp" else "staged"][frame])
     eventually(lambda: ends.reader.counters["bad_frame"] == 1, "the bad frame is counted")
     link.sock.close()
     assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    ends.close()
+
+
+@pytest.mark.parametrize("name", REAL[1:])
+def test_whichever_byte_of_a_frame_is_damaged_nothing_comes_of_it(name: str) -> None:
+    """One that names another place under the same permit would spoil what landed there before."""
+    from pdcluster.transfer import links, staged, tcp
+
+    ends = Ends(name)
+    ends.connect()
+    ends.permit()
+    ends.target.bytes[:] = 7
+    table = span_table([(128, 64)]).pack()
+    if name == "tcp":
+        good = links.sealed(tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + table)
+    else:
+        good = links.sealed(staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + table)
+    for number in range(len(good)):
+        link = links.connect(WRITER, READER, links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20)
+        if name != "tcp":
+            staged._read_grant(link)
+        link.send(good[:number] + bytes([good[number] ^ 1 << number % 8]) + good[number + 1 :] + bytes(64))
+        with pytest.raises(OSError):  # it hung up, perhaps already
+            link.sock.shutdown(socket.SHUT_WR)
+            link.receive(1)
+        link.sock.close()
+    assert (ends.target.bytes == 7).all() and not ends.reader.arrivals()
+    assert ends.reader.counters["bad_frame"] + ends.reader.counters["link_ended"] == len(good)
     ends.close()
 
 

@@ -86,3 +86,17 @@ def test_after_a_second_arrival_every_chunk_is_read_again() -> None:
     take_digests(pair)
     assert transfer_with_a_byte_changed_after_arrival(pair)
     assert pair.reader.counters["duplicate_arrival"] >= 1 and pair.reader.counters["digest_mismatch"] == 1
+
+
+def test_a_chunk_that_landed_in_the_place_of_another_makes_every_chunk_be_read_again() -> None:
+    """The other's own digest was right when it was taken."""
+    pair = Pair()
+    take_digests(pair, lambda arrival: SPOILED["of other places"](arrival) if arrival.stamp.chunk == 1 else arrival)
+    ticket = pair.open(PAGES, TOKENS)
+    pair.send_all(ticket, SOURCE)
+    pair.poll()
+    pair.poll()
+    pair.target.memory[PAGES[0] * 64 + 5] ^= 1  # chunk 0, by what chunk 1 brought
+    pair.run(2.0)
+    assert len(pair.landed) == 1 and pair.reader.counters["digest_mismatch"] == 1
+    assert all(pair.source.page(source) == pair.target.page(target) for source, target in zip(SOURCE, PAGES, strict=True))

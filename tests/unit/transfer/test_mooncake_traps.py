@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from pdcluster.errors import ConfigError, PeerUnreachable, ProtocolError
 from pdcluster.transfer import staged
 from pdcluster.transfer.base import Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
-from pdcluster.transfer.links import Link
+from pdcluster.transfer.links import Link, sealed
 from pdcluster.transfer.mooncake import QUEUE_LIMIT, MooncakeEngine, check_release, environment
 from pdcluster.transfer.staged import MAX_BLOCKS, StagedBackend
 from pdcluster.transfer.staging import Fabric, StagedSettings
@@ -319,13 +319,13 @@ def answered(data: bytes) -> Iterator[Link]:
 )
 def test_a_ring_of_an_absurd_shape_is_refused_before_anything_is_allocated(blocks: int, block_bytes: int) -> None:
     grant = msgspec.msgpack.encode(staged._Grant(b"far", 0, block_bytes, blocks))
-    with answered(staged.LENGTH.pack(len(grant)) + grant) as link, pytest.raises(ProtocolError, match="a ring of"):
+    with answered(sealed(staged.LENGTH.pack(len(grant)) + grant)) as link, pytest.raises(ProtocolError, match="a ring of"):
         staged._read_grant(link)
 
 
 @pytest.mark.parametrize("grant", [b"", b"\xc1", b"\x94\xc4\x01a\xff\x00\x00", msgspec.msgpack.encode((b"far", -(1 << 62), "8", 8))])
 def test_a_grant_that_is_none_is_refused(grant: bytes) -> None:
-    with answered(staged.LENGTH.pack(len(grant)) + grant) as link, pytest.raises(ProtocolError):
+    with answered(sealed(staged.LENGTH.pack(len(grant)) + grant)) as link, pytest.raises(ProtocolError):
         staged._read_grant(link)
 
 
