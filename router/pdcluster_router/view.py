@@ -1,14 +1,20 @@
-"""What the router believes about the cluster at one moment, as immutable values for the policy. No sockets, no clocks."""
+"""What the router believes about the cluster at one moment, as immutable values for the policy. No sockets, no clocks.
+
+A view is mostly the view before it: `replaced` keeps all that did not change, so that a report costs its own node's row. Nodes have row numbers, by
+name, so that the order in which they came changes nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 
 from pdcluster.cost import NodeCost
 from pdcluster.messages import Endpoint, Load, Role
 from pdcluster_router.pace import Pace, Work, completed, pace, typical_cost
+from pdcluster_router.stations import Pool, Station, Stations, Totals, stations_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,25 +122,163 @@ class NodeView:
         """Requests that wait for their prompt to be computed, or whose prompt is being computed."""
         return self.pending.requests + (self.load.waiting if self.load is not None else 0) + (self.work.prefill_tokens > 0)
 
+    @cached_property
+    def own_station(self) -> Station[float] | None:
+        """None while the node's own cost model is not known."""
+        return self.station(self.pace) if self.pace is not None else None
 
-@dataclass(frozen=True)
+    def station(self, pace: Pace) -> Station[float]:
+        """The node in numbers, at this pace."""
+        missing_rows, tight, spare_pages = self._room()
+        prefill, decode = pace.prefill, pace.decode
+        return Station(
+            float(self.role != "decode"),
+            float(self.num_prompts),
+            float(self.num_requests),
+            pace.wait_s,
+            pace.backlog_s,
+            pace.stretch,
+            prefill.fixed_s,
+            prefill.token_s,
+            prefill.pair_s,
+            prefill.chunk_tokens or inf,
+            decode.fixed_s,
+            decode.row_s,
+            decode.context_s,
+            pace.rows,
+            pace.context_tokens,
+            pace.tpot_s,
+            pace.prompt_step_s,
+            missing_rows,
+            tight,
+            spare_pages,
+            self.block_tokens,
+            self.kv_bytes_per_token,
+        )
+
+    def _room(self) -> tuple[float, float, float]:
+        """missing_rows, tight and spare_pages of a station."""
+        load, pending = self.load, self.pending
+        if load is None:
+            return 0.0, 0.0, 0.0
+        missing = load.slots_used + pending.rows - load.slots + 1
+        left = load.pages_free + load.pages_cached
+        is_tight = load.pages_total > 0 and left < load.pages_total // 4
+        tight = 1.0 / max(load.pages_total - left, 1) if is_tight else 0.0
+        return missing / load.slots if missing > 0 and load.slots else 0.0, tight, left - pending.context_tokens / self.block_tokens
+
+
+class Roster:
+    """Who is in a view, and which legs each node may take: all that stays as it is when nodes only report loads. Kept from view to view.
+
+    row_of: by incarnation. prefill, decode: nodes that may take such a leg; decode_only: those that compute no prompts for others. is_split: whether
+    both legs have nodes, and some node is there for one of them alone."""
+
+    def __init__(self, nodes: Sequence[NodeView]) -> None:
+        size = len(nodes)
+        self.row_of = {node.incarnation: row for row, node in enumerate(nodes)}
+        self.shortest_max_len = min((node.max_len for node in nodes), default=0)
+        accepting = [(row, node.role) for row, node in enumerate(nodes) if node.accepts_work]
+        self.accepting = Pool([row for row, _ in accepting], size)
+        self.prefill = Pool([row for row, role in accepting if role != "decode"], size)
+        self.decode = Pool([row for row, role in accepting if role != "prefill"], size)
+        self.decode_only = Pool([row for row, role in accepting if role == "decode"], size)
+        self.is_split = bool(self.prefill and self.decode) and any(role != "mixed" for _, role in accepting)
+        self.rows_of_name: dict[str, tuple[int, ...]] = {}
+        for row, node in enumerate(nodes):
+            self.rows_of_name[node.name] = (*self.rows_of_name.get(node.name, ()), row)
+        self._media = tuple(frozenset(node.backends) for node in nodes)
+
+    def partners(self, pool: Pool, node: NodeView) -> Pool:
+        """Those that KV of `node` can go to; itself too, if it is in the pool."""
+        media = frozenset(node.backends)
+        return pool.part(media, lambda row: not media.isdisjoint(self._media[row]))
+
+    @staticmethod
+    def holds_for(former: NodeView, now: NodeView) -> bool:
+        """Whether a node that changed leaves the roster as it is."""
+        return (
+            former.role == now.role and former.accepts_work == now.accepts_work and former.max_len == now.max_len and former.backends == now.backends
+        )
+
+
 class ClusterView:
-    nodes: tuple[NodeView, ...]
+    """All nodes that can be reached and have reported; never changed once made.
+
+    nodes: by name, so that the order of reports changes nothing; a node's place is its row. typical: what a step costs where a node has not run
+    enough of its kind; None: told from the nodes."""
+
+    def __init__(self, nodes: Iterable[NodeView], typical: NodeCost | None = None) -> None:
+        self.nodes = tuple(sorted(nodes, key=_by_name))
+        self._typical = typical
+        self._roster: Roster | None = None
+        self._stations: Stations | None = None
+
+    def replaced(self, changed: Mapping[str, NodeView], typical: NodeCost | None = None) -> ClusterView:
+        """The same nodes, some of which changed, by incarnation. What was worked out for the others is kept."""
+        nodes, roster, rows = list(self.nodes), self.roster, []
+        is_same = True
+        for incarnation, node in changed.items():
+            row = roster.row_of[incarnation]
+            is_same = is_same and roster.holds_for(nodes[row], node)
+            nodes[row] = node
+            rows.append(row)
+        view = ClusterView.__new__(ClusterView)
+        view.nodes, view._typical = tuple(nodes), typical
+        view._roster = roster if is_same else None
+        view._stations = None
+        if self._stations is not None and typical is not None and typical is self._typical:
+            view._stations = self._stations.replaced({row: view._station(nodes[row]) for row in rows})
+        return view
+
+    @property
+    def roster(self) -> Roster:
+        if self._roster is None:
+            self._roster = Roster(self.nodes)
+        return self._roster
+
+    @property
+    def stations(self) -> Stations:
+        """For a view that has a typical cost: every node has a pace then."""
+        if self._stations is None:
+            self._stations = stations_of([self._station(node) for node in self.nodes])
+        return self._stations
+
+    def station_of(self, node: NodeView) -> Station[float]:
+        """Of one that may have left the view since."""
+        row = self.roster.row_of.get(node.incarnation)
+        return self._station(node) if row is None else self.stations.one(row)
+
+    def _station(self, node: NodeView) -> Station[float]:
+        if node.own_station is not None:
+            return node.own_station
+        pace = self.pace_of(node)
+        assert pace is not None
+        return node.station(pace)
 
     @cached_property
     def accepting(self) -> tuple[NodeView, ...]:
-        """Nodes that take work, by name, so that the order of reports changes nothing."""
-        return tuple(sorted((node for node in self.nodes if node.accepts_work), key=lambda node: (node.name, node.incarnation)))
+        """Nodes that take work."""
+        return tuple(self.nodes[row] for row in self.roster.accepting.rows)
 
     @cached_property
-    def shortest_max_len(self) -> int:
-        return min((node.max_len for node in self.nodes), default=0)
+    def serving(self) -> Totals:
+        """Of nodes that take work and compute prompts for others."""
+        return self.stations.totals(self.roster.prefill)
+
+    @cached_property
+    def decoding(self) -> Totals:
+        """Of nodes that take work and only decode."""
+        return self.stations.totals(self.roster.decode_only)
 
     @cached_property
     def typical_cost(self) -> NodeCost | None:
         """For nodes that have not run a kind of step; None while nobody has."""
-        by_name = sorted(self.nodes, key=lambda node: (node.name, node.incarnation))
-        return typical_cost([node.cost for node in by_name if node.cost is not None])
+        return self._typical or typical_cost([node.cost for node in self.nodes if node.cost is not None])
+
+    def find(self, incarnation: str) -> NodeView | None:
+        row = self.roster.row_of.get(incarnation)
+        return None if row is None else self.nodes[row]
 
     def pace_of(self, node: NodeView) -> Pace | None:
         """None while nothing is known of steps of some kind, anywhere."""
@@ -142,3 +286,7 @@ class ClusterView:
             return node.pace
         cost = completed(node.cost, self.typical_cost)
         return pace(cost, node.work) if cost is not None else None
+
+
+def _by_name(node: NodeView) -> tuple[str, str]:
+    return node.endpoint.node, node.endpoint.incarnation

@@ -6,7 +6,7 @@ a shadow and the replay all call the same object, and two routers with equal vie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -81,6 +81,10 @@ class Predicted:
     tpot_s: float | None = None
 
 
+Record = Callable[[], tuple[Candidate, ...]]
+"""Tells what was compared and why others were not. Asked when somebody reads it, if ever, so it holds only what never changes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """decode is the node that runs the request to its end; prefill is None in mode local. pull: the node from which the computing node first copies
@@ -89,11 +93,15 @@ class Choice:
     mode: Mode
     prefill: NodeView | None
     decode: NodeView
-    candidates: tuple[Candidate, ...] = ()
+    record: Record = field(default=tuple, compare=False, repr=False)
     predicted: Predicted = Predicted()
     policy: str = ""
     pull: NodeView | None = None
     pull_tokens: int = 0
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return self.record()
 
     @property
     def first(self) -> NodeView:

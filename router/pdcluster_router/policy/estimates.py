@@ -1,12 +1,19 @@
-"""The terms of `seconds`, one function a leg: plain arithmetic over a node's Pace. All in seconds."""
+"""The terms of `seconds`: plain arithmetic over a Station, all in seconds.
+
+Each formula is asked with one node's numbers, or with those of all nodes as arrays; so there is no `if` about a node here, only `larger` and
+`smaller` of two numbers or arrays. TINY stands where zero would be divided by.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic
 
-from pdcluster_router.pace import Pace
+import msgspec
+
 from pdcluster_router.policy.base import Query, Terms
-from pdcluster_router.view import NodeView
+from pdcluster_router.stations import Number, Station
 
 LAST_GROUP = 0.25
 """Share of a prompt's last chunk whose KV leaves after the first token, about: layers go in groups while the later ones are computed."""
@@ -23,6 +30,8 @@ COMFORT = 2.0
 STRAIN = 5.0
 """How much more a second weighs for each time that a pace is beyond that."""
 
+TINY = 1e-300
+
 PREFILL_TERMS = ("wait", "compute", "fetch", "price", "slowed")
 DECODE_TERMS = ("room", "exposed", "decode", "others", "row_price")
 LOCAL_TERMS = (*PREFILL_TERMS, "room", "decode", "others", "row_price")
@@ -33,126 +42,123 @@ Values = tuple[float, ...]
 @dataclass(frozen=True, slots=True)
 class Market:
     """What holds for all nodes at one moment. price: seconds that later prompts lose for each second of work; harm: weight of a running row's pause;
-    share: of the time in which a node that computes prompts for others will do so, local_share: in which a decode node will for its own; source: the
-    node that holds most of the prompt, from which it can be fetched."""
+    share: of the time in which a node that computes prompts for others will do so, local_share: in which a decode node will for its own."""
 
     price: float
     harm: float
     share: float
     local_share: float
-    source: NodeView | None
 
 
-@dataclass(frozen=True, slots=True)
-class Station:
-    """A node and its pace, side by side."""
+class Ask(msgspec.Struct, Generic[Number], frozen=True):
+    """What is asked of each node. row_tokens: what a row will attend to, on average."""
 
-    node: NodeView
-    pace: Pace
+    num_tokens: float
+    output: float
+    row_tokens: float
+    itl_s: float
+    market: Market
+    larger: Callable[[Number, Number | float], Number]
+    smaller: Callable[[Number, Number | float], Number]
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """How a node would come by a prompt's KV: seconds of fetching that its queue does not hide, tokens known then, seconds of computing the rest."""
+def ask(
+    query: Query, market: Market, larger: Callable[[Number, Number | float], Number], smaller: Callable[[Number, Number | float], Number]
+) -> Ask[Number]:
+    output = query.expected_output
+    return Ask(query.num_tokens, output, query.num_tokens + output / 2, query.itl_s, market, larger, smaller)
 
-    fetch_s: float
-    cached: int
-    compute_s: float
-    is_fetched: bool = False
+
+class Prompt(msgspec.Struct, Generic[Number], frozen=True):
+    """How a node would come by a prompt's KV: seconds of fetching that its queue does not hide, seconds of computing the rest, and what each row that
+    runs there loses meanwhile."""
+
+    fetch_s: Number
+    compute_s: Number
+    paused_s: Number
+
+
+class Row(msgspec.Struct, Generic[Number], frozen=True):
+    """What a row would be like on a node. strain: how much more a second weighs there, because rows are slower than is comfortable. others_s: what
+    the running rows lose by one more beside them. price_s: the row's share of the steps that compute prompts, priced."""
+
+    tpot_s: Number
+    strain: Number
+    room_s: Number
+    decode_s: Number
+    others_s: Number
+    price_s: Number
 
 
 def named(names: tuple[str, ...], values: Values) -> Terms:
     return tuple(zip(names, values, strict=True))
 
 
-def prompt_on(station: Station, query: Query, source: NodeView | None) -> Prompt:
-    """By its own cache, or by a copy of what `source` holds, if that is sooner."""
-    node, pace = station.node, station.pace
-    own = query.cached_on(node)
-    alone = Prompt(0.0, own, _compute_s(pace, query, own))
-    if source is None or source is node or query.held_on(source) <= own or not (bytes_s := source.bandwidth.get(node.name, 0.0)):
-        return alone
-    held = query.held_on(source)
-    copy_s = HANDOVER_S + (held - own) * node.kv_bytes_per_token / bytes_s
-    fetched = Prompt(max(copy_s - pace.wait_s, 0.0), held, _compute_s(pace, query, held), is_fetched=True)
-    return fetched if fetched.fetch_s + fetched.compute_s < alone.compute_s else alone
-
-
-def _compute_s(pace: Pace, query: Query, cached: int) -> float:
-    """The prompt's own work, from its first step to its first token."""
-    return pace.prefill.seconds(max(query.num_tokens - cached, 1), cached) * pace.stretch
-
-
-def prefill_values(station: Station, query: Query, market: Market, strain: float = 1.0) -> Values:
-    """slowed: what running rows lose by the prompt; strain: how much more that weighs."""
-    pace, prompt = station.pace, prompt_on(station, query, market.source)
-    paused = pace.paused_s(max(query.num_tokens - prompt.cached, 1), prompt.cached)
-    price = price_on(station, market) * prompt.compute_s
-    return pace.wait_s, prompt.compute_s, prompt.fetch_s, price, market.harm * strain * paused * pace.rows
-
-
-def decode_values(station: Station, query: Query, exposed_s: float, market: Market) -> Values:
-    """exposed_s: the transfer that no computing hides. others: what the running rows lose by one more beside them. row_price: the row's share of the
-    steps that compute prompts, priced."""
-    pace, output = station.pace, query.expected_output
-    row_s = pace.row_s(query.num_tokens + output / 2)
-    share = share_on(station, market)
-    tpot_s, strain = strained(station, query, share)
-    price = price_on(station, market) * share * output * row_s
-    return room_s(station, query, tpot_s), exposed_s, strain * output * tpot_s, strain * output * row_s * pace.rows, price
-
-
-def local_values(station: Station, query: Query, market: Market) -> Values:
-    room, _, decode, others, row_price = decode_values(station, query, 0.0, market)
-    _, strain = strained(station, query, share_on(station, market))
-    return *prefill_values(station, query, market, strain), room, decode, others, row_price
-
-
-def strained(station: Station, query: Query, share: float) -> tuple[float, float]:
-    """Between tokens of this row, with prompts beside it for that share of the time and while what waits now is computed; and how much more a second
-    weighs there, because rows are slower than is comfortable."""
-    pace = station.pace
-    row_s = pace.row_s(query.num_tokens + query.expected_output / 2)
-    now = min(pace.wait_s / max(query.expected_output * (pace.tpot_s + row_s), 1e-9), 1.0)
-    tpot_s = pace.busy_tpot_s(max(share, now), row_s)
-    limit_s = query.itl_s or COMFORT * (pace.decode.fixed_s + row_s)
-    return tpot_s, 1.0 + STRAIN * max(tpot_s / limit_s - 1.0, 0.0) if limit_s > 0 else 1.0
-
-
-def price_on(station: Station, market: Market) -> float:
-    """Work that is done on a decode node delays no prompt of the others."""
-    return 0.0 if station.node.role == "decode" else market.price
-
-
-def share_on(station: Station, market: Market) -> float:
-    return market.local_share if station.node.role == "decode" else market.share
-
-
-def exposed_s(prefill: Station, decode: NodeView, query: Query, compute: float) -> float:
-    """What of a transfer to `decode` is left when the first token is there, and the handing over."""
-    token_s = decode.kv_bytes_per_token / (prefill.node.bandwidth.get(decode.name, 0.0) or UNMEASURED_BYTES_S)
-    missing = query.num_tokens - query.cached_on(decode)
-    last = min(prefill.pace.prefill.chunk_tokens or missing, missing) * LAST_GROUP
-    return HANDOVER_S + max(missing * token_s - compute, last * token_s)
-
-
-def room_s(station: Station, query: Query, tpot_s: float) -> float:
-    """Until there is a row and pages, when those that run give them back at an even rate."""
-    load, pending = station.node.load, station.node.pending
-    if load is None:
+def alone_s(node: Station[float], new: float, cached: float) -> float:
+    """Computing so many tokens behind cached ones, with nothing beside them; 0 for none."""
+    if new <= 0.0:
         return 0.0
-    life_s = query.expected_output * tpot_s
-    rows = load.slots_used + pending.rows - load.slots + 1
-    wait = life_s * rows / load.slots if rows > 0 and load.slots else 0.0
-    if load.pages_total and load.pages_free + load.pages_cached < load.pages_total // 4:
-        wait += life_s * _missing_share(station.node, query)
-    return wait
+    return node.prompt_fixed_s * max(new / node.chunk_tokens, 1.0) + node.token_s * new + node.pair_s * (new * (cached + new / 2))
 
 
-def _missing_share(node: NodeView, query: Query) -> float:
-    """Pages that are missing, as a share of those that rows hold; block_tokens is close enough to a page."""
-    load = node.load
-    assert load is not None
-    used = load.pages_total - load.pages_free - load.pages_cached
-    needed = (query.num_tokens - query.cached_on(node) + query.expected_output + node.pending.context_tokens) / node.block_tokens
-    return max(needed - load.pages_free - load.pages_cached, 0.0) / max(used, 1)
+def own_prompt(ask: Ask[Number], node: Station[Number], cached: Number) -> Prompt[Number]:
+    """By the node's own cache. At least one token is always computed: the first output token is drawn from its logits."""
+    larger = ask.larger
+    new = larger(ask.num_tokens - cached, 1.0)
+    steps = larger(new / node.chunk_tokens, 1.0)
+    alone_s = node.prompt_fixed_s * steps + node.token_s * new + node.pair_s * (new * (cached + new / 2))
+    return Prompt(0.0 * new, alone_s * node.stretch, larger(alone_s - steps * node.decode_fixed_s, 0.0))
+
+
+def fetched_prompt(ask: Ask[Number], node: Station[Number], cached: Number, held: Number, bytes_s: Number) -> Prompt[Number]:
+    """By a copy of what another node holds, which comes while this one's queue is worked off."""
+    copy_s = HANDOVER_S + (held - cached) * node.kv_bytes / bytes_s
+    rest = own_prompt(ask, node, held)
+    return Prompt(ask.larger(copy_s - node.wait_s, 0.0), rest.compute_s, rest.paused_s)
+
+
+def prefill_values(ask: Ask[Number], node: Station[Number], prompt: Prompt[Number], strain: Number | float = 1.0) -> tuple[Number, ...]:
+    """Of PREFILL_TERMS. slowed: what running rows lose by the prompt; strain: how much more that weighs. Work that is done on a decode node delays no
+    prompt of the others, so it has no price."""
+    market = ask.market
+    price_s = node.is_server * market.price * prompt.compute_s
+    return node.wait_s, prompt.compute_s, prompt.fetch_s, price_s, market.harm * strain * prompt.paused_s * node.rows
+
+
+def row_on(ask: Ask[Number], node: Station[Number], cached: Number) -> Row[Number]:
+    """A row beside those that run, with prompts beside it for the market's share of the time, and while what waits now is computed."""
+    larger, market, output = ask.larger, ask.market, ask.output
+    row_s = node.each_row_s + node.context_s * ask.row_tokens
+    quiet_s, busy_s = node.tpot_s + row_s, node.prompt_step_s + row_s
+    share = node.is_server * market.share + (1.0 - node.is_server) * market.local_share
+    at_times = larger(share, ask.smaller(node.wait_s / larger(output * quiet_s, 1e-9), 1.0))
+    tpot_s = quiet_s * busy_s / larger((1.0 - at_times) * busy_s + at_times * quiet_s, TINY)
+    comfort_s = ask.itl_s or larger(COMFORT * (node.decode_fixed_s + row_s), TINY)
+    strain = 1.0 + STRAIN * larger(tpot_s / comfort_s - 1.0, 0.0)
+    missing_pages = larger((ask.num_tokens - cached + output) / node.block_tokens - node.spare_pages, 0.0)
+    return Row(
+        tpot_s,
+        strain,
+        output * tpot_s * (node.missing_rows + missing_pages * node.tight),
+        strain * output * tpot_s,
+        strain * output * row_s * node.rows,
+        node.is_server * market.price * share * output * row_s,
+    )
+
+
+def decode_values(row: Row[Number], exposed_s: Number) -> tuple[Number, ...]:
+    """Of DECODE_TERMS."""
+    return row.room_s, exposed_s, row.decode_s, row.others_s, row.price_s
+
+
+def local_values(ask: Ask[Number], node: Station[Number], prompt: Prompt[Number], row: Row[Number]) -> tuple[Number, ...]:
+    """Of LOCAL_TERMS."""
+    wait_s, compute_s, fetch_s, price_s, slowed_s = prefill_values(ask, node, prompt, row.strain)
+    return wait_s, compute_s, fetch_s, price_s, slowed_s, row.room_s, row.decode_s, row.others_s, row.price_s
+
+
+def exposed_s(ask: Ask[Number], cached: Number, token_s: Number, chunk_tokens: float, compute_s: float) -> Number:
+    """What of a transfer to a node with so much cached is left when the first token is there, and the handing over. token_s: to move a token's KV."""
+    missing = ask.num_tokens - cached
+    last = ask.smaller(missing, chunk_tokens) * LAST_GROUP
+    return HANDOVER_S + ask.larger(missing * token_s - compute_s, last * token_s)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from pdcluster_router.generation import Mode
 from pdcluster_router.policy import pools as filters
 from pdcluster_router.policy.base import Candidate, Choice, LegName, Query, Terms
+from pdcluster_router.stations import Pool
 from pdcluster_router.view import ClusterView, NodeView
 
 
@@ -36,31 +38,38 @@ class Scored:
     def choose(self, query: Query, view: ClusterView) -> Choice:
         found = filters.pools(query, view)
         if query.force == "local" or (query.force == "auto" and not found.is_split):
-            return self._local(found, query)
-        prefills = self._rank(filters.ready(found.prefill, query), "prefill", query)
+            return self._local(found, query, view)
+        prefills = self._rank(filters.ready(found.prefill, query, view), "prefill", query, view)
         prefill = prefills[0].node
-        others = filters.partners(found.decode, prefill)
+        others = filters.partners(found.decode, prefill, view)
         may_be_local = filters.may_be_local(query, found)
-        decodes = self._rank(filters.ready(found.decode if may_be_local else others, query), "decode", query)
+        decodes = self._rank(filters.ready(found.decode if may_be_local else others, query, view), "decode", query, view)
         if may_be_local and (not others or decodes[0].node is prefill):
             alone = Candidate(prefill, "local", prefills[0].cached_tokens, prefills[0].terms, prefills[0].cost)
-            return Choice("local", None, prefill, (alone, *prefills, *decodes, *found.rejected), policy=self.name)
+            return self._choice("local", None, prefill, (alone, *prefills, *decodes), query, view)
         if not others:
             raise filters.no_partner(prefill)
-        apart = self._rank(filters.ready(others, query), "decode", query)
-        return Choice("remote", prefill, apart[0].node, (*prefills, *apart, *found.rejected), policy=self.name)
+        apart = self._rank(filters.ready(others, query, view), "decode", query, view)
+        return self._choice("remote", prefill, apart[0].node, (*prefills, *apart), query, view)
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
-        nodes = filters.partners_of_parked(query, view, prefill)
-        return self._rank(nodes, "decode", query)[0].node if nodes else None
+        pool = filters.partners_of_parked(query, view, prefill)
+        return self._rank(pool, "decode", query, view)[0].node if pool else None
 
-    def _local(self, found: filters.Pools, query: Query) -> Choice:
-        ranked = self._rank(filters.ready(found.local, query), "local", query)
-        return Choice("local", None, ranked[0].node, (*ranked, *found.rejected), policy=self.name)
+    def _local(self, found: filters.Pools, query: Query, view: ClusterView) -> Choice:
+        ranked = self._rank(filters.ready(found.local, query, view), "local", query, view)
+        return self._choice("local", None, ranked[0].node, ranked, query, view)
 
-    def _rank(self, nodes: Sequence[NodeView], leg: LegName, query: Query) -> tuple[Candidate, ...]:
-        if not nodes:
+    def _choice(
+        self, mode: Mode, prefill: NodeView | None, decode: NodeView, compared: tuple[Candidate, ...], query: Query, view: ClusterView
+    ) -> Choice:
+        candidates = compared + filters.rejected(query, view)
+        return Choice(mode, prefill, decode, lambda: candidates, policy=self.name)
+
+    def _rank(self, pool: Pool, leg: LegName, query: Query, view: ClusterView) -> tuple[Candidate, ...]:
+        if not pool:
             return ()
+        nodes = [view.nodes[row] for row in pool.rows]
         scores = self._rule.score(nodes, leg, query)
         candidates = [Candidate(node, leg, query.cached_on(node), terms, cost) for node, (cost, terms) in zip(nodes, scores, strict=True)]
         return tuple(sorted(candidates, key=_order))

@@ -17,47 +17,45 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from heapq import nsmallest
 
 from pdcluster_router.policy import estimates as seconds_of
 from pdcluster_router.policy import pools as filters
-from pdcluster_router.policy.base import Candidate, Choice, LegName, Predicted, Query
-from pdcluster_router.policy.estimates import Market, Station, Values
+from pdcluster_router.policy.base import Candidate, Choice, Predicted, Query, Record
+from pdcluster_router.policy.estimates import Market, Values
 from pdcluster_router.policy.product import Product
+from pdcluster_router.policy.scales import Ranked, Scales, Weighed, scales
 from pdcluster_router.policy.scored import Scored
+from pdcluster_router.stations import Totals
 from pdcluster_router.view import ClusterView, NodeView
-
-MOST_CANDIDATES = 16
-"""Kept for the record, per leg."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
-    """A leg's nodes, best first; the record holds the first of them."""
+class Pick:
+    """A node of a leg, and its terms. skipped: better ones that could not be had."""
 
-    leg: LegName
-    names: tuple[str, ...]
-    entries: tuple[tuple[float, Station, Values], ...]
+    ranked: Ranked
+    row: int
+    values: Values
+    skipped: tuple[int, ...] = ()
+
+    @classmethod
+    def best(cls, ranked: Ranked) -> Pick:
+        row = ranked.best()
+        return cls(ranked, row, ranked.values(row))
 
     @property
     def cost(self) -> float:
-        return self.entries[0][0]
+        return sum(self.values)
 
     @property
-    def best(self) -> Station:
-        return self.entries[0][1]
+    def ttft_s(self) -> float:
+        """wait, compute and fetch are the first terms of both legs that compute a prompt."""
+        return sum(self.values[:3])
 
-    @property
-    def values(self) -> Values:
-        return self.entries[0][2]
 
-    def candidates(self, query: Query, rejected_by: str = "") -> tuple[Candidate, ...]:
-        return tuple(
-            Candidate(station.node, self.leg, query.cached_on(station.node), seconds_of.named(self.names, values), cost, rejected_by)
-            for cost, station, values in self.entries
-        )
+Pair = tuple[Pick, Pick]
+"""A prefill and a decode leg."""
 
 
 class Seconds:
@@ -77,162 +75,143 @@ class Seconds:
         if view.typical_cost is None:
             return replace(self._cold.choose(query, view), policy=self.name)
         found = filters.pools(query, view)
-        market = self._market(view, query)
-        remote = self._remote(found, query, view, market) if query.force != "local" else None
+        weighed = self._weighed(query, view)
+        remote = self._remote(found, query, view, weighed) if query.force != "local" else None
         if remote is None and query.force != "local" and not filters.may_be_local(query, found):
-            raise filters.no_partner(filters.ready(found.prefill, query)[0])
+            raise filters.no_partner(view.nodes[filters.ready(found.prefill, query, view).rows[0]])
         local = None
         if remote is None or (query.force == "auto" and (query.fallback == "conditional" or not found.is_split)):
-            local = self._rank_local(_stations(view, filters.ready(found.local, query)), query, market)
-        return self._decide(query, remote, local, market, found.rejected)
+            local = weighed.local(filters.ready(found.local, query, view))
+        return self._decide(query, view, weighed, remote, local)
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
         if view.typical_cost is None:
             return self._cold.choose_decode(query, view, prefill)
-        nodes = filters.partners_of_parked(query, view, prefill)
-        (source,) = _stations(view, (prefill,))
-        return self._rank_decode(_stations(view, nodes), query, source, 0.0, self._market(view, query)).best.node if nodes else None
+        pool = filters.partners_of_parked(query, view, prefill)
+        if not pool:
+            return None
+        return view.nodes[self._weighed(query, view).decode(pool, prefill, 0.0).best()]
 
     # ------------------------------------------------------------ legs
 
-    def _market(self, view: ClusterView, query: Query) -> Market:
-        stations = _stations(view, view.accepting)
-        computing = [station for station in stations if station.node.role != "decode"]
-        return Market(
-            price=self._price(computing or stations),
+    def _weighed(self, query: Query, view: ClusterView) -> Weighed:
+        asked = scales(query, view)
+        serving, decoding = view.serving, view.decoding
+        market = Market(
+            price=self._price(serving if serving.num_nodes else decoding),
             harm=self._harm,
-            share=max(_share_now(computing), _share_later(stations, computing, query)),
-            local_share=_share_now([station for station in stations if station.node.role == "decode"]),
-            source=max(view.accepting, key=query.held_on, default=None),
+            share=max(_share_now(serving), _share_later(serving, decoding, query, view, asked)),
+            local_share=_share_now(decoding),
         )
+        return asked.weigh(market, asked.holder(view.roster.accepting) if view.roster.accepting else None)
 
-    def _price(self, stations: Sequence[Station]) -> float:
+    def _price(self, nodes: Totals) -> float:
         """Rule 1: the shortest queue in average prompts, times alpha."""
-        shortest = min((station.pace.wait_s for station in stations), default=0.0)
-        if shortest <= 0.0:
+        if nodes.least_wait_s <= 0.0:
             return 0.0
-        prompts = sum(station.node.num_prompts for station in stations)
-        return self._alpha * shortest * max(prompts, 1) / sum(station.pace.backlog_s for station in stations)
+        return self._alpha * nodes.least_wait_s * max(nodes.prompts, 1) / nodes.backlog_s
 
-    def _remote(self, found: filters.Pools, query: Query, view: ClusterView, market: Market) -> tuple[Ranked, Ranked] | None:
+    def _remote(self, found: filters.Pools, query: Query, view: ClusterView, weighed: Weighed) -> Pair | None:
         """The best prefill node that has a partner, and its best partner."""
         if not (found.prefill and found.decode):
             return None
-        prefills = self._rank_prefill(_stations(view, filters.ready(found.prefill, query)), query, market)
-        for index, (_, station, values) in enumerate(prefills.entries):
-            partners = filters.ready(filters.partners(found.decode, station.node), query)
-            if partners:
-                decodes = self._rank_decode(_stations(view, partners), query, station, values[1], market)
-                return replace(prefills, entries=prefills.entries[index:]), decodes
-        return None
-
-    def _rank_prefill(self, stations: Sequence[Station], query: Query, market: Market) -> Ranked:
-        values = [seconds_of.prefill_values(station, query, market) for station in stations]
-        return _rank("prefill", seconds_of.PREFILL_TERMS, stations, values)
-
-    def _rank_decode(self, stations: Sequence[Station], query: Query, prefill: Station, compute: float, market: Market) -> Ranked:
-        exposed = [seconds_of.exposed_s(prefill, station.node, query, compute) for station in stations]
-        values = [seconds_of.decode_values(station, query, late, market) for station, late in zip(stations, exposed, strict=True)]
-        return _rank("decode", seconds_of.DECODE_TERMS, stations, values)
-
-    def _rank_local(self, stations: Sequence[Station], query: Query, market: Market) -> Ranked:
-        values = [seconds_of.local_values(station, query, market) for station in stations]
-        return _rank("local", seconds_of.LOCAL_TERMS, stations, values)
+        prefills = weighed.prefill(filters.ready(found.prefill, query, view))
+        pick, skipped = Pick.best(prefills), 0
+        while not (partners := filters.partners(found.decode, view.nodes[pick.row], view)):
+            order = prefills.order()
+            skipped += 1
+            if skipped == len(order):
+                return None
+            pick = Pick(prefills, order[skipped], prefills.values(order[skipped]), tuple(order[:skipped]))
+        decodes = weighed.decode(filters.ready(partners, query, view), view.nodes[pick.row], pick.values[1])
+        return pick, Pick.best(decodes)
 
     # ------------------------------------------------------------ modes
 
-    def _decide(
-        self, query: Query, remote: tuple[Ranked, Ranked] | None, local: Ranked | None, market: Market, rejected: tuple[Candidate, ...]
-    ) -> Choice:
+    def _decide(self, query: Query, view: ClusterView, weighed: Weighed, remote: Pair | None, local: Ranked | None) -> Choice:
+        rejected = filters.rejected(query, view)
         if remote is None:
             assert local is not None
-            return self._local_choice(local, market, query, local.candidates(query) + rejected)
-        record = remote[0].candidates(query) + remote[1].candidates(query)
+            return self._local_choice(Pick.best(local), view, weighed, Compared((local.record(),), rejected))
+        pair = (remote[0].ranked.record(skipped=remote[0].skipped), remote[1].ranked.record())
         if local is None:
-            return self._remote_choice(remote, market, query, record + rejected)
-        calm = self._without_long_pauses(local, query) if self._keeps_pace(remote[0].best, query) else local
-        record += local.candidates(query) if calm is not None else local.candidates(query, "holds up running rows")
+            return self._remote_choice(remote, view, weighed, Compared(pair, rejected))
+        calm: Pick | None = Pick.best(local)
+        if self._keeps_pace(remote[0].row, query, view):
+            calm = self._calm(local, query, view)
+        compared = *pair, local.record("" if calm is not None else "holds up running rows")
         if calm is not None and self._is_local_better(query, remote, calm):
-            return self._local_choice(calm, market, query, record + rejected)
-        return self._remote_choice(remote, market, query, record + rejected)
+            return self._local_choice(calm, view, weighed, Compared(compared, rejected))
+        return self._remote_choice(remote, view, weighed, Compared(compared, rejected))
 
-    def _without_long_pauses(self, local: Ranked, query: Query) -> Ranked | None:
-        entries = tuple(entry for entry in local.entries if self._keeps_pace(entry[1], query))
-        return replace(local, entries=entries) if entries else None
+    def _calm(self, local: Ranked, query: Query, view: ClusterView) -> Pick | None:
+        """The best one that holds up no running rows for long."""
+        best = Pick.best(local)
+        if self._keeps_pace(best.row, query, view):
+            return best
+        row = next((row for row in local.order() if self._keeps_pace(row, query, view)), None)
+        return None if row is None else Pick(local, row, local.values(row))
 
-    def _keeps_pace(self, station: Station, query: Query) -> bool:
-        pace = station.pace
-        if pace.rows == 0:
+    def _keeps_pace(self, row: int, query: Query, view: ClusterView) -> bool:
+        node = view.nodes[row]
+        if not node.work.rows:
             return True
+        pace = view.pace_of(node)
+        assert pace is not None
         limit_s = query.itl_s if query.itl_s > 0 else self._gap * pace.tpot_s
-        cached = query.cached_on(station.node)
+        cached = query.cached_on(node)
         return pace.gap_s(query.num_tokens - cached, cached) <= limit_s
 
-    def _is_local_better(self, query: Query, remote: tuple[Ranked, Ranked], local: Ranked) -> bool:
+    def _is_local_better(self, query: Query, remote: Pair, local: Pick) -> bool:
         remote_cost = remote[0].cost + remote[1].cost
-        margin = self._margin * min(_ttft(remote[0].values), _ttft(local.values))
+        margin = self._margin * min(remote[0].ttft_s, local.ttft_s)
         if query.previous == "remote":
             return local.cost + margin < remote_cost
         return local.cost < remote_cost + (margin if query.previous == "local" else 0.0)
 
-    def _local_choice(self, local: Ranked, market: Market, query: Query, record: tuple[Candidate, ...]) -> Choice:
-        return Choice("local", None, local.best.node, record, _predicted(local, local, market, query), self.name, _pull(local.best, market, query))
+    def _local_choice(self, local: Pick, view: ClusterView, weighed: Weighed, record: Record) -> Choice:
+        predicted = Predicted(local.ttft_s, weighed.tpot_s(local.row))
+        return Choice("local", None, view.nodes[local.row], record, predicted, self.name, _pull(local.row, view, weighed))
 
-    def _remote_choice(self, remote: tuple[Ranked, Ranked], market: Market, query: Query, record: tuple[Candidate, ...]) -> Choice:
-        prefills, decodes = remote
-        predicted, pull = _predicted(prefills, decodes, market, query), _pull(prefills.best, market, query)
-        return Choice("remote", prefills.best.node, decodes.best.node, record, predicted, self.name, pull)
-
-
-def _predicted(first: Ranked, decodes: Ranked, market: Market, query: Query) -> Predicted:
-    tpot_s, _ = seconds_of.strained(decodes.best, query, seconds_of.share_on(decodes.best, market))
-    return Predicted(_ttft(first.values), tpot_s)
+    def _remote_choice(self, remote: Pair, view: ClusterView, weighed: Weighed, record: Record) -> Choice:
+        prefill, decode = remote
+        predicted, pull = Predicted(prefill.ttft_s, weighed.tpot_s(decode.row)), _pull(prefill.row, view, weighed)
+        return Choice("remote", view.nodes[prefill.row], view.nodes[decode.row], record, predicted, self.name, pull)
 
 
-def _pull(station: Station, market: Market, query: Query) -> NodeView | None:
-    return market.source if seconds_of.prompt_on(station, query, market.source).is_fetched else None
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The record of a choice."""
+
+    legs: tuple[Record, ...]
+    rejected: tuple[Candidate, ...]
+
+    def __call__(self) -> tuple[Candidate, ...]:
+        return *(candidate for leg in self.legs for candidate in leg()), *self.rejected
 
 
-def _ttft(values: Values) -> float:
-    """wait, compute and fetch are the first terms of both legs that compute a prompt."""
-    return sum(values[:3])
+def _pull(row: int, view: ClusterView, weighed: Weighed) -> NodeView | None:
+    return view.nodes[weighed.source] if weighed.source is not None and weighed.is_fetched(row) else None
 
 
 MOST_SHARE = 0.9
 """Nobody computes prompts for longer than that and still takes rows."""
 
 
-def _share_now(stations: Sequence[Station]) -> float:
+def _share_now(nodes: Totals) -> float:
     """Of the time in which such nodes compute prompts, told from how many prompts are there: with Poisson arrivals ρ = N ÷ (1 + N)."""
-    prompts = sum(station.node.num_prompts for station in stations)
-    return prompts / (prompts + len(stations)) if stations else 0.0
+    return nodes.prompts / (nodes.prompts + nodes.num_nodes) if nodes.num_nodes else 0.0
 
 
-def _share_later(stations: Sequence[Station], computing: Sequence[Station], query: Query) -> float:
+def _share_later(serving: Totals, decoding: Totals, query: Query, view: ClusterView, asked: Scales) -> float:
     """The same over the life of an answer. By Little's law the rows that run came at rows ÷ (output × TPOT) a second, each with a prompt about as
     long as what it attends to now, and cached about as far as this one is at best."""
-    rows = sum(station.pace.rows for station in stations)
-    life_s = query.expected_output * sum(station.pace.tpot_s * station.pace.rows for station in stations) / max(rows, 1)
-    if life_s <= 0.0 or not computing:
+    rows = serving.rows + decoding.rows
+    life_s = query.expected_output * (serving.tpot_rows + decoding.tpot_rows) / max(rows, 1)
+    if life_s <= 0.0 or not serving.num_nodes:
         return 0.0
-    mean = sum(station.pace.context_tokens for station in stations) / rows
-    known = max(query.cached_on(station.node) for station in computing) / query.num_tokens
-    work_s = computing[0].pace.prefill.seconds(mean * (1 - known), mean * known)
-    return min(work_s * rows / life_s / len(computing), MOST_SHARE)
-
-
-def _rank(leg: LegName, names: tuple[str, ...], stations: Sequence[Station], values: Sequence[Values]) -> Ranked:
-    """Ties go to the node with fewer requests, then by name: stations come sorted by name."""
-    costs = [sum(terms) for terms in values]
-    best = nsmallest(MOST_CANDIDATES, range(len(stations)), key=lambda i: (costs[i], stations[i].node.num_requests))
-    return Ranked(leg, names, tuple((costs[i], stations[i], values[i]) for i in best))
-
-
-def _stations(view: ClusterView, nodes: Sequence[NodeView]) -> Sequence[Station]:
-    """For a view that has a typical cost: every node has a pace then."""
-    stations = []
-    for node in nodes:
-        pace = view.pace_of(node)
-        assert pace is not None
-        stations.append(Station(node, pace))
-    return stations
+    computing = view.roster.prefill
+    mean = (serving.context_tokens + decoding.context_tokens) / rows
+    known = asked.most_cached(computing) / query.num_tokens
+    work_s = seconds_of.alone_s(view.stations.one(computing.rows[0]), mean * (1 - known), mean * known)
+    return min(work_s * rows / life_s / serving.num_nodes, MOST_SHARE)

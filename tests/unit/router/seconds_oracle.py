@@ -1,0 +1,416 @@
+"""The policy `seconds` as one would write it first: node by node, nothing kept between choices. Its production form must choose and price alike
+(test_seconds_oracle). A change of a rule is made in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import nsmallest
+
+from pdcluster.errors import Unavailable
+from pdcluster_router.pace import Pace
+from pdcluster_router.policy.base import Candidate, Choice, LegName, Predicted, Query, Terms
+from pdcluster_router.policy.estimates import (
+    COMFORT,
+    DECODE_TERMS,
+    HANDOVER_S,
+    LAST_GROUP,
+    LOCAL_TERMS,
+    PREFILL_TERMS,
+    STRAIN,
+    UNMEASURED_BYTES_S,
+)
+from pdcluster_router.policy.product import Product
+from pdcluster_router.policy.scales import MOST_CANDIDATES
+from pdcluster_router.policy.scored import Scored
+from pdcluster_router.policy.seconds import MOST_SHARE
+from pdcluster_router.view import ClusterView, NodeView
+
+Values = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Market:
+    """What holds for all nodes at one moment. price: seconds that later prompts lose for each second of work; harm: weight of a running row's pause;
+    share: of the time in which a node that computes prompts for others will do so, local_share: in which a decode node will for its own; source: the
+    node that holds most of the prompt, from which it can be fetched."""
+
+    price: float
+    harm: float
+    share: float
+    local_share: float
+    source: NodeView | None
+
+
+@dataclass(frozen=True, slots=True)
+class Station:
+    """A node and its pace, side by side."""
+
+    node: NodeView
+    pace: Pace
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """How a node would come by a prompt's KV: seconds of fetching that its queue does not hide, tokens known then, seconds of computing the rest."""
+
+    fetch_s: float
+    cached: int
+    compute_s: float
+    is_fetched: bool = False
+
+
+def named(names: tuple[str, ...], values: Values) -> Terms:
+    return tuple(zip(names, values, strict=True))
+
+
+def prompt_on(station: Station, query: Query, source: NodeView | None) -> Prompt:
+    """By its own cache, or by a copy of what `source` holds, if that is sooner."""
+    node, pace = station.node, station.pace
+    own = query.cached_on(node)
+    alone = Prompt(0.0, own, _compute_s(pace, query, own))
+    if source is None or source is node or query.held_on(source) <= own or not (bytes_s := source.bandwidth.get(node.name, 0.0)):
+        return alone
+    held = query.held_on(source)
+    copy_s = HANDOVER_S + (held - own) * node.kv_bytes_per_token / bytes_s
+    fetched = Prompt(max(copy_s - pace.wait_s, 0.0), held, _compute_s(pace, query, held), is_fetched=True)
+    return fetched if fetched.fetch_s + fetched.compute_s < alone.compute_s else alone
+
+
+def _compute_s(pace: Pace, query: Query, cached: int) -> float:
+    """The prompt's own work, from its first step to its first token."""
+    return pace.prefill.seconds(max(query.num_tokens - cached, 1), cached) * pace.stretch
+
+
+def prefill_values(station: Station, query: Query, market: Market, strain: float = 1.0) -> Values:
+    """slowed: what running rows lose by the prompt; strain: how much more that weighs."""
+    pace, prompt = station.pace, prompt_on(station, query, market.source)
+    paused = pace.paused_s(max(query.num_tokens - prompt.cached, 1), prompt.cached)
+    price = price_on(station, market) * prompt.compute_s
+    return pace.wait_s, prompt.compute_s, prompt.fetch_s, price, market.harm * strain * paused * pace.rows
+
+
+def decode_values(station: Station, query: Query, exposed_s: float, market: Market) -> Values:
+    """exposed_s: the transfer that no computing hides. others: what the running rows lose by one more beside them. row_price: the row's share of the
+    steps that compute prompts, priced."""
+    pace, output = station.pace, query.expected_output
+    row_s = pace.row_s(query.num_tokens + output / 2)
+    share = share_on(station, market)
+    tpot_s, strain = strained(station, query, share)
+    price = price_on(station, market) * share * output * row_s
+    return room_s(station, query, tpot_s), exposed_s, strain * output * tpot_s, strain * output * row_s * pace.rows, price
+
+
+def local_values(station: Station, query: Query, market: Market) -> Values:
+    room, _, decode, others, row_price = decode_values(station, query, 0.0, market)
+    _, strain = strained(station, query, share_on(station, market))
+    return *prefill_values(station, query, market, strain), room, decode, others, row_price
+
+
+def strained(station: Station, query: Query, share: float) -> tuple[float, float]:
+    """Between tokens of this row, with prompts beside it for that share of the time and while what waits now is computed; and how much more a second
+    weighs there, because rows are slower than is comfortable."""
+    pace = station.pace
+    row_s = pace.row_s(query.num_tokens + query.expected_output / 2)
+    now = min(pace.wait_s / max(query.expected_output * (pace.tpot_s + row_s), 1e-9), 1.0)
+    tpot_s = pace.busy_tpot_s(max(share, now), row_s)
+    limit_s = query.itl_s or COMFORT * (pace.decode.fixed_s + row_s)
+    return tpot_s, 1.0 + STRAIN * max(tpot_s / limit_s - 1.0, 0.0) if limit_s > 0 else 1.0
+
+
+def price_on(station: Station, market: Market) -> float:
+    """Work that is done on a decode node delays no prompt of the others."""
+    return 0.0 if station.node.role == "decode" else market.price
+
+
+def share_on(station: Station, market: Market) -> float:
+    return market.local_share if station.node.role == "decode" else market.share
+
+
+def exposed_s(prefill: Station, decode: NodeView, query: Query, compute: float) -> float:
+    """What of a transfer to `decode` is left when the first token is there, and the handing over."""
+    token_s = decode.kv_bytes_per_token / (prefill.node.bandwidth.get(decode.name, 0.0) or UNMEASURED_BYTES_S)
+    missing = query.num_tokens - query.cached_on(decode)
+    last = min(prefill.pace.prefill.chunk_tokens or missing, missing) * LAST_GROUP
+    return HANDOVER_S + max(missing * token_s - compute, last * token_s)
+
+
+def room_s(station: Station, query: Query, tpot_s: float) -> float:
+    """Until there is a row and pages, when those that run give them back at an even rate."""
+    load, pending = station.node.load, station.node.pending
+    if load is None:
+        return 0.0
+    life_s = query.expected_output * tpot_s
+    rows = load.slots_used + pending.rows - load.slots + 1
+    wait = life_s * rows / load.slots if rows > 0 and load.slots else 0.0
+    if load.pages_total and load.pages_free + load.pages_cached < load.pages_total // 4:
+        wait += life_s * _missing_share(station.node, query)
+    return wait
+
+
+def _missing_share(node: NodeView, query: Query) -> float:
+    """Pages that are missing, as a share of those that rows hold; block_tokens is close enough to a page."""
+    load = node.load
+    assert load is not None
+    used = load.pages_total - load.pages_free - load.pages_cached
+    needed = (query.num_tokens - query.cached_on(node) + query.expected_output + node.pending.context_tokens) / node.block_tokens
+    return max(needed - load.pages_free - load.pages_cached, 0.0) / max(used, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A leg's nodes, best first; the record holds the first of them."""
+
+    leg: LegName
+    names: tuple[str, ...]
+    entries: tuple[tuple[float, Station, Values], ...]
+
+    @property
+    def cost(self) -> float:
+        return self.entries[0][0]
+
+    @property
+    def best(self) -> Station:
+        return self.entries[0][1]
+
+    @property
+    def values(self) -> Values:
+        return self.entries[0][2]
+
+    def candidates(self, query: Query, rejected_by: str = "") -> tuple[Candidate, ...]:
+        return tuple(
+            Candidate(station.node, self.leg, query.cached_on(station.node), named(self.names, values), cost, rejected_by)
+            for cost, station, values in self.entries
+        )
+
+
+class PlainSeconds:
+    """Implements Policy. alpha: see rule 1; harm: weight of a running row's pause against the new request's own seconds; margin: of the last mode,
+    as a share of the time to first token; gap: times a batch's own pace that its rows may be held up, when no limit is given in seconds."""
+
+    name = "seconds"
+
+    def __init__(self, alpha: float = 3.0, harm: float = 1.0, margin: float = 0.1, gap: float = 4.0) -> None:
+        self._alpha = alpha
+        self._harm = harm
+        self._margin = margin
+        self._gap = gap
+        self._cold = Scored(Product())
+
+    def choose(self, query: Query, view: ClusterView) -> Choice:
+        if view.typical_cost is None:
+            return replace(self._cold.choose(query, view), policy=self.name)
+        found = pools(query, view)
+        market = self._market(view, query)
+        remote = self._remote(found, query, view, market) if query.force != "local" else None
+        if remote is None and query.force != "local" and not may_be_local(query, found):
+            raise Unavailable("no partner")
+        local = None
+        if remote is None or (query.force == "auto" and (query.fallback == "conditional" or not found.is_split)):
+            local = self._rank_local(_stations(view, ready(found.local, query)), query, market)
+        return self._decide(query, remote, local, market)
+
+    def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
+        if view.typical_cost is None:
+            return self._cold.choose_decode(query, view, prefill)
+        nodes = partners_of_parked(query, view, prefill)
+        (source,) = _stations(view, (prefill,))
+        return self._rank_decode(_stations(view, nodes), query, source, 0.0, self._market(view, query)).best.node if nodes else None
+
+    # ------------------------------------------------------------ legs
+
+    def _market(self, view: ClusterView, query: Query) -> Market:
+        stations = _stations(view, view.accepting)
+        computing = [station for station in stations if station.node.role != "decode"]
+        return Market(
+            price=self._price(computing or stations),
+            harm=self._harm,
+            share=max(_share_now(computing), _share_later(stations, computing, query)),
+            local_share=_share_now([station for station in stations if station.node.role == "decode"]),
+            source=max(view.accepting, key=query.held_on, default=None),
+        )
+
+    def _price(self, stations: Sequence[Station]) -> float:
+        """Rule 1: the shortest queue in average prompts, times alpha."""
+        shortest = min((station.pace.wait_s for station in stations), default=0.0)
+        if shortest <= 0.0:
+            return 0.0
+        prompts = sum(station.node.num_prompts for station in stations)
+        return self._alpha * shortest * max(prompts, 1) / sum(station.pace.backlog_s for station in stations)
+
+    def _remote(self, found: Pools, query: Query, view: ClusterView, market: Market) -> tuple[Ranked, Ranked] | None:
+        """The best prefill node that has a partner, and its best partner."""
+        if not (found.prefill and found.decode):
+            return None
+        prefills = self._rank_prefill(_stations(view, ready(found.prefill, query)), query, market)
+        for index, (_, station, values) in enumerate(prefills.entries):
+            able = ready(partners(found.decode, station.node), query)
+            if able:
+                decodes = self._rank_decode(_stations(view, able), query, station, values[1], market)
+                return replace(prefills, entries=prefills.entries[index:]), decodes
+        return None
+
+    def _rank_prefill(self, stations: Sequence[Station], query: Query, market: Market) -> Ranked:
+        values = [prefill_values(station, query, market) for station in stations]
+        return _rank("prefill", PREFILL_TERMS, stations, values)
+
+    def _rank_decode(self, stations: Sequence[Station], query: Query, prefill: Station, compute: float, market: Market) -> Ranked:
+        exposed = [exposed_s(prefill, station.node, query, compute) for station in stations]
+        values = [decode_values(station, query, late, market) for station, late in zip(stations, exposed, strict=True)]
+        return _rank("decode", DECODE_TERMS, stations, values)
+
+    def _rank_local(self, stations: Sequence[Station], query: Query, market: Market) -> Ranked:
+        values = [local_values(station, query, market) for station in stations]
+        return _rank("local", LOCAL_TERMS, stations, values)
+
+    # ------------------------------------------------------------ modes
+
+    def _decide(self, query: Query, remote: tuple[Ranked, Ranked] | None, local: Ranked | None, market: Market) -> Choice:
+        if remote is None:
+            assert local is not None
+            return self._local_choice(local, market, query, local.candidates(query))
+        record = remote[0].candidates(query) + remote[1].candidates(query)
+        if local is None:
+            return self._remote_choice(remote, market, query, record)
+        calm = self._without_long_pauses(local, query) if self._keeps_pace(remote[0].best, query) else local
+        record += local.candidates(query) if calm is not None else local.candidates(query, "holds up running rows")
+        if calm is not None and self._is_local_better(query, remote, calm):
+            return self._local_choice(calm, market, query, record)
+        return self._remote_choice(remote, market, query, record)
+
+    def _without_long_pauses(self, local: Ranked, query: Query) -> Ranked | None:
+        entries = tuple(entry for entry in local.entries if self._keeps_pace(entry[1], query))
+        return replace(local, entries=entries) if entries else None
+
+    def _keeps_pace(self, station: Station, query: Query) -> bool:
+        pace = station.pace
+        if pace.rows == 0:
+            return True
+        limit_s = query.itl_s if query.itl_s > 0 else self._gap * pace.tpot_s
+        cached = query.cached_on(station.node)
+        return pace.gap_s(query.num_tokens - cached, cached) <= limit_s
+
+    def _is_local_better(self, query: Query, remote: tuple[Ranked, Ranked], local: Ranked) -> bool:
+        remote_cost = remote[0].cost + remote[1].cost
+        margin = self._margin * min(_ttft(remote[0].values), _ttft(local.values))
+        if query.previous == "remote":
+            return local.cost + margin < remote_cost
+        return local.cost < remote_cost + (margin if query.previous == "local" else 0.0)
+
+    def _local_choice(self, local: Ranked, market: Market, query: Query, record: tuple[Candidate, ...]) -> Choice:
+        return Choice(
+            "local", None, local.best.node, lambda: record, _predicted(local, local, market, query), self.name, _pull(local.best, market, query)
+        )
+
+    def _remote_choice(self, remote: tuple[Ranked, Ranked], market: Market, query: Query, record: tuple[Candidate, ...]) -> Choice:
+        prefills, decodes = remote
+        predicted, pull = _predicted(prefills, decodes, market, query), _pull(prefills.best, market, query)
+        return Choice("remote", prefills.best.node, decodes.best.node, lambda: record, predicted, self.name, pull)
+
+
+def _predicted(first: Ranked, decodes: Ranked, market: Market, query: Query) -> Predicted:
+    tpot_s, _ = strained(decodes.best, query, share_on(decodes.best, market))
+    return Predicted(_ttft(first.values), tpot_s)
+
+
+def _pull(station: Station, market: Market, query: Query) -> NodeView | None:
+    return market.source if prompt_on(station, query, market.source).is_fetched else None
+
+
+def _ttft(values: Values) -> float:
+    """wait, compute and fetch are the first terms of both legs that compute a prompt."""
+    return sum(values[:3])
+
+
+def _share_now(stations: Sequence[Station]) -> float:
+    """Of the time in which such nodes compute prompts, told from how many prompts are there: with Poisson arrivals ρ = N ÷ (1 + N)."""
+    prompts = sum(station.node.num_prompts for station in stations)
+    return prompts / (prompts + len(stations)) if stations else 0.0
+
+
+def _share_later(stations: Sequence[Station], computing: Sequence[Station], query: Query) -> float:
+    """The same over the life of an answer. By Little's law the rows that run came at rows ÷ (output × TPOT) a second, each with a prompt about as
+    long as what it attends to now, and cached about as far as this one is at best."""
+    rows = sum(station.pace.rows for station in stations)
+    life_s = query.expected_output * sum(station.pace.tpot_s * station.pace.rows for station in stations) / max(rows, 1)
+    if life_s <= 0.0 or not computing:
+        return 0.0
+    mean = sum(station.pace.context_tokens for station in stations) / rows
+    known = max(query.cached_on(station.node) for station in computing) / query.num_tokens
+    work_s = computing[0].pace.prefill.seconds(mean * (1 - known), mean * known)
+    return min(work_s * rows / life_s / len(computing), MOST_SHARE)
+
+
+def _rank(leg: LegName, names: tuple[str, ...], stations: Sequence[Station], values: Sequence[Values]) -> Ranked:
+    """Ties go to the node with fewer requests, then by name: stations come sorted by name."""
+    costs = [sum(terms) for terms in values]
+    best = nsmallest(MOST_CANDIDATES, range(len(stations)), key=lambda i: (costs[i], stations[i].node.num_requests))
+    return Ranked(leg, names, tuple((costs[i], stations[i], values[i]) for i in best))
+
+
+def _stations(view: ClusterView, nodes: Sequence[NodeView]) -> Sequence[Station]:
+    """For a view that has a typical cost: every node has a pace then."""
+    stations = []
+    for node in nodes:
+        pace = view.pace_of(node)
+        assert pace is not None
+        stations.append(Station(node, pace))
+    return stations
+
+
+# ---------------------------------------------------------------- which nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    prefill: tuple[NodeView, ...]
+    decode: tuple[NodeView, ...]
+    local: tuple[NodeView, ...]
+
+    @property
+    def is_split(self) -> bool:
+        return bool(self.prefill and self.decode) and any(node.role != "mixed" for node in self.local)
+
+
+def pools(query: Query, view: ClusterView) -> Pools:
+    usable = _by_name([node for node in view.nodes if node.accepts_work and node.max_len >= query.num_tokens])
+    if not usable:
+        raise Unavailable("no node")
+    if query.force != "remote" and query.fallback != "deny":
+        usable = fresh(usable, query)
+    found = Pools(
+        prefill=fresh([node for node in usable if node.role != "decode"], query),
+        decode=fresh([node for node in usable if node.role != "prefill"], query),
+        local=fresh(usable, query),
+    )
+    needs_pair = query.force == "remote" or (query.force == "auto" and query.fallback == "deny")
+    if needs_pair and not (found.prefill and found.decode):
+        raise Unavailable("no pair")
+    return found
+
+
+def may_be_local(query: Query, found: Pools) -> bool:
+    return query.force == "auto" and (query.fallback != "deny" or not found.is_split)
+
+
+def fresh(nodes: Sequence[NodeView], query: Query) -> tuple[NodeView, ...]:
+    return tuple(node for node in nodes if node.incarnation not in query.excluded) or tuple(nodes)
+
+
+def ready(nodes: Sequence[NodeView], query: Query) -> tuple[NodeView, ...]:
+    return tuple(node for node in nodes if node.incarnation not in query.busy) or tuple(nodes)
+
+
+def partners(nodes: Sequence[NodeView], prefill: NodeView) -> tuple[NodeView, ...]:
+    return tuple(node for node in nodes if node is not prefill and node.can_exchange(prefill))
+
+
+def partners_of_parked(query: Query, view: ClusterView, prefill: NodeView) -> tuple[NodeView, ...]:
+    able = [node for node in view.nodes if node.role != "prefill" and node.accepts_work and node.max_len >= query.num_tokens]
+    apart = [node for node in able if node.incarnation not in query.excluded and node.incarnation != prefill.incarnation]
+    return ready(partners(_by_name(apart), prefill), query)
+
+
+def _by_name(nodes: Sequence[NodeView]) -> tuple[NodeView, ...]:
+    return tuple(sorted(nodes, key=lambda node: (node.name, node.incarnation)))

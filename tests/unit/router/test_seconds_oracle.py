@@ -1,0 +1,105 @@
+"""`seconds` in production against the plain way to write it: over any view and query they choose and price alike, node by node and all at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from policy_cases import clusters, queries
+from seconds_oracle import PlainSeconds
+
+import pdcluster_router.stations as stations
+from pdcluster.errors import Unavailable
+from pdcluster_router.policy.base import Candidate, Choice, Policy, Query
+from pdcluster_router.policy.seconds import Seconds
+from pdcluster_router.view import ClusterView
+
+UNHURRIED = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+CLOSE = 1e-9
+
+
+@pytest.fixture(params=["one by one", "all at once"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stations, "FEW", 1000 if request.param == "one by one" else 0)
+
+
+def answer(policy: Policy, query: Query, view: ClusterView) -> Choice | None:
+    try:
+        return policy.choose(query, view)
+    except Unavailable:
+        return None
+
+
+def is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=CLOSE, abs_tol=CLOSE)
+
+
+def costs(choice: Choice) -> dict[tuple[str, str], Candidate]:
+    return {(c.leg, c.node.name): c for c in choice.candidates if not c.node.is_cordoned and c.terms}
+
+
+def total(choice: Choice) -> float:
+    """What the policy compared: the cost of the whole choice."""
+    by_leg = costs(choice)
+    if choice.prefill is None:
+        return by_leg["local", choice.decode.name].cost
+    return by_leg["prefill", choice.prefill.name].cost + by_leg["decode", choice.decode.name].cost
+
+
+def agree(ours: Choice, plain: Choice) -> None:
+    if (ours.mode, ours.prefill, ours.decode) != (plain.mode, plain.prefill, plain.decode):
+        assert is_close(total(ours), total(plain)), "another choice is only right where both cost the same but for the last digits"
+        return
+    assert ours.pull is plain.pull or is_close(total(ours), total(plain))
+    for mine, its in ((ours.predicted.ttft_s, plain.predicted.ttft_s), (ours.predicted.tpot_s, plain.predicted.tpot_s)):
+        assert (mine is None and its is None) or is_close(mine, its)
+    theirs = costs(plain)
+    for key, candidate in costs(ours).items():
+        if key in theirs:
+            other = theirs[key]
+            assert [name for name, _ in candidate.terms] == [name for name, _ in other.terms]
+            assert all(is_close(a, b) for (_, a), (_, b) in zip(candidate.terms, other.terms, strict=True)), (key, candidate.terms, other.terms)
+            assert candidate.cached_tokens == other.cached_tokens
+    assert bool(theirs) == bool(costs(ours))
+
+
+@UNHURRIED
+@given(cluster=clusters(), query=queries())
+def test_choices_and_costs_are_those_of_the_plain_policy(cluster: ClusterView, query: Query) -> None:
+    ours, plain = answer(Seconds(), query, cluster), answer(PlainSeconds(), query, cluster)
+    assert (ours is None) == (plain is None)
+    if ours is not None and plain is not None:
+        agree(ours, plain)
+
+
+@UNHURRIED
+@given(cluster=clusters(max_nodes=40), query=queries(), data=st.data())
+def test_a_view_made_from_the_one_before_is_as_good_as_a_new_one(cluster: ClusterView, query: Query, data: st.DataObject) -> None:
+    """Reports replace rows; what was kept from earlier views never shows."""
+    view = ClusterView(cluster.nodes, cluster.typical_cost)
+    for _ in range(3):
+        answer(Seconds(), query, view)
+        donors = data.draw(clusters(max_nodes=6)).nodes
+        changed = {
+            old.incarnation: replace(new, endpoint=old.endpoint) for old, new in zip(data.draw(st.permutations(view.nodes)), donors, strict=False)
+        }
+        view = view.replaced(changed, view.typical_cost if data.draw(st.booleans()) else None)
+        afresh = ClusterView(view.nodes, view._typical)
+        ours, plain = answer(Seconds(), query, view), answer(PlainSeconds(), query, afresh)
+        assert (ours is None) == (plain is None)
+        if ours is not None and plain is not None:
+            agree(ours, plain)
+
+
+@UNHURRIED
+@given(cluster=clusters(), query=queries())
+def test_parked_kv_goes_where_the_plain_policy_sends_it(cluster: ClusterView, query: Query) -> None:
+    for prefill in cluster.nodes:
+        ours, plain = Seconds().choose_decode(query, cluster, prefill), PlainSeconds().choose_decode(query, cluster, prefill)
+        assert (ours is None) == (plain is None)
+        if ours is not plain:
+            market = replace(query, force="remote", fallback="conditional")
+            assert answer(Seconds(), market, cluster) is not None
