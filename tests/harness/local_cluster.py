@@ -173,6 +173,14 @@ class LocalNode:
         os.close(self.loop._stop_fd)
 
 
+def clock_of_loop() -> Callable[[], float]:
+    """What timers of the running loop run by; outside of one, the machine's."""
+    try:
+        return asyncio.get_running_loop().time
+    except RuntimeError:
+        return time.monotonic
+
+
 class LocalCluster:
     """Use as `async with`. force: the mode of every request; auto may find that prefill beside decode is cheaper. group_s: next to nothing
     makes one group of each layer. make_backend: the medium of every node; default: scripted ones by these names, whose faults are
@@ -188,11 +196,11 @@ class LocalCluster:
         media: tuple[str, ...] = ("fake",),
         group_s: float = 0.0004,
         force: Force = "auto",
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.force: Force = force
         self.group_s = group_s
-        self.clock = clock
+        self.clock = clock = clock or clock_of_loop()
         self.wire = WIRE
         self.report_s = 0.005
         self.stages = StageDeadlines(handshake_s=2.0, transfer_s=2.0, hold_s=0.01)
