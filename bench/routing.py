@@ -93,7 +93,7 @@ def imperfect(plan: Plan, best: Iterable[str]) -> Iterator[Run]:
     layout = pools_for(workload, NUM_NODES, plan.caches[-1], max(plan.loads))
     for policy in best:
         for feed in (FeedSpec(), FeedSpec(0.1), FeedSpec(0.5), FeedSpec(0.1, 0.01)):
-            yield Run(workload, layout, policy, 0.85, feed=feed, exact=False)
+            yield Run(workload, layout, policy, 0.85, feed=feed)
 
 
 def seeds(plan: Plan, best: Iterable[str]) -> Iterator[Run]:
@@ -204,13 +204,13 @@ def best_three(found: Found) -> list[str]:
     return [OURS, *[policy for policy in ranked if policy != OURS][:2]]
 
 
-Cell = tuple[Workload, Layout, float, FeedSpec, bool]
+Cell = tuple[Workload, Layout, float, FeedSpec]
 
 
 def _by_cell(found: Found) -> dict[Cell, dict[str, Figures]]:
     cells: dict[Cell, dict[str, Figures]] = {}
     for run, figures in found.items():
-        cells.setdefault((run.workload, run.layout, run.load, run.feed, run.exact), {})[run.policy] = figures
+        cells.setdefault((run.workload, run.layout, run.load, run.feed), {})[run.policy] = figures
     return cells
 
 

@@ -41,7 +41,6 @@ class Run:
     force: Force = "auto"
     feed: FeedSpec = IMMEDIATE
     seed: int = 0
-    exact: bool = True
     by_all: bool = False
     slo_ttft_s: float | None = None
     ttft_factor: float = 5.0
@@ -66,7 +65,7 @@ def execute(run: Run) -> Figures:
     known = oracle_of(run.workload, run.layout)
     loaded = trace.at_speed(run.load * whole_rate(trace, known, run.layout) * trace.span_s / len(trace.requests)) if run.by_all else None
     loaded = loaded or at_load(trace, run.layout, known, run.load)
-    conditions = Conditions(run.feed, run.force, run.seed, sees_truth=run.exact)
+    conditions = Conditions(run.feed, run.force, run.seed)
     outcome = replay(loaded, run.layout, run.policy, conditions)
     slo = Slo(run.layout.cost, trace.mean_tokens, run.ttft_factor, run.tpot_factor)
     return figures(run.policy, outcome, slo, known.hit)

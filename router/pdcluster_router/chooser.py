@@ -45,7 +45,7 @@ USUAL_OUTPUT = 256.0
 
 class Chooser:
     """cached: leading blocks of a chain of hashes that each node holds or soon will; held: that it holds now, None: the same.
-    pulls: for policies that choose no pull.
+    pulls: for policies that choose no pull. num_held: how many requests wait for a node; whoever owns the hold queue sets it.
     force and fallback are the router's own settings; a request may have others. Owned by the router's event loop."""
 
     def __init__(
@@ -64,6 +64,7 @@ class Chooser:
         self._view = view
         self._cached = cached
         self._held = held
+        self.num_held: Callable[[], int] = _nobody
         self._pulls = pulls
         self._force = force
         self._fallback = fallback
@@ -112,7 +113,12 @@ class Chooser:
             itl_s=self._itl_s,
             counter=self._counter,
             previous=self._previous,
+            num_held=self.num_held(),
         )
+
+
+def _nobody() -> int:
+    return 0
 
 
 def _looked_at(shadow: Policy, query: Query, view: ClusterView) -> Choice | None:

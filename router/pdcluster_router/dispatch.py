@@ -94,6 +94,7 @@ class Dispatch:
         self._cluster = cluster
         self._models = models
         self._chooser = chooser
+        chooser.num_held = lambda: self.waiting.num_held
         self._settings = settings
         self._clock = clock
         self.open = OpenRequests()

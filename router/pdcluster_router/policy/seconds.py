@@ -98,18 +98,18 @@ class Seconds:
         asked = scales(query, view)
         serving, decoding = view.serving, view.decoding
         market = Market(
-            price=self._price(serving if serving.num_nodes else decoding),
+            price=self._price(serving if serving.num_nodes else decoding, query.num_held),
             harm=self._harm,
             share=max(_share_now(serving), _share_later(serving, decoding, query, view, asked)),
             local_share=_share_now(decoding),
         )
         return asked.weigh(market, asked.holder(view.roster.accepting) if view.roster.accepting else None)
 
-    def _price(self, nodes: Totals) -> float:
-        """Rule 1: the shortest queue in average prompts, times alpha."""
+    def _price(self, nodes: Totals, num_held: int) -> float:
+        """Rule 1: the shortest queue in average prompts, with its part of those that wait in the router, times alpha."""
         if nodes.least_wait_s <= 0.0:
             return 0.0
-        return self._alpha * nodes.least_wait_s * max(nodes.prompts, 1) / nodes.backlog_s
+        return self._alpha * (nodes.least_wait_s * max(nodes.prompts, 1) / nodes.backlog_s + num_held / nodes.num_nodes)
 
     def _remote(self, found: filters.Pools, query: Query, view: ClusterView, weighed: Weighed) -> Pair | None:
         """The best prefill node that has a partner, and its best partner."""

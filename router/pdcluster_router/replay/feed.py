@@ -37,10 +37,10 @@ class _Delta:
 
 @dataclass(slots=True)
 class Feed:
-    """Of one node to one router. index: None when only loads are told. num_gaps: how often a snapshot was needed."""
+    """Of one node to one router. num_gaps: how often a snapshot was needed."""
 
     node: SimNode
-    index: PrefixIndex | None
+    index: PrefixIndex
     spec: FeedSpec
     chance: random.Random
     num_gaps: int = 0
@@ -55,12 +55,9 @@ class Feed:
     def update(self, now: float) -> None:
         """The node speaks, then what has arrived by now is read."""
         delay_s = self.spec.delay_s
-        if self.index is None:
-            self.node.cache.changes.clear()
-        else:
-            self._speak(now)
-            while self._deltas and self._deltas[0].sent_s + delay_s <= now:
-                self._read(self._deltas.popleft(), now, self.index)
+        self._speak(now)
+        while self._deltas and self._deltas[0].sent_s + delay_s <= now:
+            self._read(self._deltas.popleft(), now)
         if not delay_s and not self.spec.loss:
             self.report_s, self.report = now, self.node.load(now)
             return
@@ -83,8 +80,8 @@ class Feed:
                 removed = b"".join(block for block, is_there in changes.items() if not is_there)
                 self._deltas.append(_Delta(now, self._number, added, removed))
 
-    def _read(self, delta: _Delta, now: float, index: PrefixIndex) -> None:
-        name = self.node.name
+    def _read(self, delta: _Delta, now: float) -> None:
+        name, index = self.node.name, self.index
         if delta.snapshot:
             index.snapshot(name, delta.added)
         elif delta.number != self._expected:

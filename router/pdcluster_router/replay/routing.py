@@ -1,105 +1,41 @@
-"""The router of a replay: the production policy and prefix index over what simulated nodes report. No time passes here.
+"""The router of a replay: the production chooser, policy, prefix index, gate and hold queue over what simulated nodes report. No time passes here.
 
 What the live router keeps in its ledger is kept here, too: requests that a node's last report does not know yet.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from pdcluster.cost import NodeCost, num_pairs
-from pdcluster.messages import Endpoint
-from pdcluster_router.generation import Mode
+from pdcluster.errors import PdclusterError
+from pdcluster.messages import Endpoint, Sampling
+from pdcluster_router.admission import Slo, check_fits
+from pdcluster_router.chooser import Chooser, PolicyHolder
+from pdcluster_router.fairness import Held
+from pdcluster_router.gate import Gate, Released
+from pdcluster_router.headroom import Headroom
+from pdcluster_router.hold import HoldLimits
 from pdcluster_router.index import PrefixIndex
-from pdcluster_router.policy.base import Choice, Force, Policy, Query
+from pdcluster_router.job import HashChain, Job
+from pdcluster_router.policy.base import Choice, Force, Policy
 from pdcluster_router.replay.feed import IMMEDIATE, Feed, FeedSpec
 from pdcluster_router.replay.node import SimNode, Task
-from pdcluster_router.replay.trace import Blocks
 from pdcluster_router.view import ClusterView, NodeView, Pending
 
+PATIENT = HoldLimits(count=1 << 40, size_bytes=1 << 60, age_s=math.inf)
+"""Nobody is refused for waiting long, so that policies are compared by the waits of all."""
 
-class Holdings(Protocol):
-    """Who holds how much of a prompt: the production index, or the truth."""
+BYTES_PER_TOKEN = 8
+MOST_OUTPUT = 1 << 20
+"""Clients allow more tokens than answers take, so the router goes by the usual length."""
 
-    def expect(self, node: str, blocks: Blocks, until: float) -> None: ...
-
-    def computed(self, node: str, blocks: Blocks) -> None:
-        """The node has computed what was expected of it."""
-        ...
-
-    def depths(self, blocks: Blocks, now: float) -> dict[str, int]:
-        """Leading blocks by node, with those that are expected."""
-        ...
-
-    def held(self, blocks: Blocks) -> dict[str, int]:
-        """Without them."""
-        ...
-
-
-class Indexed:
-    """Implements Holdings by the production index, which follows the nodes' feeds."""
-
-    def __init__(self, index: PrefixIndex) -> None:
-        self._index = index
-
-    def expect(self, node: str, blocks: Blocks, until: float) -> None:
-        if blocks:
-            self._index.expect(node, b"".join(blocks), until)
-
-    def computed(self, node: str, blocks: Blocks) -> None:
-        """The node itself says so to the index."""
-
-    def depths(self, blocks: Blocks, now: float) -> dict[str, int]:
-        return self._index.depths(b"".join(blocks), now) if blocks else {}
-
-    def held(self, blocks: Blocks) -> dict[str, int]:
-        return self._index.depths(b"".join(blocks)) if blocks else {}
-
-
-class Truth:
-    """Implements Holdings by looking into the nodes: what the index says when nothing is late or lost, at a tenth of the cost. For large sweeps."""
-
-    def __init__(self, nodes: Sequence[SimNode]) -> None:
-        self._caches = [(node.name, node.cache) for node in nodes]
-        self._expected: dict[str, Counter[bytes]] = {node.name: Counter() for node in nodes}
-
-    def expect(self, node: str, blocks: Blocks, until: float) -> None:
-        expected = self._expected[node]
-        for block in blocks:
-            expected[block] += 1
-
-    def computed(self, node: str, blocks: Blocks) -> None:
-        expected = self._expected[node]
-        for block in blocks:
-            expected[block] -= 1
-            if not expected[block]:
-                del expected[block]
-
-    def depths(self, blocks: Blocks, now: float) -> dict[str, int]:
-        held = self.held(blocks)
-        expected = {name: depth for name, chain in self._expected.items() if (depth := _depth(chain, blocks)) > held.get(name, 0)}
-        return {**held, **expected} if expected else held
-
-    def held(self, blocks: Blocks) -> dict[str, int]:
-        return {name: depth for name, cache in self._caches if (depth := cache.depth(blocks))}
-
-
-def _depth(held: Counter[bytes], blocks: Blocks) -> int:
-    if not blocks or blocks[0] not in held:
-        return 0
-    low, high = 1, len(blocks)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if blocks[middle - 1] in held:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
+TICK_S = 0.05
+SOONEST_S = 0.005
 
 EXPECTED_S = 5.0
 """How long blocks are expected of a node after a request was sent to it, beyond the wait that the node reports."""
@@ -107,7 +43,7 @@ EXPECTED_S = 5.0
 
 @dataclass(slots=True)
 class _Account:
-    """What one node was sent. Entries move out of the sums once a report from after their moment came."""
+    """What one node was sent, and the view that was last made of it. Entries move out of the sums once a report from after their moment came."""
 
     in_flight: int = 0
     requests: int = 0
@@ -117,16 +53,30 @@ class _Account:
     context: int = 0
     sent: deque[tuple[float, int, float]] = field(default_factory=deque)
     reserved: deque[tuple[float, int]] = field(default_factory=deque)
+    seen: NodeView | None = None
+    is_changed: bool = False
 
     def send_prompt(self, now: float, tokens: int, pairs: float) -> None:
+        self.is_changed = True
+        self.in_flight += 1
         self.requests, self.tokens, self.pairs = self.requests + 1, self.tokens + tokens, self.pairs + pairs
         self.sent.append((now, tokens, pairs))
 
+    def send_row(self, context: int) -> None:
+        self.is_changed = True
+        self.in_flight, self.rows, self.context = self.in_flight + 1, self.rows + 1, self.context + context
+
+    def leave(self) -> None:
+        self.is_changed = True
+        self.in_flight -= 1
+
     def settle(self, report_s: float) -> None:
         while self.sent and self.sent[0][0] <= report_s:
+            self.is_changed = True
             _, tokens, pairs = self.sent.popleft()
             self.requests, self.tokens, self.pairs = self.requests - 1, self.tokens - tokens, self.pairs - pairs
         while self.reserved and self.reserved[0][0] <= report_s:
+            self.is_changed = True
             _, context = self.reserved.popleft()
             self.rows, self.context = self.rows - 1, self.context - context
 
@@ -155,15 +105,33 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """expected_output: what the router takes for the length of an answer, as it cannot know. sees_truth: without feeds and index; see Truth."""
+    """What a router's configuration says. hold: nobody is refused for waiting long unless it says so."""
 
     policy: Policy
     feed: FeedSpec = IMMEDIATE
     force: Force = "auto"
-    expected_output: int = 256
     seed: int = 0
     bandwidth: float = 1e10
-    sees_truth: bool = False
+    hold: HoldLimits = PATIENT
+    headroom: Headroom = field(default_factory=Headroom)
+    slo: Slo = field(default_factory=Slo)
+
+
+@dataclass(slots=True)
+class Recorded(Job):
+    """A request of a trace: its hashes are known, its tokens are not."""
+
+    def hashes_so_far(self) -> bytes:
+        return self.hashes
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A request that waits no more: where it goes, or why it goes nowhere."""
+
+    task: Task
+    choice: Choice | None
+    error: PdclusterError | None = None
 
 
 class ReplayRouter:
@@ -171,64 +139,112 @@ class ReplayRouter:
 
     def __init__(self, nodes: Sequence[SimNode], spec: RouterSpec) -> None:
         self.index = PrefixIndex()
-        self._spec = spec
         chance = random.Random(f"feed {spec.seed}")
-        self.feeds = [Feed(node, None if spec.sees_truth else self.index, spec.feed, chance) for node in nodes]
-        self.holdings: Holdings = Truth(nodes) if spec.sees_truth else Indexed(self.index)
+        self.feeds = {node.name: Feed(node, self.index, spec.feed, chance) for node in nodes}
+        self.gate = Gate(spec.hold, spec.headroom, spec.slo)
+        self._headroom = spec.headroom
+        self._now = 0.0
+        self._chooser = Chooser(PolicyHolder(spec.policy), self._view, self._cached, force=spec.force, held=self.index.depths)
+        self._chooser.num_held = lambda: len(self.gate.queue)
         self._accounts = {node.name: _Account() for node in nodes}
         self._endpoints = {node.name: Endpoint(node.name, node.name, f"sim://{node.name}") for node in nodes}
         self._costs: Mapping[str, NodeCost] = {node.name: node.cost for node in nodes}
         self._paths = Paths([node.name for node in nodes], spec.bandwidth)
-        self._counter = spec.seed * 1_000_003
-        self._previous: Mode | None = None
+        self._held: dict[str, tuple[Task, Recorded]] = {}
+        self._spoken_to: set[str] = set()
+        self._block_tokens = nodes[0].spec.block_tokens
+        self._seen = ClusterView(tuple(map(self._new_view, self.feeds.values())))
 
-    def choose(self, task: Task, now: float) -> Choice:
-        """Raises Unavailable when no node may take it."""
-        view = self.view(now)
-        choice = self._spec.policy.choose(self.query(task, now, view), view)
-        self._counter += 1
-        self._previous = choice.mode
-        return choice
+    # ------------------------------------------------------------ who goes where, and when
 
-    def view(self, now: float) -> ClusterView:
-        """What is known by now."""
-        for feed in self.feeds:
-            feed.update(now)
-        return ClusterView(tuple(self._node_view(feed) for feed in self.feeds))
+    def knock(self, task: Task, now: float) -> Choice | None:
+        """Where the request goes at once; None: it is held. Raises what the gate raises."""
+        self._hear(now)
+        job = self._job(task)
+        check_fits(task.request.num_tokens, self._view())
+        held = Held(job.request, "", 0.0, BYTES_PER_TOKEN * task.request.num_tokens, now, job.deadline)
+        decision = self.gate.knock(held, lambda _: self._chooser.choose(job, now), now)
+        if decision is not None:
+            return decision.choice
+        self._held[job.request] = task, job
+        return None
 
-    def query(self, task: Task, now: float, view: ClusterView) -> Query:
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def release(self, now: float) -> Iterator[Placed]:
+        """Those whose time is over, then those that have a place, each scored against a view that counts the one before."""
+        self._hear(now)
+        for late in self.gate.expire(now):
+            yield self._placed(late)
+        while self._held and not self._is_full():
+            found = self.gate.release(lambda held: self._chooser.choose(self._held[held.request][1], now), now)
+            if not found:
+                return
+            yield self._placed(found[0])
+            for name in self._spoken_to:
+                self.feeds[name].update(now)
+
+    def _placed(self, one: Released) -> Placed:
+        self._spoken_to.clear()
+        return Placed(self._held.pop(one.held.request)[0], one.decision.choice if one.decision is not None else None, one.error)
+
+    def next_look(self, now: float) -> float:
+        """When a node may have worked off enough of its backlog for those that wait, or somebody waited too long."""
+        excess_s = [self._headroom.waiting_s(node) - self._headroom.backlog_s for node in self._view().nodes]
+        soonest_s = min((excess for excess in excess_s if excess > 0), default=TICK_S)
+        due = self.gate.queue.next_expiry()
+        return min(now + max(soonest_s, SOONEST_S), max(due, now) if due is not None else math.inf)
+
+    def _is_full(self) -> bool:
+        view = self._view()
+        return self._headroom.is_full("local", view) and self._headroom.is_full("remote", view)
+
+    def _job(self, task: Task) -> Recorded:
         request = task.request
-        block_tokens = self.feeds[0].node.spec.block_tokens
-        cached = {name: depth * block_tokens for name, depth in self.holdings.depths(request.blocks, now).items()}
-        return Query(
-            num_tokens=request.num_tokens,
-            hashes=b"".join(request.blocks),
-            cached=cached,
-            held={name: depth * block_tokens for name, depth in self.holdings.held(request.blocks).items()},
-            expected_output=self._spec.expected_output,
+        return Recorded(
+            request=str(task.number),
+            prompt=range(request.num_tokens),
+            sampling=Sampling(max_tokens=MOST_OUTPUT, seed=0),
+            deadline=math.inf,
+            chain=HashChain(b"", self._block_tokens),
             session=str(request.session) if request.session >= 0 else "",
-            force=self._spec.force,
-            counter=self._counter,
-            previous=self._previous,
+            hashes=b"".join(request.blocks),
         )
+
+    # ------------------------------------------------------------ what it knows
+
+    def _hear(self, now: float) -> None:
+        """What has arrived by now."""
+        self._now = now
+        for feed in self.feeds.values():
+            feed.update(now)
+
+    def _view(self) -> ClusterView:
+        """The same object as long as nothing changed, since views keep what follows from them."""
+        nodes = tuple(map(self._node_view, self.feeds.values()))
+        if any(new is not old for new, old in zip(nodes, self._seen.nodes, strict=True)):
+            self._seen = ClusterView(nodes)
+        return self._seen
+
+    def _cached(self, hashes: bytes) -> Mapping[str, int]:
+        return self.index.depths(hashes, self._now)
+
+    # ------------------------------------------------------------ what happens
 
     def sent(self, task: Task, choice: Choice, now: float) -> None:
         """The request goes as chosen."""
         first, request = choice.first, task.request
-        cached = min(self.holdings.depths(request.blocks, now).get(first.name, 0) * first.block_tokens, request.num_tokens - 1)
-        account = self._accounts[first.name]
-        account.in_flight += 1
-        account.send_prompt(now, request.num_tokens - cached, num_pairs(request.num_tokens - cached, cached))
+        hashes = b"".join(request.blocks)
+        cached = min(self.index.depth(first.name, hashes) * first.block_tokens, request.num_tokens - 1)
+        self._spoken_to.update((first.name, choice.decode.name))
+        self._accounts[first.name].send_prompt(now, request.num_tokens - cached, num_pairs(request.num_tokens - cached, cached))
         if choice.prefill is not None:
-            decode = self._accounts[choice.decode.name]
-            decode.in_flight += 1
-            decode.rows += 1
-            decode.context += request.num_tokens
+            self._accounts[choice.decode.name].send_row(request.num_tokens)
         wait_s = first.pace.wait_s if first.pace is not None else 0.0
-        self.holdings.expect(first.name, request.blocks, now + wait_s + EXPECTED_S)
-
-    def computed(self, task: Task, node: str) -> None:
-        self.holdings.computed(node, task.request.blocks)
+        if hashes:
+            self.index.expect(first.name, hashes, now + wait_s + EXPECTED_S)
 
     def reserved(self, task: Task, decode: str, now: float) -> None:
         """The decode node answered; its next report counts the row."""
@@ -240,11 +256,21 @@ class ReplayRouter:
 
     def left(self, node: str) -> None:
         """A leg of a request on the node is over."""
-        self._accounts[node].in_flight -= 1
+        self._accounts[node].leave()
+
+    def ended(self, task: Task) -> None:
+        """An answer is complete."""
+        self._chooser.note_output(task.request.num_output)
 
     def _node_view(self, feed: Feed) -> NodeView:
-        node, account = feed.node, self._accounts[feed.node.name]
+        account = self._accounts[feed.node.name]
         account.settle(feed.report_s)
+        if account.seen is None or account.seen.load is not feed.report or account.is_changed:
+            account.seen, account.is_changed = self._new_view(feed), False
+        return account.seen
+
+    def _new_view(self, feed: Feed) -> NodeView:
+        node, account = feed.node, self._accounts[feed.node.name]
         return NodeView(
             endpoint=self._endpoints[node.name],
             role=node.role,

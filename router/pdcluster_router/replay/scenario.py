@@ -64,12 +64,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What else a run depends on. sees_truth: see routing.Truth."""
+    """What else a run depends on."""
 
     feed: FeedSpec = IMMEDIATE
     force: Force = "auto"
     seed: int = 0
-    sees_truth: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +81,12 @@ class Outcome:
 def replay(trace: Trace, layout: Layout, policy: str, conditions: Conditions = Conditions()) -> Outcome:
     """Raises ConfigError for a policy or layout that does not exist."""
     nodes = layout.nodes(trace.block_tokens)
-    outputs = sum(r.num_output for r in trace.requests) / max(len(trace.requests), 1)
     spec = RouterSpec(
         policy=make_policy(policy),
         feed=conditions.feed,
         force=conditions.force,
-        expected_output=max(round(outputs), 1),
         seed=conditions.seed,
         bandwidth=layout.link.bandwidth,
-        sees_truth=conditions.sees_truth,
     )
     simulation = Simulation(nodes, ReplayRouter(nodes, spec), layout.link)
     flights = simulation.run(trace)

@@ -8,13 +8,15 @@ waits for is the last piece, or the link where that is slower.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal, Protocol
 
-from pdcluster.errors import IntegrityError, Overloaded, Unavailable
+from pdcluster.errors import DeadlineExceeded, IntegrityError, Overloaded, PdclusterError
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.replay.node import SimNode, Task
+from pdcluster_router.replay.routing import Placed
 from pdcluster_router.replay.trace import Trace
 
 End = Literal["finished", "refused", "impossible"]
@@ -30,17 +32,24 @@ class LinkSpec:
 
 
 class Router(Protocol):
-    def choose(self, task: Task, now: float) -> Choice: ...
+    @property
+    def num_held(self) -> int: ...
+
+    def knock(self, task: Task, now: float) -> Choice | None: ...
+
+    def release(self, now: float) -> Iterator[Placed]: ...
+
+    def next_look(self, now: float) -> float: ...
 
     def sent(self, task: Task, choice: Choice, now: float) -> None: ...
 
     def reserved(self, task: Task, decode: str, now: float) -> None: ...
 
-    def computed(self, task: Task, node: str) -> None: ...
-
     def moved(self, source: str, target: str, num_bytes: float, seconds: float) -> None: ...
 
     def left(self, node: str) -> None: ...
+
+    def ended(self, task: Task) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +85,8 @@ class Simulation:
     _receives_until: dict[str, float] = field(default_factory=dict)
     _woken: dict[str, float] = field(default_factory=dict)
     _by_name: dict[str, SimNode] = field(default_factory=dict)
+    _look_s: float = inf
+    _is_freed: bool = False
 
     def run(self, trace: Trace) -> list[Flight]:
         """Until the last request has its end."""
@@ -83,14 +94,20 @@ class Simulation:
         self._by_name = {node.name: node for node in self.nodes}
         arrivals = iter(self.flights)
         upcoming = next(arrivals, None)
-        while upcoming is not None or self._events:
-            if upcoming is not None and (not self._events or upcoming.task.request.arrival_s <= self._events[0][0]):
-                self.now = upcoming.task.request.arrival_s
+        while upcoming is not None or self._events or self.router.num_held:
+            arrival_s = upcoming.task.request.arrival_s if upcoming is not None else inf
+            event_s = self._events[0][0] if self._events else inf
+            if self.router.num_held and self._look_s < min(arrival_s, event_s):
+                self.now, self._is_freed = self._look_s, True
+            elif upcoming is not None and arrival_s <= event_s:
+                self.now = arrival_s
                 self._arrive(upcoming)
                 upcoming = next(arrivals, None)
-                continue
-            self.now, _, what, subject = heapq.heappop(self._events)
-            self._handle(what, subject)
+            else:
+                self.now, _, what, subject = heapq.heappop(self._events)
+                self._handle(what, subject)
+            if self._is_freed and self.router.num_held:
+                self._offer()
         self._check()
         return self.flights
 
@@ -113,26 +130,39 @@ class Simulation:
             self.router.moved(*subject)
         else:
             assert isinstance(subject, Flight)
-            {"started": self._started, "arrived": self._arrived, "place": self._place}[what](subject)
+            {"started": self._started, "arrived": self._arrived}[what](subject)
 
     # ------------------------------------------------------------ one request
 
     def _arrive(self, flight: Flight) -> None:
-        self._place(flight)
-
-    def _place(self, flight: Flight) -> None:
         try:
-            choice = self.router.choose(flight.task, self.now)
-        except Unavailable:
-            self._finish(flight, "impossible")
+            choice = self.router.knock(flight.task, self.now)
+        except PdclusterError as error:
+            self._refuse(flight, error)
             return
-        except Overloaded:
-            self._finish(flight, "refused")
-            return
-        self.router.sent(flight.task, choice, self.now)
-        self._send(flight, choice)
+        if choice is None:
+            self._is_freed = True
+        else:
+            self._send(flight, choice)
+
+    def _offer(self) -> None:
+        """Those that wait in the router and have a place now; then look again when one may have freed."""
+        for one in self.router.release(self.now):
+            flight = self.flights[one.task.number]
+            if one.choice is None:
+                assert one.error is not None
+                self._refuse(flight, one.error)
+            else:
+                self._send(flight, one.choice)
+        self._is_freed = False
+        if self.router.num_held:
+            self._look_s = self.router.next_look(self.now)
+
+    def _refuse(self, flight: Flight, error: PdclusterError) -> None:
+        self._finish(flight, "refused" if isinstance(error, Overloaded | DeadlineExceeded) else "impossible")
 
     def _send(self, flight: Flight, choice: Choice) -> None:
+        self.router.sent(flight.task, choice, self.now)
         flight.decode = self._by_name[choice.decode.name]
         flight.prefill = self._by_name[choice.prefill.name] if choice.prefill is not None else None
         first, task = flight.prefill or flight.decode, flight.task
@@ -217,11 +247,14 @@ class Simulation:
         if flight.end is not None:
             raise IntegrityError(f"request {flight.task.number} ended {flight.end} and again {end}")
         flight.end, flight.end_s = end, self.now
+        if end == "finished":
+            self.router.ended(flight.task)
 
     # ------------------------------------------------------------ nodes
 
     def _after(self, node: SimNode) -> None:
         """What the node did, and when it wants to be looked at again."""
+        self._is_freed = self._is_freed or bool(node.outcomes)
         while node.outcomes:
             outcomes, node.outcomes = node.outcomes, []
             for moment, what, task in outcomes:
@@ -229,7 +262,6 @@ class Simulation:
                 if what == "started":
                     self._at(max(moment, self.now), "started", flight)
                 elif what == "prefilled":
-                    self.router.computed(task, node.name)
                     self._prefilled(flight)
                 elif what == "reserved":
                     self._reserved(flight)

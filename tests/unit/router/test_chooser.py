@@ -92,3 +92,10 @@ def test_a_shadow_with_a_bug_fails_no_request(caplog: pytest.LogCaptureFixture) 
     decision = chooser.choose(make_job(), 0.0)
     assert decision.choice.policy == "round-robin" and decision.shadow is None
     assert "the shadow policy broken failed" in caplog.text
+
+
+def test_a_policy_is_told_how_many_wait_in_the_router() -> None:
+    chooser = make_chooser()
+    assert chooser.choose(make_job(), 0.0).query.num_held == 0
+    chooser.num_held = lambda: 7
+    assert chooser.choose(make_job(), 0.0).query.num_held == 7

@@ -1,0 +1,77 @@
+"""The replay drives the production gate: requests wait in the router while nodes have enough to do, in its order, and are refused by its rules."""
+
+from collections import Counter
+from dataclasses import replace
+
+from replay_cases import COST, layout, request, trace
+
+from pdcluster_router.admission import Slo
+from pdcluster_router.headroom import Headroom
+from pdcluster_router.hold import HoldLimits
+from pdcluster_router.policy.base import Choice
+from pdcluster_router.policy.registry import make_policy
+from pdcluster_router.replay.node import NodeSpec, SimNode, Task
+from pdcluster_router.replay.routing import PATIENT, ReplayRouter, RouterSpec
+from pdcluster_router.replay.simulation import Flight, Simulation
+from pdcluster_router.replay.trace import Trace
+
+SPEC = RouterSpec(make_policy("least-load"))
+
+
+class Counting(ReplayRouter):
+    """Remembers how many were held at most."""
+
+    most_held = 0
+
+    def knock(self, task: Task, now: float) -> Choice | None:
+        choice = super().knock(task, now)
+        self.most_held = max(self.most_held, self.num_held)
+        return choice
+
+
+def _run(workload: Trace, spec: RouterSpec, num_nodes: int = 1) -> tuple[list[Flight], Counting]:
+    nodes = [SimNode(f"n{number}", "mixed", NodeSpec(COST, 65_536, 16)) for number in range(num_nodes)]
+    router = Counting(nodes, spec)
+    return Simulation(nodes, router).run(workload), router
+
+
+BURST = trace(*(request(0.0, 400) for _ in range(20)))
+
+
+def test_requests_wait_in_the_router_while_every_node_has_enough_to_do() -> None:
+    flights, router = _run(BURST, SPEC)
+    assert router.most_held >= 18 and router.num_held == 0
+    starts = [flight.task.started_s for flight in flights]
+    assert starts == sorted(starts)
+    router.gate.queue.check_integrity()
+
+
+def test_waiting_in_the_router_leaves_no_node_idle() -> None:
+    flights, _ = _run(BURST, SPEC)
+    at_once, _ = _run(BURST, replace(SPEC, headroom=Headroom(backlog_s=1e9)))
+    assert max(flight.task.first_token_s for flight in flights) == max(flight.task.first_token_s for flight in at_once)
+
+
+def test_a_request_that_would_be_too_late_is_refused_at_once() -> None:
+    flights, _ = _run(BURST, replace(SPEC, slo=Slo(ttft_s=4 * COST.prefill.seconds(400))))
+    refused = [flight for flight in flights if flight.end == "refused"]
+    assert 10 <= len(refused) < 20 and all(flight.end_s == 0.0 for flight in refused)
+
+
+def test_a_request_waits_no_longer_than_the_queue_allows() -> None:
+    flights, _ = _run(BURST, replace(SPEC, hold=replace(PATIENT, age_s=1.0)))
+    assert {flight.end_s for flight in flights if flight.end == "refused"} == {1.0}
+    assert sum(flight.end == "finished" for flight in flights) >= 3
+
+
+def test_a_full_queue_refuses_what_comes_then() -> None:
+    flights, router = _run(BURST, replace(SPEC, hold=HoldLimits(count=5, is_shared=False)))
+    assert router.most_held == 5 and [flight.end for flight in flights][-1] == "refused"
+
+
+def test_a_long_wait_on_prefill_nodes_sends_prompts_to_decode_nodes() -> None:
+    workload = trace(*(request(0.0, 400, num_output=2) for _ in range(40)))
+    nodes = layout(prefill=1, decode=1, cache_tokens=65_536).nodes(16)
+    flights = Simulation(nodes, ReplayRouter(nodes, RouterSpec(make_policy("seconds")))).run(workload)
+    computed_on = Counter((flight.prefill or flight.decode or nodes[0]).name for flight in flights)
+    assert min(computed_on["prefill-0"], computed_on["decode-0"]) > 5
