@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from pdcluster.cost import NodeCost, num_pairs
 from pdcluster.errors import PdclusterError
-from pdcluster.messages import Endpoint, Sampling
+from pdcluster.messages import Endpoint, Load, Sampling
 from pdcluster_router.admission import Slo, check_fits
 from pdcluster_router.chooser import Chooser, PolicyHolder
 from pdcluster_router.fairness import Held
@@ -22,6 +22,7 @@ from pdcluster_router.headroom import Headroom
 from pdcluster_router.hold import HoldLimits
 from pdcluster_router.index import PrefixIndex
 from pdcluster_router.job import HashChain, Job
+from pdcluster_router.pace import typical_cost
 from pdcluster_router.policy.base import Choice, Force, Policy
 from pdcluster_router.replay.feed import IMMEDIATE, Feed, FeedSpec
 from pdcluster_router.replay.node import SimNode, Task
@@ -43,7 +44,7 @@ EXPECTED_S = 5.0
 
 @dataclass(slots=True)
 class _Account:
-    """What one node was sent, and the view that was last made of it. Entries move out of the sums once a report from after their moment came."""
+    """What one node was sent, and the report that the view counts. Entries move out of the sums once a report from after their moment came."""
 
     in_flight: int = 0
     requests: int = 0
@@ -53,7 +54,7 @@ class _Account:
     context: int = 0
     sent: deque[tuple[float, int, float]] = field(default_factory=deque)
     reserved: deque[tuple[float, int]] = field(default_factory=deque)
-    seen: NodeView | None = None
+    seen: Load | None = None
     is_changed: bool = False
 
     def send_prompt(self, now: float, tokens: int, pairs: float) -> None:
@@ -153,7 +154,8 @@ class ReplayRouter:
         self._held: dict[str, tuple[Task, Recorded]] = {}
         self._spoken_to: set[str] = set()
         self._block_tokens = nodes[0].spec.block_tokens
-        self._seen = ClusterView(tuple(map(self._new_view, self.feeds.values())))
+        self._typical = typical_cost(list(self._costs.values()))
+        self._seen = ClusterView(map(self._new_view, self.feeds.values()), self._typical)
 
     # ------------------------------------------------------------ who goes where, and when
 
@@ -223,9 +225,9 @@ class ReplayRouter:
 
     def _view(self) -> ClusterView:
         """The same object as long as nothing changed, since views keep what follows from them."""
-        nodes = tuple(map(self._node_view, self.feeds.values()))
-        if any(new is not old for new, old in zip(nodes, self._seen.nodes, strict=True)):
-            self._seen = ClusterView(nodes)
+        changed = {name: new for name, feed in self.feeds.items() if (new := self._changed(feed)) is not None}
+        if changed:
+            self._seen = self._seen.replaced(changed, self._typical)
         return self._seen
 
     def _cached(self, hashes: bytes) -> Mapping[str, int]:
@@ -262,12 +264,14 @@ class ReplayRouter:
         """An answer is complete."""
         self._chooser.note_output(task.request.num_output)
 
-    def _node_view(self, feed: Feed) -> NodeView:
+    def _changed(self, feed: Feed) -> NodeView | None:
+        """What is believed of the node now; None when that is what it was."""
         account = self._accounts[feed.node.name]
         account.settle(feed.report_s)
-        if account.seen is None or account.seen.load is not feed.report or account.is_changed:
-            account.seen, account.is_changed = self._new_view(feed), False
-        return account.seen
+        if account.seen is feed.report and not account.is_changed:
+            return None
+        account.seen, account.is_changed = feed.report, False
+        return self._new_view(feed)
 
     def _new_view(self, feed: Feed) -> NodeView:
         node, account = feed.node, self._accounts[feed.node.name]
