@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from math import gcd
 
 import numpy as np
@@ -162,28 +163,47 @@ def offsets(shape: PageShape, rank: int, pages: Sequence[int] | Offsets, first_p
 
 def join_runs(sources: Offsets, targets: Offsets, nbytes: int) -> RunTable:
     """Copies of equal pieces as runs, neighbours joined where they are contiguous at both ends."""
-    return join_runs_in_parts(sources, targets, nbytes, len(sources))[0]
+    return join_runs_in_parts(sources, targets, nbytes, [len(sources)])[0]
 
 
-def join_runs_in_parts(sources: Offsets, targets: Offsets, nbytes: int, part_pieces: int) -> list[RunTable]:
-    """As `join_runs` for each part of so many pieces; a run never goes on into the next part."""
-    breaks = (np.diff(sources) != nbytes) | (np.diff(targets) != nbytes)
-    breaks[part_pieces - 1 :: part_pieces] = True
+def join_runs_in_parts(sources: Offsets, targets: Offsets, nbytes: int, ends: Sequence[int]) -> list[RunTable]:
+    """As `join_runs` for each part, which end before the pieces of these numbers; a run never goes on into the next part."""
+    breaks = (sources[1:] - sources[:-1] != nbytes) | (targets[1:] - targets[:-1] != nbytes)
+    cuts = np.array(ends, dtype=np.int64)
+    breaks[cuts[:-1] - 1] = True
     firsts, counts = _stretches(breaks)
-    rows = np.column_stack([sources[firsts], targets[firsts], counts * nbytes])
-    borders = np.searchsorted(firsts, np.arange(part_pieces, len(sources), part_pieces))
-    return [RunTable(part) for part in np.split(rows, borders)]
+    rows = np.empty((len(firsts), 3), dtype=np.int64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = sources[firsts], targets[firsts], counts * nbytes
+    borders = [0, *np.searchsorted(firsts, cuts).tolist()]
+    return [RunTable(rows[first:end]) for first, end in pairwise(borders)]
 
 
 def join_spans(starts: Offsets, nbytes: int) -> SpanTable:
     """Equal pieces as spans in the same order, neighbours joined."""
     if not len(starts):
         return SpanTable(np.empty((0, 2), dtype=np.int64))
-    firsts, counts = _stretches(np.diff(starts) != nbytes)
-    return SpanTable(np.column_stack([starts[firsts], counts * nbytes]))
+    firsts, counts = _stretches(starts[1:] - starts[:-1] != nbytes)
+    rows = np.empty((len(firsts), 2), dtype=np.int64)
+    rows[:, 0], rows[:, 1] = starts[firsts], counts * nbytes
+    return SpanTable(rows)
+
+
+def are_pieces(spans: SpanTable, starts: Offsets, nbytes: int) -> bool:
+    """Are the spans, in their order, exactly the pieces of so many bytes that begin there, whichever neighbours they join?"""
+    lengths = spans.rows[:, 1]
+    if not len(lengths) or lengths.min() <= 0:
+        return False
+    counts = lengths // nbytes
+    if int(counts.sum()) != len(starts) or (counts * nbytes != lengths).any():
+        return spans.joined() == join_spans(starts, nbytes)  # cut finer, or not these
+    within = np.arange(len(starts), dtype=np.int64) - np.repeat(counts.cumsum() - counts, counts)
+    return np.array_equal(np.repeat(spans.rows[:, 0], counts) + within * nbytes, starts)
 
 
 def _stretches(breaks: NDArray[np.bool_]) -> tuple[Offsets, Offsets]:
     """Where stretches begin that are not broken, and their lengths. breaks[i]: between i and i + 1."""
-    firsts = np.concatenate([np.zeros(1, dtype=np.int64), np.flatnonzero(breaks) + 1])
-    return firsts, np.diff(firsts, append=len(breaks) + 1)
+    after = breaks.nonzero()[0]
+    borders = np.empty(len(after) + 2, dtype=np.int64)
+    borders[0], borders[-1] = 0, len(breaks) + 1
+    np.add(after, 1, out=borders[1:-1])
+    return borders[:-1], borders[1:] - borders[:-1]

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,17 +13,17 @@ from numpy.typing import NDArray
 from pdcluster.lifecycle import Reading
 from pdcluster.messages import ChunkEntry, Commit, CommitAck, Endpoint, Leg, Ticket
 from pdcluster.transfer.base import Arrival, Peer
-from pdcluster.transfer.geometry import Offsets, PageShape, Part, part_bytes
-from pdcluster.transfer.runs import SpanTable
+from pdcluster.transfer.geometry import Offsets, PageShape, Part, are_pieces, join_spans, offsets, part_bytes, piece_of
+from pdcluster.transfer.runs import SpanTable, chained, span_table
 
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """A chunk of a Commit, and where its bytes are in a rank's memory, in the order of the wire."""
+    """A chunk of a Commit, and of what it is on a rank."""
 
     entry: ChunkEntry
     rank: int
-    spans: SpanTable
+    part: Part
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class Incoming:
     promised: int = 0
     """Chunks in the Commit."""
     is_in_place: bool = False
-    """Every chunk landed where the Commit says."""
+    """Every chunk landed where the Commit says; looked at when there are digests."""
     bad: list[int] = field(default_factory=list)
     resent: int = 0
     unfenced: set[str] = field(default_factory=set)
@@ -65,6 +66,54 @@ class Notice:
     reason: str
     until: float
     send_at: float
+
+
+def pieces(shape: PageShape, incoming: Incoming, rank: int, part: Part) -> tuple[Offsets, int]:
+    """Where a part's bytes begin in a rank's memory, piece by piece in the order of the wire, and the bytes of each."""
+    return offsets(shape, rank, incoming.writable, incoming.ticket.cached_tokens // shape.page_tokens, part, piece_of(shape, rank, part))
+
+
+def spans_of(shape: PageShape, incoming: Incoming, landing: Landing) -> SpanTable:
+    return join_spans(*pieces(shape, incoming, landing.rank, landing.part))
+
+
+def are_in_place(shape: PageShape, incoming: Incoming, landings: Iterable[Landing], region: int) -> bool:
+    """Did these chunks land at just the places that the Commit says? region: of rank 0. Neighbours in a row are looked at together."""
+    for rank, part, row in _rows(landings):
+        arrivals = [incoming.arrived[each.entry.index] for each in row]
+        tables = [span_table(arrival.spans) for arrival in arrivals]
+        if any(arrival.region != region + rank for arrival in arrivals) or [table.nbytes for table in tables] != [each.entry.nbytes for each in row]:
+            return False
+        if not are_pieces(chained(tables), *pieces(shape, incoming, rank, part)):
+            return False
+    return True
+
+
+def _rows(landings: Iterable[Landing]) -> Iterator[tuple[int, Part, list[Landing]]]:
+    """Chunks of the same layers and heads whose blocks follow each other, and what they are together."""
+    row: list[Landing] = []
+    for landing in landings:
+        if row and not _follows(row[-1], landing):
+            yield _joined(row)
+            row = []
+        row.append(landing)
+    if row:
+        yield _joined(row)
+
+
+def _follows(one: Landing, other: Landing) -> bool:
+    first, second = one.part, other.part
+    same = (first.first_layer, first.end_layer, first.first_head, first.end_head) == (
+        second.first_layer,
+        second.end_layer,
+        second.first_head,
+        second.end_head,
+    )
+    return same and one.rank == other.rank and first.end_block == second.first_block
+
+
+def _joined(row: list[Landing]) -> tuple[int, Part, list[Landing]]:
+    return row[0].rank, replace(row[0].part, end_block=row[-1].part.end_block), row
 
 
 def part_of(commit: Commit, leg: Leg, entry: ChunkEntry) -> Part:

@@ -12,7 +12,7 @@ import importlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,9 @@ LOG = logging.getLogger(__name__)
 BLOCK_BYTES = 64 << 10
 """Digested, then copied (or the other way round): both times from the second-level cache."""
 REMEMBERED = 8192
+
+Words = NDArray[np.uint64]
+NO_STATE: Words = np.zeros(0, dtype=np.uint64)
 
 Table = NDArray[np.uint64]
 """Rows of addresses of target (0: only digest) and source, and number of bytes."""
@@ -67,14 +70,12 @@ class _Native:
     """The compiled loop and the C functions that it calls."""
 
     def __init__(self) -> None:
-        self.move: Any = importlib.import_module("pdcluster.transfer.moving_kernel").move
-        library, libc = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__), ctypes.CDLL(None)
-        self.create, self.free = library.XXH3_createState, library.XXH3_freeState
-        self.reset, self.digest = library.XXH3_64bits_reset, library.XXH3_64bits_digest
-        self.create.restype, self.digest.restype = ctypes.c_void_p, ctypes.c_uint64
-        for function in (self.free, self.reset, self.digest):
-            function.argtypes = [ctypes.c_void_p]
-        self.calls = [ctypes.cast(each, ctypes.c_void_p).value for each in (libc.memmove, library.XXH3_64bits_update, libc.clock_gettime)]
+        kernel, libc = importlib.import_module("pdcluster.transfer.moving_kernel"), ctypes.CDLL(None)
+        self.move: Any = kernel.move
+        self.new_state: Callable[[], Words] = kernel.new_state
+        self.finished: Callable[[Words], int] = kernel.finished
+        self.memmove, self.clock = (ctypes.cast(each, ctypes.c_void_p).value for each in (libc.memmove, libc.clock_gettime))
+        self.secret = int(kernel.SECRET.ctypes.data)
 
 
 @functools.cache
@@ -103,19 +104,13 @@ class Payload:
         self._after = after
         self._waits = waits
         self._native = native()
-        self._state = 0
+        self._state = NO_STATE
         self._hash = xxhash.xxh3_64() if digests and self._native is None else None
         self._cursor = np.zeros(4, dtype=np.uint64)
         if self._native is not None:
-            self._calls = np.array([*self._native.calls, self._cursor.ctypes.data + 16], dtype=np.uint64)
-            self._state = self._new_state(self._native) if digests else 0
-
-    def _new_state(self, native: _Native) -> int:
-        state = int(native.create() or 0)
-        if not state:
-            raise MemoryError("no memory for the state of a digest")
-        native.reset(state)
-        return state
+            native_calls = (self._native.memmove, self._native.clock, self._cursor.ctypes.data + 16, self._native.secret)
+            self._calls = np.array(native_calls, dtype=np.uint64)
+            self._state = self._native.new_state() if digests else NO_STATE
 
     def extend(self, table: Table) -> None:
         """More bytes at the end of a payload all of which was moved."""
@@ -150,13 +145,8 @@ class Payload:
         """xxh3-64 of what was moved so far."""
         if self._hash is not None:
             return int(self._hash.intdigest())
-        assert self._native is not None and self._state, "this payload is moved without a digest"
-        return int(self._native.digest(self._state))
-
-    def __del__(self) -> None:
-        if self._state and self._native is not None:
-            self._native.free(self._state)
-            self._state = 0
+        assert self._native is not None and len(self._state), "this payload is moved without a digest"
+        return self._native.finished(self._state)
 
 
 def _bytes(address: int, nbytes: int) -> memoryview:

@@ -1,4 +1,9 @@
-"""The inner loop of `moving`, compiled by numba so that it holds no GIL. Imported only there; it calls C functions by their addresses."""
+"""The inner loop of `moving`, compiled by numba so that it holds no GIL. Imported only there; it calls C functions by their addresses.
+
+Its digest is XXH3 (64 bits, no seed, the library's own secret): the figure that the xxhash package gives for the same bytes in a row, which tests
+compare. The package can not copy on the way and so reads from memory what the copy then reads again; here a cache line is loaded once, digested
+and stored. Vectors of eight words become whatever the processor has.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,21 @@ from typing import Any
 
 import numba
 import numpy as np
+import xxhash
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-WORD = ir.IntType(64)
+WORD, NUMBER = ir.IntType(64), ir.IntType(32)
 LINE = ir.VectorType(WORD, 8)
 LINE_BYTES = 64
 STREAM_BYTES = 4096
 """Shorter copies are memmove's."""
 AHEAD_BYTES = 2048
 """Of the next run, asked for while this one is moved: the processor foresees the bytes after those it reads, not where another run begins."""
+
+# ---------------------------------------------------------------- one instruction each
 
 
 def _type_call(typing_context: Any, function: Any, first: Any, second: Any, third: Any) -> Any:
@@ -30,18 +38,26 @@ def _type_call(typing_context: Any, function: Any, first: Any, second: Any, thir
     return types.uintp(types.uintp, types.uintp, types.uintp, types.uintp), generate
 
 
-_call: Any = intrinsic(_type_call)
+def _load(builder: Any, address: Any, offset: int) -> Any:
+    """A cache line's worth of words, from anywhere."""
+    line = builder.load(builder.inttoptr(builder.add(address, WORD(offset)), LINE.as_pointer()))
+    line.align = 1
+    return line
+
+
+def _store(builder: Any, line: Any, address: Any, offset: int, *, past_caches: bool) -> None:
+    """past_caches: a copied page is not read here again, and its old bytes need not be fetched first; the address is a multiple of LINE_BYTES."""
+    store = builder.store(line, builder.inttoptr(builder.add(address, WORD(offset)), LINE.as_pointer()))
+    store.align = LINE_BYTES if past_caches else 1
+    if past_caches:
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(NUMBER, 1)]))
 
 
 def _type_stream(typing_context: Any, target: Any, source: Any) -> Any:
-    """Copy one cache line past the caches: a copied page is not read here again, and its old bytes need not be fetched first."""
+    """Copy one cache line past the caches."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        line = builder.load(builder.inttoptr(arguments[1], LINE.as_pointer()))
-        line.align = 1
-        store = builder.store(line, builder.inttoptr(arguments[0], LINE.as_pointer()))
-        store.align = LINE_BYTES
-        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        _store(builder, _load(builder, arguments[1], 0), arguments[0], 0, past_caches=True)
         return context.get_dummy_value()
 
     return types.void(types.uintp, types.uintp), generate
@@ -61,17 +77,179 @@ def _type_prefetch(typing_context: Any, address: Any) -> Any:
     """Ask for a cache line; a hint, which does nothing for an address that is not there."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, number, number, number]))
-        builder.call(prefetch, [builder.inttoptr(arguments[0], byte), number(0), number(3), number(1)])  # to read, often, data
+        byte = ir.IntType(8).as_pointer()
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, NUMBER, NUMBER, NUMBER]))
+        builder.call(prefetch, [builder.inttoptr(arguments[0], byte), NUMBER(0), NUMBER(3), NUMBER(1)])  # to read, often, data
         return context.get_dummy_value()
 
     return types.void(types.uintp), generate
 
 
+_call: Any = intrinsic(_type_call)
 _stream: Any = intrinsic(_type_stream)
 _prefetch: Any = intrinsic(_type_prefetch)
 _fence: Any = intrinsic(_type_fence)
+
+# ---------------------------------------------------------------- digests
+
+SECRET = np.frombuffer(
+    bytes.fromhex(
+        "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+        "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+        "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+    ),
+    dtype=np.uint8,
+)
+"""Of the XXH3 specification."""
+STRIPE_BYTES = LINE_BYTES
+BLOCK_STRIPES = 16
+BLOCK_BYTES = BLOCK_STRIPES * STRIPE_BYTES
+SHORT_BYTES = 240
+"""Up to so many, XXH3 is another function, which the package computes from the first bytes that are kept."""
+LAST_SECRET, SUM_SECRET = 121, 11
+"""Offsets in the secret for the last stripe and for the final sum."""
+PRIMES_32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+PRIMES_64 = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
+START = (PRIMES_32[2], *PRIMES_64[:4], PRIMES_32[1], PRIMES_64[4], PRIMES_32[0])
+MASK = (1 << 64) - 1
+
+STRIPE, PENDING, TOTAL, LAST, HEAD, STATE_WORDS = 8, 9, 10, 16, 32, 64
+"""Words of a state after its eight sums: stripes digested of this block; bytes that are pending; bytes in all; the last stripe digested, and after
+it the bytes that are pending, 1 to 64 of them once there were any, because the very last stripe is treated otherwise; the first SHORT_BYTES."""
+
+
+def new_state() -> NDArray[np.uint64]:
+    state = np.zeros(STATE_WORDS, dtype=np.uint64)
+    state[:8] = START
+    return state
+
+
+def finished(state: NDArray[np.uint64]) -> int:
+    """The digest of all that was given so far; more may be given afterwards."""
+    total, pending, data = int(state[TOTAL]), int(state[PENDING]), state.tobytes()
+    if total <= SHORT_BYTES:
+        return int(xxhash.xxh3_64_intdigest(data[8 * HEAD : 8 * HEAD + total]))
+    last = data[8 * LAST + pending : 8 * LAST + pending + STRIPE_BYTES]
+    sums, keys = _words(data), _words(SECRET[SUM_SECRET:].tobytes())
+    for lane, (word, key) in enumerate(zip(_words(last), _words(SECRET[LAST_SECRET:].tobytes()), strict=True)):
+        mixed = word ^ key
+        sums[lane] = (sums[lane] + (mixed & 0xFFFFFFFF) * (mixed >> 32)) & MASK
+        sums[lane ^ 1] = (sums[lane ^ 1] + word) & MASK
+    result = (total * PRIMES_64[0] + sum(_folded(sums[at] ^ keys[at], sums[at + 1] ^ keys[at + 1]) for at in range(0, 8, 2))) & MASK
+    result = (result ^ result >> 37) * 0x165667919E3779F9 & MASK
+    return result ^ result >> 32
+
+
+def _words(data: bytes) -> list[int]:
+    return [int(word) for word in np.frombuffer(data, dtype="<u8", count=8)]
+
+
+def _folded(first: int, second: int) -> int:
+    product = first * second
+    return product & MASK ^ product >> 64
+
+
+def _all(value: int) -> Any:
+    return ir.Constant(LINE, [value] * 8)
+
+
+def _with_stripe(builder: Any, sums: Any, line: Any, key: Any) -> Any:
+    mixed = builder.xor(line, key)
+    product = builder.mul(builder.and_(mixed, _all(0xFFFFFFFF)), builder.lshr(mixed, _all(32)))
+    swapped = builder.shuffle_vector(line, line, ir.Constant(ir.VectorType(NUMBER, 8), [1, 0, 3, 2, 5, 4, 7, 6]))
+    return builder.add(builder.add(sums, swapped), product)
+
+
+def _scrambled(builder: Any, sums: Any, secret: Any) -> Any:
+    mixed = builder.xor(sums, builder.lshr(sums, _all(47)))
+    return builder.mul(builder.xor(mixed, _load(builder, secret, SECRET.size - STRIPE_BYTES)), _all(PRIMES_32[0]))
+
+
+def _stripes(count: int, *, store: bool = False, past_caches: bool = False, scramble: bool = False) -> Any:
+    """`function(sums, secret, first, target, source)`: digest, and store, so many stripes of a block, its first being number `first`."""
+
+    def type_stripes(typing_context: Any, sums: Any, secret: Any, first: Any, target: Any, source: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            address, secret, first, target, source = arguments
+            sums, keys = _load(builder, address, 0), builder.add(secret, builder.mul(first, WORD(8)))
+            for stripe in range(count):
+                line = _load(builder, source, stripe * STRIPE_BYTES)
+                sums = _with_stripe(builder, sums, line, _load(builder, keys, 8 * stripe))
+                if store:
+                    _store(builder, line, target, stripe * STRIPE_BYTES, past_caches=past_caches)
+            _store(builder, _scrambled(builder, sums, secret) if scramble else sums, address, 0, past_caches=False)
+            return context.get_dummy_value()
+
+        return types.void(*[types.uintp] * 5), generate
+
+    return intrinsic(type_stripes)
+
+
+_stripe, _stored_stripe = _stripes(1), _stripes(1, store=True)
+_block, _stored_block = _stripes(BLOCK_STRIPES, scramble=True), _stripes(BLOCK_STRIPES, store=True, scramble=True)
+_streamed_block = _stripes(BLOCK_STRIPES, store=True, past_caches=True, scramble=True)
+_scramble = _stripes(0, scramble=True)
+
+
+@numba.njit("uint64(uint64,uint64,uint64)", nogil=True, cache=True)
+def _next_stripe(sums: Any, secret: Any, stripe: Any) -> Any:
+    """The number of the stripe after this one; a block that is full is scrambled."""
+    if stripe + np.uint64(1) < np.uint64(BLOCK_STRIPES):
+        return stripe + np.uint64(1)
+    _scramble(sums, secret, np.uint64(0), np.uint64(0), np.uint64(0))
+    return np.uint64(0)
+
+
+@numba.njit("void(uint64,uint64[::1],uint64,uint64,uint64,uint64,boolean)", nogil=True, cache=True)
+def _digest(memmove: Any, state: NDArray[np.uint64], secret: Any, target: Any, source: Any, nbytes: Any, past: bool) -> None:
+    """Digest bytes, and copy them where target is not 0. past: past the caches."""
+    zero, one, line, block = np.uint64(0), np.uint64(1), np.uint64(STRIPE_BYTES), np.uint64(BLOCK_BYTES)
+    sums = np.uint64(state.ctypes.data)
+    last = sums + np.uint64(8 * LAST)
+    stripe, pending, total = state[STRIPE], state[PENDING], state[TOTAL]
+    if total < np.uint64(SHORT_BYTES):
+        _call(memmove, sums + np.uint64(8 * HEAD) + total, source, min(nbytes, np.uint64(SHORT_BYTES) - total))
+    state[TOTAL] = total + nbytes
+    count = min(line - pending, nbytes) if pending else zero
+    if count:
+        _call(memmove, last + line + pending, source, count)
+        if target:
+            _call(memmove, target, source, count)
+    pending += count
+    if pending and count < nbytes:
+        _stripe(sums, secret, stripe, zero, last + line)
+        stripe, pending = _next_stripe(sums, secret, stripe), zero
+        _call(memmove, last, last + line, line)
+    at = count
+    past = past and (target + at) % line == zero
+    while nbytes - at > line:
+        if stripe == zero and nbytes - at > block:
+            for _ in range(zero, (nbytes - at - one) // block):
+                if target and past:
+                    _streamed_block(sums, secret, zero, target + at, source + at)
+                elif target:
+                    _stored_block(sums, secret, zero, target + at, source + at)
+                else:
+                    _block(sums, secret, zero, zero, source + at)
+                at += block
+        else:
+            if target:
+                _stored_stripe(sums, secret, stripe, target + at, source + at)
+            else:
+                _stripe(sums, secret, stripe, zero, source + at)
+            stripe = _next_stripe(sums, secret, stripe)
+            at += line
+    if at > count:
+        _call(memmove, last, source + at - line, line)
+    if at < nbytes:
+        pending = nbytes - at
+        _call(memmove, last + line, source + at, pending)
+        if target:
+            _call(memmove, target + at, source + at, pending)
+    state[STRIPE], state[PENDING] = stripe, pending
+
+
+# ---------------------------------------------------------------- the loop
 
 
 @numba.njit("void(uint64,uint64,uint64,uint64)", nogil=True, cache=True)
@@ -90,12 +268,15 @@ def _copy_past_caches(memmove: int, target: int, source: int, nbytes: int) -> No
     _call(memmove, target + done, source + done, nbytes - done)
 
 
-@numba.njit("void(uint64[:,::1],uint64[::1],uint64,uint64[::1],uint64,boolean,uint64)", nogil=True, cache=True)
-def move(table: NDArray[np.uint64], cursor: NDArray[np.uint64], left: int, calls: NDArray[np.uint64], state: int, after: bool, block: int) -> None:
+@numba.njit("void(uint64[:,::1],uint64[::1],uint64,uint64[::1],uint64[::1],boolean,uint64)", nogil=True, cache=True)
+def move(
+    table: NDArray[np.uint64], cursor: NDArray[np.uint64], left: int, calls: NDArray[np.uint64], state: NDArray[np.uint64], after: bool, block: int
+) -> None:
     """See `moving.Payload`. table: (target, source, nbytes) addresses, target 0: only digest (the source). cursor: row, offset in it, seconds and
-    nanoseconds when this ended. calls: addresses of memmove, XXH3_64bits_update, clock_gettime, and of the cursor's clock. state: 0: no digest."""
+    nanoseconds when this ended. calls: addresses of memmove, clock_gettime, the cursor's clock and SECRET. state: empty: no digest."""
     row, offset = cursor[0], cursor[1]
     zero = np.uint64(0)
+    digests = len(state) > 0
     while left > zero and row < table.shape[0]:
         target, source, nbytes = table[row, 0], table[row, 1], table[row, 2]
         if offset == zero and row + np.uint64(1) < table.shape[0]:
@@ -103,13 +284,14 @@ def move(table: NDArray[np.uint64], cursor: NDArray[np.uint64], left: int, calls
             if start != source + nbytes:
                 for line in range(zero, length, np.uint64(LINE_BYTES)):
                     _prefetch(start + line)
-        count = min(left, nbytes - offset, np.uint64(block))
-        if state and not after:
-            _call(calls[1], np.uint64(state), source + offset, count)
+        count = min(left, nbytes - offset)
         if target and after:
+            count = min(count, np.uint64(block))
             _call(calls[0], target + offset, source + offset, count)
-            if state:
-                _call(calls[1], np.uint64(state), target + offset, count)
+            if digests:
+                _digest(calls[0], state, calls[3], zero, target + offset, count, False)
+        elif digests:
+            _digest(calls[0], state, calls[3], target + offset if target else zero, source + offset, count, True)
         elif target:
             _copy_past_caches(calls[0], target + offset, source + offset, count)
         left -= count
@@ -119,4 +301,4 @@ def move(table: NDArray[np.uint64], cursor: NDArray[np.uint64], left: int, calls
             offset = zero
     cursor[0], cursor[1] = row, offset
     _fence()
-    _call(calls[2], np.uint64(1), calls[3], zero)
+    _call(calls[1], np.uint64(1), calls[2], zero)

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from pdcluster.errors import TransferError
 from pdcluster.lifecycle import Writing
-from pdcluster.messages import ChunkEntry, Leg, Ticket, TokenLogprobs, unpack_tokens
+from pdcluster.messages import ChunkEntry, Leg, Ticket, TokenLogprobs
 from pdcluster.transfer.base import Peer
 from pdcluster.transfer.chunks import page_slice
-from pdcluster.transfer.geometry import Course, PageShape, Part, join_runs_in_parts, offsets, part_bytes, piece_of, pieces_per_block
+from pdcluster.transfer.geometry import Course, PageShape, Part, join_runs_in_parts, offsets, piece_of, pieces_per_block
 from pdcluster.transfer.runs import RunTable
 from pdcluster.transfer.session import Settings, peer_of
 
-LEAST_CHUNK_BYTES, CHUNKS_PER_PUSH = 2 << 20, 4
+LEAST_CHUNK_BYTES, LARGE_CHUNKS = 2 << 20, 3
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Outgoing:
 
     ticket: Ticket
     peer: Peer
-    pages: list[int]
+    pages: NDArray[np.int64]
     backends: list[str]
     deadline: float
     theirs: PageShape
@@ -126,24 +126,29 @@ class Outgoing:
 
 def cut(ours: PageShape, outgoing: Outgoing, course: Course, push: Push, settings: Settings) -> Iterator[tuple[Part, RunTable]]:
     """One leg of a push, in parts of bounded bytes and runs."""
-    block, theirs, targets = outgoing.block_tokens, outgoing.theirs, np.array(outgoing.pages, dtype=np.int64)
+    block, theirs = outgoing.block_tokens, outgoing.theirs
     first, end = push.start // block, -(-push.end // block)
     whole = Part(block, first, end, push.first_layer, push.end_layer, course.first_head, course.end_head)
     piece = min(piece_of(ours, course.writer_rank, whole), piece_of(theirs, course.reader_rank, whole))
-    pieces_each = pieces_per_block(ours, whole, piece)
     starts, nbytes = offsets(ours, course.writer_rank, push.pages, push.first_page, whole, piece)
-    ends, _ = offsets(theirs, course.reader_rank, targets, 0, whole, piece)
-    one = replace(whole, end_block=first + 1)
-    blocks_each = max(1, min(_chunk_bytes(part_bytes(ours, whole), settings) // part_bytes(ours, one), settings.chunk_runs // pieces_each))
-    runs = join_runs_in_parts(starts, ends, nbytes, blocks_each * pieces_each)
-    for block_number, each in zip(range(first, end, blocks_each), runs, strict=True):
-        yield replace(whole, first_block=block_number, end_block=min(block_number + blocks_each, end)), each
+    targets, _ = offsets(theirs, course.reader_rank, outgoing.pages, 0, whole, piece)
+    pieces_each = pieces_per_block(ours, whole, piece)
+    ends = _ends(end - first, pieces_each * nbytes, pieces_each, settings)
+    runs = join_runs_in_parts(starts, targets, nbytes, [each * pieces_each for each in ends])
+    for start, stop, each in zip((0, *ends), ends, runs, strict=False):
+        yield replace(whole, first_block=first + start, end_block=first + stop), each
 
 
-def _chunk_bytes(push_bytes: int, settings: Settings) -> int:
-    """The reader digests a chunk while the next one comes, so a push is cut at least in a few; but small ones cost more to hand over than that
-    saves."""
-    return min(settings.chunk_bytes, max(LEAST_CHUNK_BYTES, push_bytes // CHUNKS_PER_PUSH)) if settings.digests else settings.chunk_bytes
+def _ends(blocks: int, block_bytes: int, block_runs: int, settings: Settings) -> list[int]:
+    """Where the chunks of a push end, in blocks. The reader digests a chunk while the next one comes, so there are at least a few, and the last,
+    for which both then wait, is small; but each costs time of its own."""
+    bound = settings.chunk_bytes
+    if settings.digests:
+        bound = min(bound, max(LEAST_CHUNK_BYTES, blocks * block_bytes // LARGE_CHUNKS))
+    most = max(1, min(bound // block_bytes, settings.chunk_runs // block_runs))
+    last = min(blocks, most, max(1, LEAST_CHUNK_BYTES // block_bytes)) if settings.digests else 0
+    parts = -(-(blocks - last) // most)
+    return [(blocks - last) * part // parts for part in range(1, parts + 1)] + ([blocks] if last else [])
 
 
 def checked_shape(ticket: Ticket, shape: PageShape) -> PageShape:
@@ -159,7 +164,7 @@ def checked_shape(ticket: Ticket, shape: PageShape) -> PageShape:
     return theirs
 
 
-def checked_pages(ticket: Ticket, me: Peer) -> list[int]:
+def checked_pages(ticket: Ticket, me: Peer) -> NDArray[np.int64]:
     """The ticket's page ids, or TransferError when anything about it is wrong."""
     nonce, tokens = ticket.nonce, ticket.page_tokens
     if peer_of(ticket.writer) != me:
@@ -170,8 +175,9 @@ def checked_pages(ticket: Ticket, me: Peer) -> list[int]:
         raise TransferError(f"ticket {nonce:x} has {ticket.deadline_s} s left")
     if len(ticket.pages) % 4 or len(ticket.pages) // 4 < -(-ticket.num_tokens // tokens):
         raise TransferError(f"ticket {nonce:x} has {len(ticket.pages) / 4:g} pages, too few for {ticket.num_tokens} tokens")
-    pages = unpack_tokens(ticket.pages)
+    pages = np.frombuffer(ticket.pages, dtype=np.int32).astype(np.int64)
     writable = pages[page_slice(ticket.cached_tokens, ticket.num_tokens - ticket.cached_tokens, tokens)]
-    if len(set(writable)) != len(writable) or min(writable, default=0) < 0:
+    ascending = np.sort(writable)
+    if len(ascending) and (ascending[0] < 0 or (ascending[1:] == ascending[:-1]).any()):
         raise TransferError(f"ticket {nonce:x} names a page twice or a negative page")
     return pages

@@ -10,12 +10,12 @@ import numpy as np
 
 from pdcluster.errors import IntegrityError
 from pdcluster.lifecycle import READING, Reading, advance
-from pdcluster.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Endpoint, Leg, Ticket, pack_tokens
+from pdcluster.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Endpoint, Ticket, pack_tokens
 from pdcluster.transfer.base import Arrival, Backend, Fence, Peer, Permit, Spans
 from pdcluster.transfer.chunks import digest, page_slice
-from pdcluster.transfer.geometry import Offsets, PageShape, join_spans, offsets, piece_of
-from pdcluster.transfer.incoming import Incoming, Landing, Notice, covers_all, part_of
-from pdcluster.transfer.runs import SpanTable, merged, span_table
+from pdcluster.transfer.geometry import Offsets, PageShape, join_spans
+from pdcluster.transfer.incoming import Incoming, Landing, Notice, are_in_place, covers_all, part_of, spans_of
+from pdcluster.transfer.runs import SpanTable, merged
 from pdcluster.transfer.session import Clock, Failed, Landed, ReaderEvent, Reclaimed, Send, Settings, TransferStats, earliest, peer_of, reply_to
 
 __all__ = ["Failed", "Landed", "Reader", "ReaderEvent", "Reclaimed", "Send", "TransferStats"]
@@ -338,7 +338,7 @@ class Reader:
                 landing = incoming.unchecked.popleft()
                 on_arrival = self._digest_on_arrival(incoming, landing)
                 budget -= 0 if on_arrival is not None else landing.entry.nbytes
-                if not self._is_intact(landing, on_arrival):
+                if not self._is_intact(incoming, landing, on_arrival):
                     incoming.bad.append(landing.entry.index)
 
     def _begin_check(self, incoming: Incoming, commit: Commit) -> None:
@@ -353,16 +353,16 @@ class Reader:
         self._collect()
         incoming.promised = len(incoming.landings)
         incoming.unchecked = deque(each for each in incoming.landings if self._has_arrived(incoming, each.entry))
-        incoming.is_in_place = all(self._landed_as_said(incoming, each) for each in incoming.unchecked)
+        incoming.is_in_place = self._settings.digests and are_in_place(self._shape, incoming, incoming.unchecked, self._region)
         incoming.bad = [each.entry.index for each in incoming.landings if not self._has_arrived(incoming, each.entry)]
 
     def _accept(self, incoming: Incoming, commit: Commit) -> bool:
-        """Look at a Commit once, while its last chunks may still land: does it cover the ticket, and where are its bytes?"""
+        """Look at a Commit once, while its last chunks may still land: does it cover the ticket?"""
         if not covers_all(self._shape, incoming.ticket, commit):
             self.counters["bad_commit"] += 1
             self._refuse(incoming, commit, "the Commit's chunks do not cover the ticket's tokens")
             return False
-        incoming.landings = [self._landing(incoming, commit, leg, entry) for leg in commit.legs for entry in leg.chunks]
+        incoming.landings = [Landing(entry, leg.reader_rank, part_of(commit, leg, entry)) for leg in commit.legs for entry in leg.chunks]
         incoming.missing = [landing.entry for landing in incoming.landings]
         return True
 
@@ -370,17 +370,10 @@ class Reader:
         arrival = incoming.arrived.get(entry.index)
         return arrival is not None and arrival.stamp.nbytes == entry.nbytes
 
-    def _landing(self, incoming: Incoming, commit: Commit, leg: Leg, entry: ChunkEntry) -> Landing:
-        """Where the chunk's bytes are, in the order of the wire."""
-        part, rank = part_of(commit, leg, entry), leg.reader_rank
-        first_page = incoming.ticket.cached_tokens // self._shape.page_tokens
-        starts, nbytes = offsets(self._shape, rank, incoming.writable, first_page, part, piece_of(self._shape, rank, part))
-        return Landing(entry, rank, join_spans(starts, nbytes))
-
-    def _is_intact(self, landing: Landing, on_arrival: int | None) -> bool:
+    def _is_intact(self, incoming: Incoming, landing: Landing, on_arrival: int | None) -> bool:
         if not self._settings.digests:
             return True
-        found = on_arrival if on_arrival is not None else digest(self._memories[landing.rank], landing.spans)
+        found = on_arrival if on_arrival is not None else digest(self._memories[landing.rank], spans_of(self._shape, incoming, landing))
         if found == landing.entry.digest:
             return True
         self.counters["digest_mismatch"] += 1
@@ -393,10 +386,6 @@ class Reader:
         arrival = incoming.arrived[landing.entry.index]
         is_last = arrival.stamp.trial == landing.entry.trial and len(incoming.arrived) == incoming.promised
         return arrival.digest if is_last and incoming.is_in_place and not incoming.repeated else None
-
-    def _landed_as_said(self, incoming: Incoming, landing: Landing) -> bool:
-        arrival = incoming.arrived[landing.entry.index]
-        return arrival.region == self._region + landing.rank and span_table(arrival.spans).joined() == landing.spans
 
     def _end_check(self, incoming: Incoming) -> None:
         commit, bad = incoming.commit, tuple(incoming.bad)
@@ -419,7 +408,7 @@ class Reader:
         asked: dict[int, list[SpanTable]] = {}
         for landing in (each for each in incoming.landings if each.entry.index in bad):
             incoming.arrived.pop(landing.entry.index, None)
-            asked.setdefault(landing.rank, []).append(landing.spans)
+            asked.setdefault(landing.rank, []).append(spans_of(self._shape, incoming, landing))
         self._permit(incoming, {rank: merged(tables) for rank, tables in asked.items()})
         self._send(incoming, ack)
 

@@ -63,6 +63,10 @@ class SpanTable(Sequence[Span]):
     def __repr__(self) -> str:
         return f"SpanTable({list(self[:8])}{'…' if len(self) > 8 else ''})"
 
+    @property
+    def nbytes(self) -> int:
+        return int(self.rows[:, 1].sum())
+
     def add_up_to(self, nbytes: int) -> bool:
         """Do they hold so many bytes together, none of them empty?"""
         lengths = self.rows[:, 1]
@@ -79,8 +83,15 @@ class SpanTable(Sequence[Span]):
         rows = self.rows
         if len(rows) < 2:
             return self
-        firsts = np.flatnonzero(np.concatenate([[True], rows[1:, 0] != rows[:-1, 0] + rows[:-1, 1]]))
-        return self if len(firsts) == len(rows) else SpanTable(np.column_stack([rows[firsts, 0], np.add.reduceat(rows[:, 1], firsts)]))
+        begins = np.empty(len(rows), dtype=np.bool_)
+        begins[0] = True
+        np.not_equal(rows[1:, 0], rows[:-1].sum(axis=1), out=begins[1:])
+        firsts = begins.nonzero()[0]
+        if len(firsts) == len(rows):
+            return self
+        joined = np.empty((len(firsts), 2), dtype=np.int64)
+        joined[:, 0], joined[:, 1] = rows[firsts, 0], np.add.reduceat(rows[:, 1], firsts)
+        return SpanTable(joined)
 
 
 def span_table(spans: Iterable[Span]) -> SpanTable:

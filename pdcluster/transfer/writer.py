@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdcluster.errors import IntegrityError, PeerUnreachable, TransferError
 from pdcluster.lifecycle import WRITING, Writing, advance
@@ -94,13 +95,12 @@ class Writer:
         outgoing = self._open.get(nonce)
         if outgoing is None or outgoing.state is not Writing.OPEN:
             return
-        end = first_token + num_tokens
-        self._check_push(outgoing, source_pages, first_token, end)
+        end, pages = first_token + num_tokens, np.array(source_pages, dtype=np.int64)
+        self._check_push(outgoing, pages, first_token, end)
         start = max(first_token, outgoing.next_token)
         if end <= start:
             return
         first_layer, end_layer = self._check_layers(outgoing, end, layers)
-        pages = np.array(source_pages, dtype=np.int64)
         push = Push(pages, first_token // self._shape.page_tokens, start, end, first_layer, end_layer)
         for course in outgoing.courses:
             self._cut(outgoing, course, push)
@@ -203,14 +203,14 @@ class Writer:
 
     # ------------------------------------------------------------ pushing
 
-    def _check_push(self, outgoing: Outgoing, pages: Sequence[int], first: int, end: int) -> None:
+    def _check_push(self, outgoing: Outgoing, pages: NDArray[np.int64], first: int, end: int) -> None:
         ticket, tokens, block = outgoing.ticket, self._shape.page_tokens, outgoing.block_tokens
         ragged = end % block and end != ticket.num_tokens
         if first % block or ragged or first > outgoing.next_token or end > ticket.num_tokens or outgoing.finished is not None:
             raise IntegrityError(f"push of tokens {first}…{end} of {ticket.num_tokens} to ticket {ticket.nonce:x}, {outgoing.next_token} is next")
         needed, num_pages = -(-end // tokens) - first // tokens, self._num_pages
-        if len(pages) < needed or not all(0 <= page < num_pages for page in pages[:needed]):
-            raise IntegrityError(f"push to ticket {ticket.nonce:x}: {needed} pages below {num_pages} are needed, got {list(pages)[:8]}…")
+        if len(pages) < needed or (needed and not 0 <= pages[:needed].min() <= pages[:needed].max() < num_pages):
+            raise IntegrityError(f"push to ticket {ticket.nonce:x}: {needed} pages below {num_pages} are needed, got {pages[:8].tolist()}…")
 
     def _check_layers(self, outgoing: Outgoing, end: int, layers: tuple[int, int] | None) -> tuple[int, int]:
         """The layers of this push: those after the ones that were pushed of the same tokens."""

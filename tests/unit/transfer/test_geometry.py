@@ -13,6 +13,7 @@ from pdcluster.transfer.geometry import (
     PageShape,
     Part,
     Piece,
+    are_pieces,
     common_block,
     join_runs,
     join_runs_in_parts,
@@ -22,6 +23,7 @@ from pdcluster.transfer.geometry import (
     piece_of,
     plan_courses,
 )
+from pdcluster.transfer.runs import span_table
 
 SIZES = [(1, 1), (2, 1), (1, 2), (2, 4), (4, 2), (4, 4), (1, 4)]
 
@@ -162,5 +164,20 @@ def test_runs_in_parts_are_those_that_a_loop_joins(places: list[tuple[int, int]]
             wanted[-1][-1] = (last[0], last[1], last[2] + size)
         else:
             wanted[-1].append((source * size, target * size, size))
-    parts = join_runs_in_parts(sources, targets, size, part_pieces)
+    ends = [*range(part_pieces, len(places), part_pieces), len(places)]
+    parts = join_runs_in_parts(sources, targets, size, ends)
     assert [[(run.source, run.target, run.nbytes) for run in part] for part in parts] == wanted
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.lists(st.integers(1, 3), min_size=12, max_size=12), st.data())
+def test_spans_are_the_pieces_however_they_are_cut_and_nothing_else_is(places: list[int], cuts: list[int], data: st.DataObject) -> None:
+    size = 4
+    starts = np.array(places, dtype=np.int64) * size
+    finer = [
+        (place * size + at, cut if at + cut < size else size - at) for place, cut in zip(places, cuts, strict=False) for at in range(0, size, cut)
+    ]
+    spans = data.draw(st.sampled_from([[(place * size, size) for place in places], finer, list(join_spans(starts, size))]))
+    assert are_pieces(span_table(spans), starts, size)
+    index, moved = data.draw(st.integers(0, len(spans) - 1)), data.draw(st.sampled_from([(1, 0), (0, 1), (0, -1), (-size, 0), (0, -100)]))
+    wrong = [*spans[:index], (spans[index][0] + moved[0], spans[index][1] + moved[1]), *spans[index + 1 :]]
+    assert not are_pieces(span_table(wrong), starts, size) and not are_pieces(span_table(spans[:-1]), starts, size)

@@ -64,6 +64,21 @@ def test_bytes_and_digest_are_right_for_any_runs_and_any_steps(loop: str, after:
     check()
 
 
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_digest_is_right_at_every_length_around_stripes_and_blocks(aligned: bool) -> None:
+    """The compiled loop has an XXH3 of its own, which treats the first 240 bytes, the last stripe and every full block in ways of their own."""
+    source, target = buffers()
+    lengths = sorted({around + more for around in (1, 64, 240, 256, 960, 1024, 2048, 5120) for more in (-1, 0, 1) if around + more})
+    shift = 0 if aligned else 3
+    for length in lengths:
+        for first in {length, 1, 64, 1024, 1025} if length > 1025 else {length, 1}:
+            pieces = [(shift, 0, first), (shift + first, first, length - first)] if first < length else [(shift, 0, length)]
+            payload = payload_of(pieces, source, target, digests=True)
+            payload.advance(length)
+            assert payload.digest() == xxhash.xxh3_64_intdigest(source[:length].tobytes()), (length, first)
+            assert (target[shift : shift + length] == source[:length]).all()
+
+
 def test_without_a_target_bytes_are_only_digested(loop: str) -> None:
     source, _ = buffers()
     payload = Payload(table_of([(0, source.ctypes.data, 100), (0, source.ctypes.data + 500, 5000)]), digests=True)
