@@ -33,14 +33,17 @@ class Random:
 
 
 class PowerOfTwo:
-    """Two nodes at random, the one with fewer requests (Mitzenmacher, 2001; Ray Serve's default)."""
+    """Two nodes at random, the one with fewer requests (Mitzenmacher, 2001; Ray Serve's default). The others come after both, whatever they have."""
 
     name = "power-of-two"
 
     def score(self, nodes: Sequence[NodeView], leg: LegName, query: Query) -> Sequence[tuple[float, Terms]]:
         drawn = self._drawn(len(nodes), mix(query.counter, LEG_SALT[leg]))
-        costs = [float(node.num_requests) if index in drawn else float("inf") for index, node in enumerate(nodes)]
-        return [(cost, (("requests", cost),)) for cost in costs]
+        most = max((node.num_requests for node in nodes), default=0)
+        return [self._score(node.num_requests, 0 if index in drawn else most + 1) for index, node in enumerate(nodes)]
+
+    def _score(self, requests: int, behind: int) -> tuple[float, Terms]:
+        return float(requests + behind), (("requests", float(requests)), ("not_drawn", float(behind)))
 
     def _drawn(self, num: int, chance: int) -> set[int]:
         if num == 1:

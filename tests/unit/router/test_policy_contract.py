@@ -123,7 +123,7 @@ def test_the_record_holds_what_was_chosen_and_why_others_were_not(cluster: Clust
             if not node.accepts_work:
                 assert any(c.node is node and c.rejected_by for c in choice.candidates)
         for candidate in choice.candidates:
-            assert not any(math.isnan(value) for _, value in candidate.terms)
+            assert all(math.isfinite(value) for value in (candidate.cost, *(value for _, value in candidate.terms))), "null in JSON"
             assert 0 <= candidate.cached_tokens <= query.num_tokens
 
 
