@@ -28,6 +28,7 @@ from pdcluster_router.tenants import Tenant
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
+Exposition = Callable[[], Awaitable[bytes]]
 
 MODELS_PREFIX = "/v1/models/"
 AUTHORIZATION = b"authorization"
@@ -37,7 +38,8 @@ MODE = b"x-pdcluster-mode"
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """body_s: longest time for a body to arrive; stall_s: longest time for a client to read what it was sent."""
+    """body_s: longest time for a body to arrive; stall_s: longest time for a client to read what it was sent;
+    id_prefix: begins the ids of requests."""
 
     max_requests: int = 1024
     max_body_bytes: int = 8 * 2**20
@@ -45,17 +47,23 @@ class HttpSettings:
     deadline_s: float = 600.0
     body_s: float = 30.0
     stall_s: float = 60.0
+    id_prefix: str = ""
 
 
-def create_app(dispatcher: Dispatcher, settings: HttpSettings, metrics: RouterMetrics, places: Places | None = None) -> App:
-    """places: shared with other front doors; None for its own."""
-    return App(dispatcher, settings, metrics, places or Places(settings.max_requests))
+def create_app(
+    dispatcher: Dispatcher, settings: HttpSettings, metrics: RouterMetrics, places: Places | None = None, exposition: Exposition | None = None
+) -> App:
+    """places: shared with other front doors; None for its own. exposition: what a scrape gets, None for this process's metrics."""
+    return App(dispatcher, settings, metrics, places or Places(settings.max_requests), exposition)
 
 
 class App:
     """Lives in one event loop, as all its exchanges do."""
 
-    def __init__(self, dispatcher: Dispatcher, settings: HttpSettings, metrics: RouterMetrics, places: Places) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, settings: HttpSettings, metrics: RouterMetrics, places: Places, exposition: Exposition | None = None
+    ) -> None:
+        self._exposed = exposition
         self._dispatcher = dispatcher
         self._settings = settings
         self._metrics = metrics
@@ -76,7 +84,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served; run the server with lifespan and websockets off")
-        exchange = Exchange(scope, receive, send, self._settings.stall_s)
+        exchange = Exchange(scope, receive, send, self._settings.stall_s, self._settings.id_prefix)
         self._metrics.http_requests_open.inc()
         try:
             await self._answered(exchange)
@@ -94,6 +102,7 @@ class App:
             exchange.status = error.http_status
             self._metrics.disconnects.inc()
             log.info("request %s: %s", exchange.id, error)
+            exchange.drop()
         except PdclusterError as error:
             await self._fail(exchange, error)
         except Exception:  # the top of a request: a bug of ours, which must not take the others with it
@@ -108,6 +117,7 @@ class App:
             await exchange.fail(error)
         except ClientLeft as gone:
             log.info("request %s: %s", exchange.id, gone)
+            exchange.drop()
 
     # ------------------------------------------------ routing
 
@@ -151,7 +161,8 @@ class App:
 
     def _terms(self, exchange: Exchange, tenant: Tenant) -> Terms:
         deadline_s = deadline_of(exchange.header(DEADLINE), self._settings.deadline_s)
-        return Terms(exchange.id, exchange.arrived, self._settings.max_choices, deadline_s, tenant, mode_of(exchange.header(MODE)))
+        mode = mode_of(exchange.header(MODE))
+        return Terms(exchange.id, exchange.arrived, self._settings.max_choices, deadline_s, tenant, mode, exchange.client_id, exchange.hang_up)
 
     async def _body(self, exchange: Exchange) -> bytes:
         return await exchange.read_json(self._settings.max_body_bytes, self._settings.body_s)
@@ -192,7 +203,7 @@ class App:
             await exchange.fail(Unavailable("not ready: no route exists yet; it needs a prefill and a decode node, or a mixed one"))
 
     async def _exposition(self, exchange: Exchange) -> None:
-        body = generate_latest(self._metrics.registry)
+        body = await self._exposed() if self._exposed is not None else generate_latest(self._metrics.registry)
         await exchange.reply(200, body, ((b"content-type", CONTENT_TYPE_LATEST.encode()),))
 
     async def _models(self, exchange: Exchange) -> None:

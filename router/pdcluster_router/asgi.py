@@ -28,6 +28,9 @@ NO_BUFFERING: tuple[Header, ...] = (
 )
 """For event streams: nothing between us and the client may collect them."""
 
+ABORT = "pdcluster.abort"
+"""The extension of a scope by which a connection is closed at once, whatever its client has not read."""
+
 DISCARD_FACTOR = 8
 """A body up to this many times the limit is read and dropped, so that the client sees our answer instead of a broken connection."""
 
@@ -59,18 +62,34 @@ class ClientLeft(Cancelled):
 class Exchange:
     """One request and its answer. Owned by the task that the server runs it in."""
 
-    __slots__ = ("_headers", "_receive", "_send", "_stall", "_stall_s", "arrived", "finished", "id", "method", "path", "started", "status", "trace")
+    __slots__ = (
+        "_abort",
+        "_headers",
+        "_receive",
+        "_send",
+        "_stall",
+        "_stall_s",
+        "arrived",
+        "finished",
+        "id",
+        "method",
+        "path",
+        "started",
+        "status",
+        "trace",
+    )
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, stall_s: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, stall_s: float, id_prefix: str = "") -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self._headers: list[Header] = scope["headers"]
         self._receive = receive
         self._send = send
+        self._abort: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT, {}).get("call")
         self._stall_s = stall_s
         self._stall: _Stall | None = None
         self.arrived = monotonic()
-        self.id = secrets.token_hex(12)
+        self.id = id_prefix + secrets.token_hex(12)
         self.trace = self._trace_id()
         self.status = 0
         self.started = False
@@ -84,8 +103,13 @@ class Exchange:
                 found = value
         return None if found is None else found.decode("latin-1")
 
+    @property
+    def client_id(self) -> str:
+        """What the client calls this request, "" when it did not say."""
+        return self.trace if self.trace != self.id else ""
+
     def _trace_id(self) -> str:
-        """x-request-id: the client's own when it is short and plain, else ours. Only echoed; inside, `id` names the request."""
+        """x-request-id: the client's own when it is short and plain, else ours. Echoed, and explained by; inside, `id` names the request."""
         given = self.header(b"x-request-id")
         return given if given and len(given) <= 128 and given.isascii() and given.isprintable() else self.id
 
@@ -189,6 +213,16 @@ class Exchange:
         if self._stall is not None:
             self._stall.close()
 
+    def hang_up(self) -> None:
+        """The request is over, and its client does not read: a write that waits for it ends with ClientLeft."""
+        if self._stall is not None:
+            self._stall.expire()
+
+    def drop(self) -> None:
+        """Nobody reads what was written: the connection is closed without waiting for that. Does nothing under a server that cannot."""
+        if self._abort is not None:
+            self._abort()
+
     async def fail(self, error: PdclusterError) -> None:
         """An error as the answer: a status before the first byte, the last event of the stream after it."""
         if self.finished:
@@ -235,14 +269,19 @@ class _Stall:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._began = None
         if self._is_late and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise ClientLeft(f"the client read nothing for {self._stall_s:g} s") from None
+            raise ClientLeft("the client did not read what it was sent") from None
 
     def _look(self) -> None:
         if self._began is not None and self._loop.time() - self._began >= self._stall_s:
-            self._is_late = True
-            self._task.cancel()
+            self.expire()
             return
         self._timer = self._loop.call_later(self._stall_s / 4, self._look)
+
+    def expire(self) -> None:
+        """A write that waits has waited long enough."""
+        if self._began is not None and not self._is_late:
+            self._is_late = True
+            self._task.cancel()
 
     def close(self) -> None:
         self._timer.cancel()
@@ -280,4 +319,3 @@ class Watch:
         if event["type"] == "http.disconnect" and not self._exchange.finished:
             self._gone = True
             self._task.cancel()
-

@@ -113,8 +113,8 @@ class Dispatch:
         """Run one request to its one answer; see the contract in `generation`."""
         started = self._clock()
         with (
-            self.open.entered(generation.request, generation.model, len(generation.token_ids), started) as entry,
-            self.explainer.entered(generation.request, generation.standing, started) as record,
+            self.open.entered(generation.request, generation.model, len(generation.token_ids), started, generation.hang_up) as entry,
+            self.explainer.entered(generation.request, generation.standing, started, generation.client_id) as record,
         ):
             async with aclosing(self._generate(generation, entry, record)) as events:
                 async for event in events:

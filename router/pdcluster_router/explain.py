@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
@@ -35,6 +36,9 @@ MAX_CANDIDATES = 16
 
 MAX_DECISIONS = 16
 """Kept of one request: the first ones and the last. A request that is refused for a minute is decided a thousand times."""
+
+MAX_ALIKE = 100
+"""Told of the requests that clients call alike."""
 
 
 class CandidateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -96,7 +100,8 @@ class Hindsight(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, omit_defaults=True):
-    """One request. arrived: Unix seconds; error: code of the error that it ended with; hindsight: of the decision that brought the first token."""
+    """One request. client_id: what its client calls it; arrived: Unix seconds; error: code of the error that it ended with; hindsight: of the
+    decision that brought the first token."""
 
     request: str
     arrived: float
@@ -107,6 +112,7 @@ class Explanation(msgspec.Struct, omit_defaults=True):
     attempts: int = 0
     error: str | None = None
     hindsight: Hindsight | None = None
+    client_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +185,9 @@ class Explainer:
         self._seen = SeenBlocks()
         self._open: dict[str, Record] = {}
         self._ended: OrderedDict[str, bytes] = OrderedDict()
+        self._by_client: dict[str, dict[str, None]] = {}
+        """Requests that are open or kept, by what their clients call them; the oldest first."""
+        self._client_of: dict[str, str] = {}
         self._num_bytes = 0
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -187,10 +196,13 @@ class Explainer:
         return self._num_bytes
 
     @contextmanager
-    def entered(self, request: str, standing: Standing, now: float) -> Iterator[Record]:
+    def entered(self, request: str, standing: Standing, now: float, client_id: str = "") -> Iterator[Record]:
         """A record for as long as the block runs; how it ends is noted."""
-        record = Record(self, Explanation(request, self._wall(), standing.tenant, standing.priority, []), now)
+        record = Record(self, Explanation(request, self._wall(), standing.tenant, standing.priority, [], client_id=client_id), now)
         self._open[request] = record
+        if client_id:
+            self._by_client.setdefault(client_id, {})[request] = None
+            self._client_of[request] = client_id
         error: str | None = "cancelled"  # also when the block is closed from outside
         try:
             yield record
@@ -213,14 +225,16 @@ class Explainer:
         return None if ended is None else msgspec.msgpack.decode(ended, type=Explanation)
 
     def explain_all(self, request: str) -> list[Explanation]:
-        """By a request's id with or without the number of a choice: all of its choices that are known."""
+        """By a request's id with or without the number of a choice: all of its choices that are known. Or by what its client calls it: clients may
+        call several requests alike, and of these the last MAX_ALIKE are told, the latest first."""
         exact = self.explain(request)
         if exact is not None:
             return [exact]
         found: list[Explanation] = []
         while (choice := self.explain(f"{request}-{len(found)}")) is not None:
             found.append(choice)
-        return found
+        alike = islice(reversed(self._by_client.get(request, {})), MAX_ALIKE)
+        return found or [told for name in alike if (told := self.explain(name)) is not None]
 
     def recent(self, limit: int) -> Iterator[Explanation]:
         """Those that ended last, the latest first."""
@@ -279,8 +293,17 @@ class Explainer:
         self._ended[request] = encoded
         self._num_bytes += len(encoded)
         while len(self._ended) > self._kept.requests or self._num_bytes > self._kept.size_bytes:
-            _, oldest = self._ended.popitem(last=False)
+            name, oldest = self._ended.popitem(last=False)
             self._num_bytes -= len(oldest)
+            self._forget_client(name)
+
+    def _forget_client(self, request: str) -> None:
+        client_id = self._client_of.pop(request, None)
+        if client_id is None:
+            return
+        del self._by_client[client_id][request]
+        if not self._by_client[client_id]:
+            del self._by_client[client_id]
 
 
 def hindsight(decision: DecisionRecord, ttft_s: float, hit: HitTokens | None) -> Hindsight:

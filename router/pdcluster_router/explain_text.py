@@ -28,7 +28,8 @@ def _head(explanation: Explanation) -> str:
     tenant = f", tenant {explanation.tenant}" if explanation.tenant else ""
     ended = f", ended with {explanation.error}" if explanation.error else ""
     ttft = f", first token after {_seconds(explanation.ttft_s)}" if explanation.ttft_s is not None else ""
-    return f"request {explanation.request}, came {came}{tenant}, priority {explanation.priority}{ttft}{ended}"
+    name = f"{explanation.request} ({explanation.client_id})" if explanation.client_id else explanation.request
+    return f"request {name}, came {came}{tenant}, priority {explanation.priority}{ttft}{ended}"
 
 
 def _decision_line(number: int, decision: DecisionRecord) -> str:

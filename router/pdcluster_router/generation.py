@@ -12,7 +12,7 @@ The contract of `Dispatcher.generate`:
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["remote", "local"]
 Force = Literal["auto", "remote", "local"]
+HangUp = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Generation:
 
     request: id, unique per choice; token_ids: the prompt, array('i'); deadline_s: seconds the caller gives it;
     salt: what names the prefix cache it shares, from its tenant and the request's own cache_salt, b"" for none. mode: that it must have, None for the
-    router's own; session: key of its conversation, "" for none.
+    router's own; session: key of its conversation, "" for none. client_id: what its client calls it, "" for none. hang_up: ends a wait for a client
+    that does not read; None where there is no such wait.
     """
 
     request: str
@@ -55,6 +57,8 @@ class Generation:
     standing: Standing = ANYBODY
     mode: Force | None = None
     session: str = ""
+    client_id: str = ""
+    hang_up: HangUp | None = None
 
 
 @dataclass(frozen=True, slots=True)

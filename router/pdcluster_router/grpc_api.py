@@ -12,6 +12,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 
 import grpc
@@ -31,7 +32,7 @@ from pdcluster_router.answer import record, route_report, usage_of
 from pdcluster_router.choices import Choice, merge, pieces_of
 from pdcluster_router.generation import Dispatcher
 from pdcluster_router.places import Places
-from pdcluster_router.prepare import Prepared, Terms, find_model, mode_of, prepare_chat, prepare_completion
+from pdcluster_router.prepare import MANY_MESSAGES, Prepared, Terms, find_model, mode_of, prepare_chat, prepare_completion
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +43,16 @@ HEALTH_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class GrpcSettings:
-    """deadline_s: for calls without a deadline, and the most that one may ask for; stall_s: longest time for a client to read a message."""
+    """deadline_s: for calls without a deadline, and the most that one may ask for; stall_s: longest time for a client to read a message.
+    id_prefix: begins the ids of requests; is_port_shared: other workers of this router listen there, too."""
 
     max_message_bytes: int = 8 * 2**20
     max_calls: int = 2048
     max_choices: int = 128
     deadline_s: float = 600.0
     stall_s: float = 60.0
+    id_prefix: str = ""
+    is_port_shared: bool = False
 
 
 class Inference(stubs.InferenceServicer):
@@ -90,25 +94,30 @@ class Inference(stubs.InferenceServicer):
 
     async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, arrived: float) -> None:
         with self._places.taken(_metadata(context, "authorization")) as tenant:
-            request_id = secrets.token_hex(12)
+            request_id = self._settings.id_prefix + secrets.token_hex(12)
             await context.send_initial_metadata((("x-request-id", _trace_id(context) or request_id),))
             mode = mode_of(_metadata(context, "x-pdcluster-mode"))
-            terms = Terms(request_id, arrived, self._settings.max_choices, self._deadline_s(context), tenant, mode)
+            reader = _Reader(self._settings.stall_s)
+            own_id, deadline_s = _trace_id(context) or "", self._deadline_s(context)
+            terms = Terms(request_id, arrived, self._settings.max_choices, deadline_s, tenant, mode, own_id, reader.hang_up)
             prepared = await self._prepare(request, terms)
             pieces = merge([pieces_of(choice, self._dispatcher) for choice in prepared.choices])
             try:
                 async with aclosing(pieces):
-                    await self._stream(prepared, pieces, context)
+                    await self._stream(prepared, pieces, context, reader)
             finally:
                 record(prepared.choices, self._metrics)
 
     async def _prepare(self, request: pb.GenerateRequest, terms: Terms) -> Prepared:
-        asked = convert.request_from_proto(request, find_model(self._dispatcher, request.model or None).info.id)
+        convert_it = partial(convert.request_from_proto, request, find_model(self._dispatcher, request.model or None).info.id)
+        asked = await asyncio.to_thread(convert_it) if len(request.chat.messages) > MANY_MESSAGES else convert_it()
         if isinstance(asked, ChatRequest):
             return await prepare_chat(asked, self._dispatcher, terms)
         return await prepare_completion(asked, self._dispatcher, terms)
 
-    async def _stream(self, prepared: Prepared, pieces: AsyncGenerator[tuple[int, Piece], None], context: grpc.aio.ServicerContext) -> None:
+    async def _stream(
+        self, prepared: Prepared, pieces: AsyncGenerator[tuple[int, Piece], None], context: grpc.aio.ServicerContext, reader: _Reader
+    ) -> None:
         num_open = len(prepared.choices)
         opened: set[int] = set()
         async for index, piece in pieces:
@@ -118,14 +127,7 @@ class Inference(stubs.InferenceServicer):
                 num_open -= 1
                 if not num_open:
                     convert.add_usage(reply, usage_of(prepared))
-            await self._write(context, reply)
-
-    async def _write(self, context: grpc.aio.ServicerContext, reply: pb.GenerateReply) -> None:
-        try:
-            async with asyncio.timeout(self._settings.stall_s):
-                await context.write(reply)
-        except TimeoutError:
-            raise Cancelled(f"the client read nothing for {self._settings.stall_s:g} s") from None
+            await reader.write(context, reply)
 
     def _deadline_s(self, context: grpc.aio.ServicerContext) -> float:
         left = context.time_remaining()
@@ -136,6 +138,28 @@ class Inference(stubs.InferenceServicer):
     async def _fail(self, context: grpc.aio.ServicerContext, error: PdclusterError) -> None:
         self._metrics.errors.labels(error.code).inc()
         await context.abort(status_of(error), str(error), retry_metadata(error))
+
+
+class _Reader:
+    """A call's client, as far as it reads."""
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._waiting: asyncio.Timeout | None = None
+
+    async def write(self, context: grpc.aio.ServicerContext, reply: pb.GenerateReply) -> None:
+        """Raises Cancelled when the client reads nothing for too long, or was hung up on."""
+        try:
+            async with asyncio.timeout(self._stall_s) as self._waiting:
+                await context.write(reply)
+        except TimeoutError:
+            raise Cancelled("the client did not read what it was sent") from None
+        finally:
+            self._waiting = None
+
+    def hang_up(self) -> None:
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(asyncio.get_running_loop().time())
 
 
 def _reply(choice: Choice, index: int, piece: Piece, *, is_first: bool) -> pb.GenerateReply:
@@ -155,7 +179,7 @@ def _metadata(context: grpc.aio.ServicerContext, name: str) -> str | None:
 
 
 def _trace_id(context: grpc.aio.ServicerContext) -> str | None:
-    """The client's own x-request-id, when it is short and plain. Only echoed."""
+    """The client's own x-request-id, when it is short and plain."""
     given = _metadata(context, "x-request-id")
     return given if given is not None and 0 < len(given) <= 128 and given.isascii() and given.isprintable() else None
 
@@ -165,7 +189,7 @@ async def listening(servicer: Inference, dispatcher: Dispatcher, address: str, s
     """Serves while the block runs and gives HOST:PORT. Leaving it takes no new calls and lets open ones finish for at most drain_s."""
     server = grpc.aio.server(
         options=(
-            ("grpc.so_reuseport", 0),  # a second router on the same port must fail, not take half of the calls
+            ("grpc.so_reuseport", int(settings.is_port_shared)),  # a second router on the same port must fail, not take half of the calls
             ("grpc.max_receive_message_length", settings.max_message_bytes),
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 5_000),

@@ -10,8 +10,11 @@ from types import TracebackType
 from typing import Self
 
 from pdcluster.errors import Cancelled
-from pdcluster_router.generation import Mode
+from pdcluster_router.generation import HangUp, Mode
 from pdcluster_router.policy.base import Choice
+
+HANG_UP_S = 0.25
+"""A client that is being served when its request is cancelled has so long to read on, and then gets its error; one that does not is hung up on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +34,9 @@ class OpenRequest:
     cancelled_because: str | None = None
     is_done: bool = False
     """Its last word was said: there is nothing to cancel."""
+    hang_up: HangUp | None = None
     _is_outside: bool = field(default=False)
+    _num_served: int = field(default=0)
 
     def place(self, choice: Choice) -> None:
         """A new attempt runs where the policy chose."""
@@ -47,6 +52,7 @@ class OpenRequest:
 
     def __enter__(self) -> None:
         self._is_outside = True
+        self._num_served += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._is_outside = False
@@ -57,6 +63,12 @@ class OpenRequest:
         self.cancelled_because = reason
         if not self._is_outside:
             self.task.cancel()
+        elif self.hang_up is not None:
+            asyncio.get_running_loop().call_later(HANG_UP_S, self._hang_up_if_stuck, self._num_served)
+
+    def _hang_up_if_stuck(self, num_served: int) -> None:
+        if self._is_outside and self._num_served == num_served and self.hang_up is not None:
+            self.hang_up()
 
     def cancelled(self) -> Cancelled:
         return Cancelled(f"request {self.request} was cancelled by an operator: {self.cancelled_because}")
@@ -78,11 +90,11 @@ class OpenRequests:
         return len(self._open)
 
     @contextmanager
-    def entered(self, request: str, model: str, num_prompt: int, started: float) -> Iterator[OpenRequest]:
-        """Listed while the block runs, in the task that runs it. A cancel by an operator ends the block with Cancelled."""
+    def entered(self, request: str, model: str, num_prompt: int, started: float, hang_up: HangUp | None = None) -> Iterator[OpenRequest]:
+        """Listed while the block runs, in the task that runs it. A cancel by an operator ends the block with Cancelled; hang_up: see Generation."""
         task = asyncio.current_task()
         assert task is not None
-        found = OpenRequest(request, model, num_prompt, started, task)
+        found = OpenRequest(request, model, num_prompt, started, task, hang_up=hang_up)
         cancelling = task.cancelling()
         self._open[request] = found
         try:

@@ -29,18 +29,19 @@ from pdcluster.api.validate import closest
 from pdcluster.errors import BadRequest, Unavailable, UnknownModel
 from pdcluster.messages import Sampling
 from pdcluster_router.choices import Choice, Clock, Echo
-from pdcluster_router.generation import Dispatcher, Force, Generation, ModelInfo
+from pdcluster_router.generation import Dispatcher, Force, Generation, HangUp, ModelInfo
 from pdcluster_router.tenants import ANYBODY, Tenant
 
 SEED_BITS = 63
 
 MANY_MESSAGES = 256
-"""A template runs for seconds over as many as a body may hold: beyond these it does so in a thread."""
+"""As many as a body may hold take a third of a second to check and seconds to render: beyond these it is done in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Who a request is and what the server grants it; arrived is a monotonic time. mode: asked for in a header, None without one."""
+    """Who a request is and what the server grants it; arrived is a monotonic time. mode: asked for in a header, None without one; client_id
+    and hang_up: see Generation."""
 
     request_id: str
     arrived: float
@@ -48,6 +49,8 @@ class Terms:
     deadline_s: float
     tenant: Tenant = ANYBODY
     mode: Force | None = None
+    client_id: str = ""
+    hang_up: HangUp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +149,16 @@ async def prepare_completion(request: openai.CompletionRequest, dispatcher: Disp
 
 async def encode_chat(text: TextModel, request: openai.ChatRequest | openai.TokenizeRequest, add_special_tokens: bool) -> array[int]:
     """The template writes the special tokens itself, so none are added unless the request insists."""
-    messages: Sequence[Message] = openai.messages_of(request.messages or [])
+    given = request.messages or []
+    is_long = len(given) > MANY_MESSAGES
+    messages: Sequence[Message] = await asyncio.to_thread(openai.messages_of, given) if is_long else openai.messages_of(given)
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise BadRequest("add_generation_prompt and continue_final_message contradict each other; set one of them", "continue_final_message")
     generation_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     kwargs = request.chat_template_kwargs
     render = partial(text.render_chat, messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=kwargs)
-    rendered = await asyncio.to_thread(render) if len(messages) > MANY_MESSAGES else render()
+    rendered = await asyncio.to_thread(render) if is_long else render()
     if add_special_tokens:
         return await encode(text, rendered, add_special_tokens=True)
     if len(rendered) <= SHORT_CHARACTERS:
@@ -233,6 +238,8 @@ class _Builder:
             standing=self._standing,
             mode=self._request.pdcluster_mode or self._terms.mode,
             session=self._request.prompt_cache_key if isinstance(self._request.prompt_cache_key, str) else "",
+            client_id=self._terms.client_id,
+            hang_up=self._terms.hang_up,
         )
         skip = self._request.skip_special_tokens is not False
         echo = self._echo(prompt, skip, reports_prompt)

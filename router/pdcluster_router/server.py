@@ -9,11 +9,13 @@ from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdcluster.config import RouterConfig
 from pdcluster.errors import ConfigError
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.app import App, HttpSettings
+from pdcluster_router.asgi import ABORT
 
 BACKLOG = 2048
 
@@ -34,6 +36,14 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Protocol(HttpToolsProtocol):
+    """Lets the application close a connection whose client does not read: uvicorn's own way waits until it has read everything."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT: {"call": self.transport.abort}}
+
+
 def http_settings(config: RouterConfig) -> HttpSettings:
     return HttpSettings(max_requests=config.max_requests, max_body_bytes=config.max_body_bytes, deadline_s=config.deadline_s)
 
@@ -47,14 +57,14 @@ def router_metrics() -> RouterMetrics:
 
 
 @asynccontextmanager
-async def listening(app: App, address: str, *, drain_s: float) -> AsyncIterator[str]:
+async def listening(app: App, address: str, *, drain_s: float, is_port_shared: bool = False) -> AsyncIterator[str]:
     """Serves while the block runs and gives HOST:PORT (the real port, when 0 was asked for). Leaving it takes no new connections, lets open
-    requests finish for at most drain_s, then cancels them."""
-    bound = _bind(address)
+    requests finish for at most drain_s, then cancels them. is_port_shared: other workers of this router listen there, too."""
+    bound = _bind(address, is_port_shared=is_port_shared)
     config = uvicorn.Config(
         app,
         loop="none",
-        http="httptools",
+        http=_Protocol,
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -77,13 +87,15 @@ async def listening(app: App, address: str, *, drain_s: float) -> AsyncIterator[
         bound.close()
 
 
-def _bind(address: str) -> socket.socket:
+def _bind(address: str, *, is_port_shared: bool) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio switches Nagle's algorithm off only where the socket says TCP; with it, head and body of every answer are 40 ms apart.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_port_shared:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         bound.bind((host, int(port)))
         bound.listen(BACKLOG)

@@ -20,7 +20,7 @@ from pdcluster.messages import pack_tokens
 from pdcluster.metrics import ExplainMetrics
 from pdcluster_router.chooser import Decision
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.explain import MAX_CANDIDATES, MAX_DECISIONS, Explainer, Explanation, Kept
+from pdcluster_router.explain import MAX_ALIKE, MAX_CANDIDATES, MAX_DECISIONS, Explainer, Explanation, Kept
 from pdcluster_router.explain_text import text_of
 from pdcluster_router.generation import ANYBODY, Done, Generation, Standing
 from pdcluster_router.headroom import Headroom
@@ -237,3 +237,22 @@ async def test_dispatch_records_every_attempt_and_what_came_of_it() -> None:
     assert found is not None and found.attempts == 2 and found.error is None
     assert [(decision.mode, decision.prefill, decision.decode) for decision in found.decisions] == [("remote", "p0", "d0"), ("local", None, "d0")]
     assert found.ttft_s is not None and found.hindsight is not None and found.hindsight.hit is not None
+
+
+def test_a_request_is_found_by_what_its_client_calls_it_while_it_is_kept() -> None:
+    explainer, _ = make_explainer(Kept(requests=3))
+    for number in range(5):
+        with explainer.entered(f"r{number}-0", ANYBODY, 0.0, "mine" if number != 1 else "other"):
+            assert explainer.explain_all("mine" if number != 1 else "other")[0].request == f"r{number}-0", "while it runs, too"
+    assert [found.request for found in explainer.explain_all("mine")] == ["r4-0", "r3-0", "r2-0"], "the latest first; r0 is forgotten"
+    assert explainer.explain_all("other") == [] and explainer.explain_all("") == []
+    assert [found.client_id for found in explainer.explain_all("r4")] == ["mine"] and "r4-0 (mine)" in text_of(explainer.explain_all("r4")[0])
+
+
+def test_what_clients_call_alike_is_told_up_to_a_bound() -> None:
+    explainer, _ = make_explainer()
+    for number in range(MAX_ALIKE + 5):
+        with explainer.entered(f"r{number}-0", ANYBODY, 0.0, "same"):
+            pass
+    found = explainer.explain_all("same")
+    assert len(found) == MAX_ALIKE and found[0].request == f"r{MAX_ALIKE + 4}-0"

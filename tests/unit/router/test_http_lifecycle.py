@@ -7,14 +7,17 @@ import itertools
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
 
 import httpx
+import psutil
 import pytest
 from scripted_dispatcher import MAX_LEN, MODEL, TEXT, ScriptedDispatcher, Step, Wait, says, served, until
 
 from pdcluster.errors import Cancelled, ConfigError, DeadlineExceeded, NodeLost
 from pdcluster_router.app import HttpSettings, create_app
 from pdcluster_router.generation import Chunk, Done, Generation
+from pdcluster_router.open_requests import OpenRequests
 from pdcluster_router.server import listening, router_metrics
 
 CHAT = "/v1/chat/completions"
@@ -96,6 +99,53 @@ async def test_a_client_that_does_not_read_holds_bounded_memory_and_is_given_up(
         assert produced == stopped_at
         assert (await client.get("/health")).status_code == 200
         writer.close()
+
+
+class Cancellable(ScriptedDispatcher):
+    """Lists what it runs, as the real one does, so that it can be cancelled. num_events: given to clients so far."""
+
+    def __init__(self) -> None:
+        super().__init__(script=lambda _: itertools.cycle(says("word " * 20, "length")), max_len=2**30)
+        self.open = OpenRequests()
+        self.num_events = 0
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
+        with self.open.entered(generation.request, MODEL, 1, 0.0, generation.hang_up) as entry:
+            async with aclosing(super().generate(generation)) as events:
+                async for event in events:
+                    self.num_events += 1
+                    with entry.outside():
+                        yield event
+
+    async def until_nobody_reads(self) -> None:
+        seen = -1
+        while self.num_events != seen:
+            seen = self.num_events
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_cancelled_request_whose_client_does_not_read_ends_at_once_and_its_connection_is_cut(n: int) -> None:
+    dispatcher = Cancellable()
+    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
+        _, writer = await opened(client, body(stream=True, n=n, max_tokens=2**29))
+        await dispatcher.until_nobody_reads()
+        assert dispatcher.open.cancel(dispatcher.open.all()[0].request.rpartition("-")[0], "a runaway") == n
+        await until(lambda: not len(dispatcher.open))
+        own = writer.get_extra_info("sockname")
+        await until(lambda: own not in [connection.raddr for connection in psutil.Process().net_connections("tcp")])
+        writer.close()
+
+
+async def test_a_cancelled_request_whose_client_reads_on_is_answered() -> None:
+    dispatcher = Cancellable()
+    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
+        async with client.stream("POST", PLAIN, json=body(stream=True, max_tokens=2**29)) as reply:
+            lines = reply.aiter_lines()
+            await anext(lines)
+            dispatcher.open.cancel(dispatcher.open.all()[0].request, "a runaway")
+            rest = [line async for line in lines if line]
+        assert "a runaway" in rest[-1]
 
 
 async def test_a_stream_that_is_closed_early_by_its_reader_cancels(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
