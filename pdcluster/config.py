@@ -257,6 +257,8 @@ class RouterConfig(Section):
 
     name: str | None = key(None, text, "the router's name; default: router and a random suffix")
     http: str = key("127.0.0.1:8000", address, "HOST:PORT of the OpenAI API")
+    workers: int = key(1, integer(1, 64), "router processes that share the ports, each a whole router")
+    worker: str | None = key(None, text, "which of the workers this is; set by their supervisor", flag_only=True)
     grpc: str | None = key(cast("str | None", "127.0.0.1:50051"), address_or_none, "HOST:PORT of the gRPC API; none: no gRPC")
     admin: str | None = key(cast("str | None", "127.0.0.1:50052"), address_or_none, "HOST:PORT of the Admin service; none: no Admin service")
     admin_token_file: Path | None = key(None, path, "file with the token that Admin calls must carry; needed beyond loopback")
@@ -330,6 +332,7 @@ class UpConfig(Section):
     tp: int = key(1, integer(1, 64), "ranks of every node (tensor parallel)")
     prefill_tp: int | None = key(None, integer(1, 64), "ranks of a prefill node; default: --tp")
     decode_tp: int | None = key(None, integer(1, 64), "ranks of a decode node; default: --tp")
+    workers: int | None = key(None, integer(1, 64), "router processes that share the ports; default: router.workers")
     transfer: BackendName = key("auto", backend, "auto, shm, tcp, mooncake or nixl")
     http: str = key("127.0.0.1:8000", address, "HOST:PORT of the OpenAI API")
     grpc: str | None = key(cast("str | None", "127.0.0.1:50051"), address_or_none, "HOST:PORT of the gRPC API; none: no gRPC")

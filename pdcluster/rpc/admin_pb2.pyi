@@ -94,16 +94,18 @@ class DescribeNodeRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node", "paths", "requests", "events")
+    __slots__ = ("node", "paths", "requests", "events", "silent_workers")
     NODE_FIELD_NUMBER: _ClassVar[int]
     PATHS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_WORKERS_FIELD_NUMBER: _ClassVar[int]
     node: Node
     paths: _containers.RepeatedCompositeFieldContainer[Path]
     requests: _containers.RepeatedCompositeFieldContainer[Request]
     events: _containers.RepeatedCompositeFieldContainer[Event]
-    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., paths: _Optional[_Iterable[_Union[Path, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+    silent_workers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., paths: _Optional[_Iterable[_Union[Path, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., silent_workers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CordonRequest(_message.Message):
     __slots__ = ("node", "cordoned")
@@ -172,10 +174,12 @@ class ListRequestsRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ...) -> None: ...
 
 class ListRequestsReply(_message.Message):
-    __slots__ = ("requests",)
+    __slots__ = ("requests", "silent_workers")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_WORKERS_FIELD_NUMBER: _ClassVar[int]
     requests: _containers.RepeatedCompositeFieldContainer[Request]
-    def __init__(self, requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ...) -> None: ...
+    silent_workers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., silent_workers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CancelRequestRequest(_message.Message):
     __slots__ = ("id", "reason")
@@ -230,26 +234,50 @@ class SetPolicyRequest(_message.Message):
     def __init__(self, live: _Optional[str] = ..., shadow: _Optional[str] = ..., dry_run: _Optional[bool] = ...) -> None: ...
 
 class GetCacheRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("digests",)
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    digests: bool
+    def __init__(self, digests: _Optional[bool] = ...) -> None: ...
 
 class CachedNode(_message.Message):
-    __slots__ = ("node", "blocks")
+    __slots__ = ("node", "blocks", "incarnation", "is_exact", "digest")
     NODE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    IS_EXACT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     node: str
     blocks: int
-    def __init__(self, node: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
+    incarnation: str
+    is_exact: bool
+    digest: str
+    def __init__(self, node: _Optional[str] = ..., blocks: _Optional[int] = ..., incarnation: _Optional[str] = ..., is_exact: _Optional[bool] = ..., digest: _Optional[str] = ...) -> None: ...
 
-class CacheReply(_message.Message):
-    __slots__ = ("entries", "bytes", "nodes")
+class CacheView(_message.Message):
+    __slots__ = ("worker", "entries", "bytes", "nodes")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    worker: str
     entries: int
     bytes: int
     nodes: _containers.RepeatedCompositeFieldContainer[CachedNode]
-    def __init__(self, entries: _Optional[int] = ..., bytes: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[CachedNode, _Mapping]]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[str] = ..., entries: _Optional[int] = ..., bytes: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[CachedNode, _Mapping]]] = ...) -> None: ...
+
+class CacheReply(_message.Message):
+    __slots__ = ("entries", "bytes", "nodes", "views", "silent_workers")
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    VIEWS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    entries: int
+    bytes: int
+    nodes: _containers.RepeatedCompositeFieldContainer[CachedNode]
+    views: _containers.RepeatedCompositeFieldContainer[CacheView]
+    silent_workers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, entries: _Optional[int] = ..., bytes: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[CachedNode, _Mapping]]] = ..., views: _Optional[_Iterable[_Union[CacheView, _Mapping]]] = ..., silent_workers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
     __slots__ = ("since", "follow")

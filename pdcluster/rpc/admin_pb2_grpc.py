@@ -106,7 +106,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DescribeNode(self, request, context):
-        """One node with its transfer paths, and this router's requests on it.
+        """One node with its transfer paths, and this router's (all of its workers') requests on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

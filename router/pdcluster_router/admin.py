@@ -1,4 +1,4 @@
-"""What an operator may ask of a router and change through it, in plain values. Served over gRPC by `admin_api`; decides nothing by itself."""
+"""What an operator may ask of one router and change through it: implements Operations. Served over gRPC by `admin_api`; decides nothing by itself."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import msgspec
 from pdcluster.bootstrap.card import NodeCard
 from pdcluster.errors import BadRequest, ConfigError, DeadlineExceeded, UnknownName
 from pdcluster.messages import Managed, Role
+from pdcluster_router import drains
 from pdcluster_router.chooser import PolicyHolder
 from pdcluster_router.cluster import Cluster
-from pdcluster_router.events import EventLog
+from pdcluster_router.events import Event, EventLog
 from pdcluster_router.explain import Explainer, Explanation
 from pdcluster_router.open_requests import OpenRequest, OpenRequests
-from pdcluster_router.policy.registry import make_policy
+from pdcluster_router.operations import CachedNode, CacheStatus, NodeStatus, PolicyStatus, Progress, RequestList, RequestStatus
+from pdcluster_router.policy.registry import POLICIES, make_policy
 from pdcluster_router.view import NodeView
 
 MANAGE_S = 5.0
@@ -34,91 +36,70 @@ class KnownNode:
     view: NodeView | None
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    waiting: int
-    running: int
-    pages_parked: int
-    is_done: bool
-
-
 class Admin:
     """Owned by the router's event loop."""
 
     def __init__(
         self,
         cluster: Cluster,
-        requests: OpenRequests,
+        open_requests: OpenRequests,
         policies: PolicyHolder,
-        events: EventLog,
+        log: EventLog,
         explainer: Explainer,
         clock: Callable[[], float],
     ) -> None:
         self.cluster = cluster
+        self.log = log
         self._explainer = explainer
-        self.requests = requests
-        self.policies = policies
-        self.events = events
+        self._open = open_requests
+        self._policies = policies
         self._clock = clock
 
     # ------------------------------------------------------------ nodes
 
-    def nodes(self) -> list[KnownNode]:
+    async def nodes(self) -> list[NodeStatus]:
+        return [_status(found) for found in self._known()]
+
+    async def node(self, name: str) -> NodeStatus:
+        return _status(self._find(name))
+
+    def _known(self) -> list[KnownNode]:
         views = {view.endpoint.incarnation: view for view in self.cluster.view().nodes}
         return [KnownNode(card, views.get(card.incarnation)) for card in self.cluster.listed()]
 
-    def node(self, name: str) -> KnownNode:
-        """Raises UnknownName."""
-        nodes = self.nodes()
+    def _find(self, name: str) -> KnownNode:
+        nodes = self._known()
         for found in nodes:
             if name in (found.card.node, found.card.incarnation):
                 return found
         known = ", ".join(sorted(found.card.node for found in nodes)) or "none"
         raise UnknownName(f"no node is called {name[:200]!r}; known: {known}", "node")
 
-    async def cordon(self, name: str, *, cordoned: bool) -> KnownNode:
+    async def cordon(self, name: str, *, cordoned: bool) -> NodeStatus:
         found = await self._manage(name, cordoned=cordoned)
-        self.events.add("cordon" if cordoned else "uncordon", found.card.node, "takes no new work" if cordoned else "takes work again")
-        return found
+        self.log.add("cordon" if cordoned else "uncordon", found.card.node, "takes no new work" if cordoned else "takes work again")
+        return _status(found)
 
-    async def set_role(self, name: str, role: Role, why: str = "asked by an operator") -> KnownNode:
-        before = self.node(name)
+    async def set_role(self, name: str, role: Role, why: str = "asked by an operator") -> NodeStatus:
+        before = self._find(name)
         found = await self._manage(name, role=role)
         was = before.view.role if before.view is not None else before.card.role
         if was != role:
-            self.events.add("role", found.card.node, f"{was} becomes {role}: {why}")
-        return found
+            self.log.add("role", found.card.node, f"{was} becomes {role}: {why}")
+        return _status(found)
 
-    async def drain(self, name: str, deadline_s: float) -> AsyncIterator[Progress]:
-        """Cordon, then report whenever it changed what is left. Raises DeadlineExceeded when something runs after deadline_s."""
-        deadline = self._clock() + deadline_s
-        found = await self.cordon(name, cordoned=True)
-        self.events.add("drain", found.card.node, f"within {deadline_s:g} s")
-        told: Progress | None = None
-        while True:
-            seen = self.cluster.version
-            progress = _progress(self.node(found.card.incarnation))
-            if progress is not None and progress != told:
-                told = progress
-                yield progress
-            if progress is not None and progress.is_done:
-                self.events.add("drained", found.card.node, "nothing runs there; it may be stopped")
-                return
-            await self._changed(seen, deadline, found.card.node)
+    def drain(self, name: str, deadline_s: float) -> AsyncIterator[Progress]:
+        return drains.drain(self, name, deadline_s, self.log, self._clock)
 
-    async def _changed(self, seen: int, deadline: float, node: str) -> None:
-        left = deadline - self._clock()
-        if left <= 0:
-            way_out = "it stays cordoned; drain it again, or cancel its requests"
-            raise DeadlineExceeded(f"node {node} is still at work at the deadline; {way_out}", "request")
+    async def wait_for_change(self, timeout_s: float) -> None:
         try:
-            async with asyncio.timeout(min(left, LOOK_S)):
-                await self.cluster.wait_for_change(seen)
+            async with asyncio.timeout(min(timeout_s, LOOK_S)):
+                await self.cluster.wait_for_change(self.cluster.version)
         except TimeoutError:
             return
 
     async def _manage(self, name: str, *, role: Role | None = None, cordoned: bool | None = None) -> KnownNode:
-        found = self.node(name)
+        found = self._find(name)
         try:
             answer = await self.cluster.manage(found.card.incarnation, role=role, cordoned=cordoned, timeout_s=MANAGE_S)
         except TimeoutError:
@@ -127,23 +108,21 @@ class Admin:
 
     # ------------------------------------------------------------ requests
 
-    def requests_on(self, node: str = "") -> list[OpenRequest]:
-        """Of this router, oldest first; those on one node, or all."""
-        return [found for found in self.requests.all() if not node or node in (found.prefill, found.decode)]
+    async def requests(self, node: str = "") -> RequestList:
+        """Those on one node, or all."""
+        now = self._clock()
+        return RequestList(tuple(_request(found, now) for found in self._open.all() if not node or node in (found.prefill, found.decode)))
 
-    def age_s(self, request: OpenRequest) -> float:
-        return self._clock() - request.started
-
-    def cancel(self, request: str, reason: str) -> int:
+    async def cancel(self, request: str, reason: str) -> int:
         """Raises UnknownName when no open request has that id."""
-        if not self.requests.matching(request):
+        if not self._open.matching(request):
             raise UnknownName(f"no open request is called {request[:200]!r}; it has ended, or another router has it", "id")
-        num_cancelled = self.requests.cancel(request, reason or "no reason given")
+        num_cancelled = self._open.cancel(request, reason or "no reason given")
         if num_cancelled:
-            self.events.add("cancel", request, reason or "no reason given")
+            self.log.add("cancel", request, reason or "no reason given")
         return num_cancelled
 
-    def explain(self, request: str) -> list[Explanation]:
+    async def explain(self, request: str) -> list[Explanation]:
         """Why a request, or each of its choices, went where it went. Raises UnknownName when that is not known (any more)."""
         found = self._explainer.explain_all(request)
         if not found:
@@ -152,30 +131,76 @@ class Admin:
 
     # ------------------------------------------------------------ policy
 
-    def set_policy(self, *, live: str | None, shadow: str | None, dry_run: bool) -> None:
+    async def policy(self) -> PolicyStatus:
+        live, shadow = self._policies.live, self._policies.shadow
+        return PolicyStatus(live.name, shadow.name if shadow is not None else "", tuple(POLICIES))
+
+    async def set_policy(self, *, live: str | None, shadow: str | None, dry_run: bool) -> PolicyStatus:
         """From the next decision on; shadow "" removes it. Raises BadRequest for one that does not exist, and then changes nothing."""
         try:
-            made = make_policy(live) if live is not None else self.policies.live
-            watching = self.policies.shadow if shadow is None else make_policy(shadow) if shadow else None
+            made = make_policy(live) if live is not None else self._policies.live
+            watching = self._policies.shadow if shadow is None else make_policy(shadow) if shadow else None
         except ConfigError as error:
             raise BadRequest(str(error), "policy") from error
-        if dry_run:
-            return
-        if live is not None:
-            self.events.add("policy", "", f"{self.policies.live.name} becomes {live}")
-        if shadow is not None:
-            self.events.add("policy", "", f"the shadow is {shadow or 'none'}")
-        self.policies.live, self.policies.shadow = made, watching
+        if not dry_run:
+            if live is not None:
+                self.log.add("policy", "", f"{self._policies.live.name} becomes {live}")
+            if shadow is not None:
+                self.log.add("policy", "", f"the shadow is {shadow or 'none'}")
+            self._policies.live, self._policies.shadow = made, watching
+        return await self.policy()
+
+    # ------------------------------------------------------------ caches and events
+
+    async def cache(self, *, digests: bool) -> CacheStatus:
+        """digests look at every row: half a second for ten million."""
+        caches, index = self.cluster.caches, self.cluster.caches.index
+        nodes = tuple(
+            CachedNode(
+                card.node,
+                card.incarnation,
+                index.num_blocks(card.incarnation),
+                caches.is_exact(card.incarnation),
+                index.digest(card.incarnation) if digests else "",
+            )
+            for card in self.cluster.cards()
+        )
+        return CacheStatus(index.num_entries, index.num_bytes, nodes)
+
+    def events(self, since: int, *, follow: bool) -> AsyncIterator[Event]:
+        return self.log.follow(since) if follow else self.log.kept(since)
 
 
-def _progress(found: KnownNode) -> Progress | None:
-    """None while the node has not reported since it was cordoned."""
-    view = found.view
-    if view is None or view.load is None or not view.load.draining:
-        return None
-    load = view.load
-    is_done = not (load.waiting or load.running or load.pages_parked or load.slots_used or view.in_flight)
-    return Progress(load.waiting, load.running, load.pages_parked, is_done)
+def _request(found: OpenRequest, now: float) -> RequestStatus:
+    return RequestStatus(
+        id=found.request,
+        model=found.model,
+        state=found.state,
+        mode=found.mode or "",
+        prefill=found.prefill or "",
+        decode=found.decode or "",
+        prompt_tokens=found.num_prompt,
+        output_tokens=found.num_output,
+        attempts=found.attempts,
+        age_s=now - found.started,
+    )
+
+
+def _status(found: KnownNode) -> NodeStatus:
+    card, view = found.card, found.view
+    return NodeStatus(
+        name=card.node,
+        incarnation=card.incarnation,
+        role=view.role if view is not None else card.role,
+        state="connecting" if view is None else "ready" if view.accepts_work else "cordoned",
+        address=card.address,
+        model=card.model,
+        device=card.device,
+        backends=card.backends,
+        max_len=card.max_len,
+        in_flight=view.in_flight if view is not None else 0,
+        load=view.load if view is not None else None,
+    )
 
 
 def _after(found: KnownNode, answer: Managed) -> KnownNode:

@@ -1,4 +1,4 @@
-"""The Admin service over gRPC: translates calls to `admin` and its answers to protobuf, behind a token where one is set, on a port of its own."""
+"""The Admin service over gRPC, on a port of its own and behind a token where one is set: translates calls to Operations, and answers to protobuf."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
 from pdcluster.rpc.cards import role_from_proto, role_to_proto
 from pdcluster.rpc.status import status_of
-from pdcluster_router.admin import Admin, KnownNode
 from pdcluster_router.events import Event
 from pdcluster_router.explain_text import text_of
 from pdcluster_router.grpc_api import bind
-from pdcluster_router.open_requests import OpenRequest
-from pdcluster_router.policy.registry import POLICIES
+from pdcluster_router.operations import CachedNode, NodeStatus, Operations, PolicyStatus, RequestStatus
 
 log = logging.getLogger(__name__)
 
@@ -35,93 +33,89 @@ STOP_GRACE_S = 0.5
 
 
 class AdminService(stubs.AdminServicer):
-    """Lives in the router's event loop."""
+    """Lives in one event loop, that of a router or of its supervisor."""
 
-    def __init__(self, admin: Admin) -> None:
-        self._admin = admin
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: grpc.aio.ServicerContext) -> pb.ListNodesReply:
-        return pb.ListNodesReply(nodes=[_node(found) for found in self._admin.nodes()])
+        return pb.ListNodesReply(nodes=map(_node, await self._operations.nodes()))
 
     async def DescribeNode(self, request: pb.DescribeNodeRequest, context: grpc.aio.ServicerContext) -> pb.NodeDescription:
-        found = self._admin.node(request.node)
-        name, load = found.card.node, found.view.load if found.view is not None else None
-        events = [event for event in self._admin.events.since(0) if event.subject == name][-NODE_EVENTS:]
+        found = await self._operations.node(request.node)
+        here = await self._operations.requests(found.name)
+        events = [event async for event in self._operations.events(0, follow=False) if event.subject == found.name][-NODE_EVENTS:]
         return pb.NodeDescription(
             node=_node(found),
             paths=[
                 pb.Path(peer=path.peer, backend=path.backend, bytes_per_s=path.bytes_s, breaker=path.state, is_chosen=path.is_chosen)
-                for path in (load.paths if load is not None else ())
+                for path in (found.load.paths if found.load is not None else ())
             ],
-            requests=[self._request(entry) for entry in self._admin.requests_on(name)],
+            requests=map(_request, here.requests),
             events=map(_event, events),
+            silent_workers=here.silent,
         )
 
     async def Cordon(self, request: pb.CordonRequest, context: grpc.aio.ServicerContext) -> pb.Node:
-        return _node(await self._admin.cordon(request.node, cordoned=request.cordoned))
+        return _node(await self._operations.cordon(request.node, cordoned=request.cordoned))
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.DrainProgress]:
         deadline_s = request.deadline_s if request.HasField("deadline_s") else DRAIN_S
-        async for progress in self._admin.drain(request.node, deadline_s):
+        async for progress in self._operations.drain(request.node, deadline_s):
             yield pb.DrainProgress(
                 waiting=progress.waiting, running=progress.running, pages_parked=progress.pages_parked, safe_to_stop=progress.is_done
             )
 
     async def SetRole(self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext) -> pb.Node:
-        return _node(await self._admin.set_role(request.node, role_from_proto(request.role)))
+        return _node(await self._operations.set_role(request.node, role_from_proto(request.role)))
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: grpc.aio.ServicerContext) -> pb.ListRequestsReply:
-        return pb.ListRequestsReply(requests=[self._request(entry) for entry in self._admin.requests_on(request.node)])
+        found = await self._operations.requests(request.node)
+        return pb.ListRequestsReply(requests=map(_request, found.requests), silent_workers=found.silent)
 
     async def CancelRequest(self, request: pb.CancelRequestRequest, context: grpc.aio.ServicerContext) -> pb.CancelRequestReply:
-        return pb.CancelRequestReply(cancelled=self._admin.cancel(request.id, request.reason))
+        return pb.CancelRequestReply(cancelled=await self._operations.cancel(request.id, request.reason))
 
     async def Explain(self, request: pb.ExplainRequest, context: grpc.aio.ServicerContext) -> pb.ExplainReply:
-        found = self._admin.explain(request.id)
+        found = await self._operations.explain(request.id)
         return pb.ExplainReply(json=[msgspec.json.encode(each).decode() for each in found], text="\n\n".join(map(text_of, found)))
 
     async def GetPolicy(self, request: pb.GetPolicyRequest, context: grpc.aio.ServicerContext) -> pb.Policy:
-        return self._policy()
+        return _policy(await self._operations.policy())
 
     async def SetPolicy(self, request: pb.SetPolicyRequest, context: grpc.aio.ServicerContext) -> pb.Policy:
         live = request.live if request.HasField("live") else None
         shadow = request.shadow if request.HasField("shadow") else None
-        self._admin.set_policy(live=live, shadow=shadow, dry_run=request.dry_run)
-        return self._policy()
+        return _policy(await self._operations.set_policy(live=live, shadow=shadow, dry_run=request.dry_run))
 
     async def GetCache(self, request: pb.GetCacheRequest, context: grpc.aio.ServicerContext) -> pb.CacheReply:
-        index = self._admin.cluster.caches.index
-        nodes = [pb.CachedNode(node=card.node, blocks=index.num_blocks(card.incarnation)) for card in self._admin.cluster.cards()]
-        return pb.CacheReply(entries=index.num_entries, bytes=index.num_bytes, nodes=nodes)
+        found = await self._operations.cache(digests=request.digests)
+        views = [pb.CacheView(worker=view.worker, entries=view.entries, bytes=view.bytes, nodes=map(_cached, view.nodes)) for view in found.views]
+        return pb.CacheReply(entries=found.entries, bytes=found.bytes, nodes=map(_cached, found.nodes), views=views, silent_workers=found.silent)
 
     async def Events(self, request: pb.EventsRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Event]:
-        if not request.follow:
-            for event in self._admin.events.since(request.since):
-                yield _event(event)
-            return
-        async for event in self._admin.events.follow(request.since):
+        async for event in self._operations.events(request.since, follow=request.follow):
             yield _event(event)
 
-    def _policy(self) -> pb.Policy:
-        policies = self._admin.policies
-        return pb.Policy(live=policies.live.name, shadow=policies.shadow.name if policies.shadow is not None else "", known=list(POLICIES))
 
-    def _request(self, entry: OpenRequest) -> pb.Request:
-        return pb.Request(
-            id=entry.request, model=entry.model, state=entry.state, mode=entry.mode or "", prefill=entry.prefill or "", decode=entry.decode or "",
-            prompt_tokens=entry.num_prompt, output_tokens=entry.num_output, attempts=entry.attempts, age_s=self._admin.age_s(entry),
-        )  # fmt: skip
+def _policy(found: PolicyStatus) -> pb.Policy:
+    return pb.Policy(live=found.live, shadow=found.shadow, known=found.known)
 
 
-def _node(found: KnownNode) -> pb.Node:
-    card, view = found.card, found.view
+def _request(found: RequestStatus) -> pb.Request:
+    return pb.Request(**msgspec.structs.asdict(found))
+
+
+def _cached(found: CachedNode) -> pb.CachedNode:
+    return pb.CachedNode(node=found.node, incarnation=found.incarnation, blocks=found.blocks, is_exact=found.is_exact, digest=found.digest)
+
+
+def _node(found: NodeStatus) -> pb.Node:
     node = pb.Node(
-        name=card.node, incarnation=card.incarnation, role=role_to_proto(view.role if view is not None else card.role),
-        state="connecting" if view is None else "ready" if view.accepts_work else "cordoned",
-        address=card.address, model=card.model, device=card.device, backends=card.backends, max_len=card.max_len,
-        in_flight=view.in_flight if view is not None else 0,
+        name=found.name, incarnation=found.incarnation, role=role_to_proto(found.role), state=found.state, address=found.address, model=found.model,
+        device=found.device, backends=found.backends, max_len=found.max_len, in_flight=found.in_flight,
     )  # fmt: skip
-    if view is not None and (load := view.load) is not None:
+    if (load := found.load) is not None:
         node.load.CopyFrom(pb.NodeLoad(**{name: getattr(load, name) for name in pb.NodeLoad.DESCRIPTOR.fields_by_name}))
     return node
 
@@ -187,10 +181,10 @@ def _same_kind(handler: grpc.RpcMethodHandler, call: Callable[..., Any], stream:
 
 
 @asynccontextmanager
-async def listening(admin: Admin, address: str, token: str | None) -> AsyncIterator[str]:
+async def listening(operations: Operations, address: str, token: str | None) -> AsyncIterator[str]:
     """Serves while the block runs and gives HOST:PORT."""
     server = grpc.aio.server(interceptors=(Guard(token),), options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=MAX_CALLS)
-    stubs.add_AdminServicer_to_server(AdminService(admin), server)
+    stubs.add_AdminServicer_to_server(AdminService(operations), server)
     states = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(states, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -159,5 +159,3 @@ def _record_end(choice: Choice, route: Route, finish: str, metrics: RouterMetric
     if route.mode == "remote":
         metrics.transfer_seconds.labels(route.backend).observe(choice.timeline.transfer_s)
         metrics.transfer_bytes.labels(route.backend).inc(choice.timeline.transfer_bytes)
-
-

@@ -12,6 +12,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def _run(loaded: Loaded[RouterConfig]) -> int:
     log.configure(loaded.config.log, process=loaded.config.name or "router")
+    if loaded.config.workers > 1 and loaded.config.worker is None:
+        from pdcluster_router.workers import service
+
+        return service.run(loaded)
     from pdcluster_router import process
 
     return process.run(loaded.config)

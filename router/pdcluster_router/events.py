@@ -45,6 +45,11 @@ class EventLog:
         num_new = min(max(self._last - sequence, 0), len(self._events))
         return list(islice(self._events, len(self._events) - num_new, None))
 
+    async def kept(self, sequence: int) -> AsyncIterator[Event]:
+        """Those after `sequence` that are still kept, as a stream that ends."""
+        for event in self.since(sequence):
+            yield event
+
     async def follow(self, sequence: int) -> AsyncIterator[Event]:
         """Those after `sequence`, and then each new one. A reader who falls behind by more than the log holds misses events: their numbers tell."""
         while True:

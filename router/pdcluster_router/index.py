@@ -13,6 +13,7 @@ Owned by one thread. Not here: what a request will create soon (`expected`), and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -205,16 +206,28 @@ class PrefixIndex:
 
     def holdings(self, node: str) -> set[bytes]:
         """All blocks of one node, by looking at every row: for tests and for people."""
-        number = self._nodes[node].number if node in self._nodes else None
         found: set[bytes] = set()
+        for chosen in self._keys_of(node):
+            packed = np.stack((chosen.low, chosen.high), axis=1).tobytes()
+            found.update(packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES))
+        return found
+
+    def digest(self, node: str) -> str:
+        """Of the node's blocks, in no order; `digest_of` makes the same of their hashes. Looks at every row."""
+        low = high = count = 0
+        for keys in self._keys_of(node):
+            low ^= int(np.bitwise_xor.reduce(keys.low))
+            high ^= int(np.bitwise_xor.reduce(keys.high))
+            count += len(keys)
+        return _digest(count, low, high)
+
+    def _keys_of(self, node: str) -> Iterator[Keys]:
+        number = self._nodes[node].number if node in self._nodes else None
         for table in self._tables():
             slots, keys = table.rows(0, table.num_slots)
             sets = self._sets.resolve_many(table.sets[slots])
             holding = [set_id for set_id in np.unique(sets).tolist() if number is not None and self._sets.has_node(set_id, number)]
-            chosen = keys.take(np.isin(sets, np.array(holding, np.uint32)))
-            packed = np.stack((chosen.low, chosen.high), axis=1).tobytes()
-            found.update(packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES))
-        return found
+            yield keys.take(np.isin(sets, np.array(holding, np.uint32)))
 
     # ------------------------------------------------------------ rows
 
@@ -413,6 +426,16 @@ def _counts(sets: Sets) -> tuple[list[int], list[int]]:
     """How often each set occurs, the empty one aside."""
     found, counts = np.unique(sets[sets > EMPTY], return_counts=True)
     return found.tolist(), counts.tolist()
+
+
+def digest_of(hashes: bytes) -> str:
+    """Equal for equal sets of blocks, whatever their order."""
+    keys = Keys.of(hashes)
+    return _digest(len(keys), int(np.bitwise_xor.reduce(keys.low)), int(np.bitwise_xor.reduce(keys.high)))
+
+
+def _digest(count: int, low: int, high: int) -> str:
+    return f"{count}:{high:016x}{low:016x}"
 
 
 def _require(condition: bool, complaint: str) -> None:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 
 import uvloop
 import zmq
@@ -22,7 +23,7 @@ from pdcluster.transfer.base import Peer
 from pdcluster.wire.sockets import WireSettings, warn_if_open
 from pdcluster_router.admin import LOOK_S, Admin
 from pdcluster_router.admission import Slo
-from pdcluster_router.app import create_app
+from pdcluster_router.app import Exposition, create_app
 from pdcluster_router.attempt import StageDeadlines
 from pdcluster_router.chooser import Chooser, PolicyHolder
 from pdcluster_router.cluster import Cluster
@@ -40,8 +41,13 @@ from pdcluster_router.pull import PullRule
 from pdcluster_router.roles import RoleController, RoleSettings
 from pdcluster_router.server import http_settings, listening, router_metrics
 from pdcluster_router.tenants import read_tenants
+from pdcluster_router.workers.desk import Desk
+from pdcluster_router.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+WARM_S = 2.0
+WARM_LOOK_S = 0.01
 
 
 def run(config: RouterConfig) -> int:
@@ -53,6 +59,8 @@ async def _serve(config: RouterConfig) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    worker = Worker.parse(config.worker) if config.worker is not None else None
+    config = config if worker is None else worker.share(config)
     name = config.name or f"router-{secrets.token_hex(3)}"
     me = Peer(name, secrets.token_hex(8))
     async with AsyncExitStack() as stack:
@@ -76,7 +84,7 @@ async def _serve(config: RouterConfig) -> int:
             pulls=pulls,
             held=cluster.held,
         )
-        tenants = read_tenants(config.tenants)
+        tenants = read_tenants(config.tenants, worker.count if worker is not None else 1)
         metrics = router_metrics()
         hold_metrics = HoldMetrics(metrics.registry)
         metrics.registry.register(NodeCollector(cluster))
@@ -90,8 +98,15 @@ async def _serve(config: RouterConfig) -> int:
             tasks.append(task)
             await stack.enter_async_context(task)
         places = Places(config.max_requests, tenants, hold_metrics)
-        address, grpc_address = await stack.enter_async_context(_front_doors(config, dispatch, metrics, places))
         admin = Admin(cluster, dispatch.open, chooser.holder, events, explainer, time.monotonic)
+        doors = FrontDoors(dispatch, metrics, places)
+        if worker is not None:
+            desk = Desk(admin, metrics.registry)
+            tasks.append(_running(desk.serve(worker, me.incarnation), stop))
+            await stack.enter_async_context(tasks[-1])
+            await warm(cluster, dispatch)
+            doors = FrontDoors(dispatch, metrics, places, worker, desk.exposition)
+        address, grpc_address = await stack.enter_async_context(_open(doors, config))
         admin_address = None
         if config.admin is not None:
             from pdcluster_router import admin_api  # brings grpc, as the gRPC front door does
@@ -107,19 +122,44 @@ async def _serve(config: RouterConfig) -> int:
     return 1 if failed else 0
 
 
+@dataclass(frozen=True, slots=True)
+class FrontDoors:
+    """worker None: the only one; exposition None: of this process."""
+
+    dispatch: Dispatch
+    metrics: RouterMetrics
+    places: Places
+    worker: Worker | None = None
+    exposition: Exposition | None = None
+
+
+async def warm(cluster: Cluster, dispatch: Dispatch) -> None:
+    """A worker listens once it knows the nodes and what they hold, so that no client meets one that knows nothing while others serve; and after
+    WARM_S whatever it knows, because there may be no nodes yet."""
+    until = time.monotonic() + WARM_S
+    while time.monotonic() < until:
+        if dispatch.is_ready() and all(cluster.caches.is_exact(card.incarnation) for card in cluster.listed()):
+            return
+        await asyncio.sleep(WARM_LOOK_S)
+
+
 @asynccontextmanager
-async def _front_doors(config: RouterConfig, dispatch: Dispatch, metrics: RouterMetrics, places: Places) -> AsyncIterator[tuple[str, str | None]]:
+async def _open(front: FrontDoors, config: RouterConfig) -> AsyncIterator[tuple[str, str | None]]:
     """HTTP and gRPC while the block runs; both drain at the same time."""
-    app = create_app(dispatch, http_settings(config), metrics, places)
+    dispatch, metrics, places, worker = front.dispatch, front.metrics, front.places, front.worker
+    id_prefix, is_shared = (worker.id_prefix, True) if worker is not None else ("", False)
+    app = create_app(dispatch, replace(http_settings(config), id_prefix=id_prefix), metrics, places, front.exposition)
     doors = [AsyncExitStack()]
     try:
-        address = await doors[0].enter_async_context(listening(app, config.http, drain_s=config.drain_s))
+        address = await doors[0].enter_async_context(listening(app, config.http, drain_s=config.drain_s, is_port_shared=is_shared))
         grpc_address = None
         if config.grpc is not None:
             from pdcluster_router import grpc_api  # half the router's start, and not everybody wants it
 
             doors.append(AsyncExitStack())
-            settings = grpc_api.GrpcSettings(max_message_bytes=config.max_body_bytes, deadline_s=config.deadline_s)
+            settings = grpc_api.GrpcSettings(
+                max_message_bytes=config.max_body_bytes, deadline_s=config.deadline_s, id_prefix=id_prefix, is_port_shared=is_shared
+            )
             servicer = grpc_api.Inference(dispatch, settings, metrics, places)
             grpc_address = await doors[1].enter_async_context(grpc_api.listening(servicer, dispatch, config.grpc, settings, drain_s=config.drain_s))
         yield address, grpc_address
@@ -134,7 +174,7 @@ async def keep_roles(admin: Admin, controller: RoleController) -> None:
         flip = controller.decide(time.monotonic(), admin.cluster.view())
         if flip is None:
             continue
-        admin.events.add("auto-role", flip.node.name, f"{flip.node.role} should become {flip.role}: {flip.why}")
+        admin.log.add("auto-role", flip.node.name, f"{flip.node.role} should become {flip.role}: {flip.why}")
         try:
             await admin.set_role(flip.node.endpoint.incarnation, flip.role, flip.why)
         except PdclusterError as error:

@@ -131,8 +131,8 @@ def _parse_hash(name: str, text: str) -> bytes:
     return bytes.fromhex(match[1])
 
 
-def read_tenants(file: Path | None) -> Tenants:
-    """None: everyone is one tenant. Raises ConfigError naming the file, never a key."""
+def read_tenants(file: Path | None, num_workers: int = 1) -> Tenants:
+    """None: everyone is one tenant. num_workers: of this router, which share the tenants' bounds. Raises ConfigError naming the file, never a key."""
     if file is None:
         return Tenants()
     try:
@@ -146,4 +146,7 @@ def read_tenants(file: Path | None) -> Tenants:
         raise ConfigError(f"tenants file {file} is not a table of tenants: {error}") from error
     if not entries:
         raise ConfigError(f"tenants file {file} names no tenant; add one, or leave router.tenants out to serve everyone")
+    for entry in entries.values():
+        if entry.max_requests is not None:
+            entry.max_requests = max(entry.max_requests // num_workers, 1)
     return Tenants(entries)

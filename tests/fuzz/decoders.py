@@ -39,6 +39,8 @@ from pdcluster.transfer.shm import ShmBackend
 from pdcluster.transfer.staging import Blocks, StagedSettings
 from pdcluster.wire import codec
 from pdcluster.wire.address import parse_address
+from pdcluster_router.events import Event
+from pdcluster_router.workers import frames as control
 
 READER, WRITER = Peer("r", "r1"), Peer("w", "w1")
 REGION_BYTES, PERMITTED = 1 << 16, (4096, 8192)
@@ -331,9 +333,16 @@ def shm_decoders() -> list[Decoder]:
     ]
 
 
+def control_decoder() -> Decoder:
+    """What a router's workers and their supervisor say to each other."""
+    told = control.Told(Event(1, 2.5, "role", "n0", "prefill becomes decode"))
+    said = (control.Joined(1, "boot", 77), control.Asked(1, control.AskCordon("n0", True)), control.Answered(1, b"\x90"), told)
+    return Decoder("control frame", tuple(control.encode(frame)[4:] for frame in said), control.decode, (ProtocolError,))
+
+
 def decoders() -> dict[str, Decoder]:
     every: list[Any] = [*wire_decoders(), *card_decoders(), generate_decoder(), rank_decoder(), hello_decoder(), advert_decoder()]
-    every += [tcp_frame_decoder(), lane_decoder(), *staged_decoders(), *shm_decoders()]
+    every += [control_decoder(), tcp_frame_decoder(), lane_decoder(), *staged_decoders(), *shm_decoders()]
     return {decoder.name: decoder for decoder in every}
 
 

@@ -17,7 +17,7 @@ SAMPLE, WHOLE = 1500, 100_000
 NAMES = (
     "wire frame", "wire frame with a good digest", "address", "ready line", "card", "snapshot", "generate request", "rank message", "transfer hello",
     "transfer advert", "tcp frame", "tcp answer", "staged notice", "staged grant", "staged answer", "shm notice", "shm advert",
-    "shm hello", "shm regions",
+    "shm hello", "shm regions", "control frame",
 )  # fmt: skip
 EXTREMES = (b"\x00", b"\xff", b"\x7f\xff\xff\xff", b"\xff" * 8, b"\x00" * 8, b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 2000)
 UNPACKING = re.compile(r"msgspec\.(msgpack|json)\.(decode|Decoder)\(|json\.loads\(|\.(iter_)?unpack(_from)?\(|FromString\(|_from_proto\(")

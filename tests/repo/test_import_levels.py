@@ -55,6 +55,7 @@ LEVELS: dict[str, float] = {
     "pdcluster.node": 5,
     "pdcluster_router": 6,
     "pdcluster.launch": 7,
+    "pdcluster.launch.supervisor": 4,
     "pdcluster.cli": 8,
 }
 HEAVY = {"torch", "transformers", "numba", "safetensors", "zmq", "grpc", "google", "uvicorn", "mooncake", "nixl_cu12", "nixl_cu13", "ray"}

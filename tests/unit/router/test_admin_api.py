@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -105,6 +106,14 @@ async def test_a_drain_that_takes_too_long_says_so() -> None:
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "stays cordoned" in details
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.mark.parametrize("deadline_s", [math.nan, math.inf, -1.0])
+async def test_a_drain_until_no_moment_at_all_is_refused_and_changes_nothing(deadline_s: float) -> None:
+    async with LocalCluster({"m0": "mixed"}) as cluster, administered(cluster) as (stub, _):
+        code, details = await code_of(stub.Drain(pb.DrainRequest(node="m0", deadline_s=deadline_s)))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and "deadline_s" in details
+        assert (await stub.DescribeNode(pb.DescribeNodeRequest(node="m0"))).node.state == "ready"
 
 
 async def test_requests_are_listed_where_they_run_and_a_cancelled_one_frees_everything() -> None:

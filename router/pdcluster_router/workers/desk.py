@@ -1,0 +1,86 @@
+"""A worker's end of the control channel: answers the supervisor's questions from its own Admin and metrics, and tells it of every event.
+
+Losing the supervisor ends the worker: nobody would start it again, stop it, or ask it anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from prometheus_client import CollectorRegistry
+
+from pdcluster.errors import PdclusterError, ProtocolError, Unavailable
+from pdcluster_router.operations import Operations
+from pdcluster_router.workers import frames
+from pdcluster_router.workers.channel import Channel
+from pdcluster_router.workers.exposition import families_of
+from pdcluster_router.workers.worker import Worker
+
+SUPERVISOR = "the router's supervisor"
+SCRAPE_S = 5.0
+"""Longest wait for the metrics of all workers."""
+
+
+class Desk:
+    """Owned by the worker's event loop."""
+
+    def __init__(self, operations: Operations, registry: CollectorRegistry) -> None:
+        self._operations = operations
+        self._registry = registry
+        self._channel: Channel | None = None
+
+    async def exposition(self) -> bytes:
+        """The metrics of all workers, as the supervisor puts them together."""
+        if self._channel is None:
+            raise Unavailable("the router's supervisor is not reached yet; ask again")
+        return await self._channel.ask(frames.AskExposition(), bytes, SCRAPE_S)
+
+    async def serve(self, worker: Worker, incarnation: str) -> None:
+        """Answer until cancelled; raises when the supervisor is gone."""
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(worker.control))
+        except OSError as error:
+            raise PdclusterError(f"worker {worker.number} cannot reach its supervisor at {worker.control}: {error.strerror}") from error
+        self._channel = channel = Channel(SUPERVISOR, reader, writer, self._answer, lambda event: None)
+        channel.introduce(frames.Joined(worker.number, incarnation, os.getpid()))
+        telling = asyncio.create_task(self._tell(channel), name="events to the supervisor")
+        try:
+            await channel.run()
+            raise PdclusterError(f"worker {worker.number} lost its supervisor at {worker.control}")
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+            channel.close()
+
+    async def _tell(self, channel: Channel) -> None:
+        async for event in self._operations.events(0, follow=True):
+            if not channel.is_open:
+                return
+            channel.tell(event)
+
+    async def _answer(self, question: frames.AnyQuestion) -> object:
+        operations = self._operations
+        match question:
+            case frames.AskNodes():
+                return await operations.nodes()
+            case frames.AskCordon(node, cordoned):
+                return await operations.cordon(node, cordoned=cordoned)
+            case frames.AskRole(node, role):
+                return await operations.set_role(node, role)
+            case frames.AskRequests(node):
+                return await operations.requests(node)
+            case frames.AskCancel(request, reason):
+                return await operations.cancel(request, reason)
+            case frames.AskExplain(request):
+                return await operations.explain(request)
+            case frames.AskPolicy():
+                return await operations.policy()
+            case frames.SetPolicy(live, shadow, dry_run):
+                return await operations.set_policy(live=live, shadow=shadow, dry_run=dry_run)
+            case frames.AskCache(digests):
+                return await operations.cache(digests=digests)
+            case frames.AskMetrics():
+                return families_of(self._registry)
+            case _:
+                raise ProtocolError(f"a worker does not answer {type(question).__name__}")

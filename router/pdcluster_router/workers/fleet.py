@@ -1,0 +1,250 @@
+"""All workers of a router as one: implements Operations by asking those that can answer, side by side and with a deadline, and merging what they say.
+
+What only one worker has (a request, an explanation) is asked of the one that the id names, else of all. What is the node's own (cordon, role) goes
+through any one of them. The policy is set on all, and again on a worker that is started later. A worker that is dead or stuck is named, and not
+waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import msgspec
+
+from pdcluster.errors import PdclusterError, ProtocolError, Unavailable, UnknownName
+from pdcluster.messages import Role
+from pdcluster_router import drains
+from pdcluster_router.events import Event, EventLog
+from pdcluster_router.explain import Explanation
+from pdcluster_router.operations import CachedNode, CacheStatus, NodeStatus, PolicyStatus, Progress, RequestList
+from pdcluster_router.workers import frames
+from pdcluster_router.workers.channel import Channel, Silent
+from pdcluster_router.workers.exposition import Family, exposition
+from pdcluster_router.workers.worker import worker_of
+
+ASK_S = 2.0
+"""Longest wait for a worker's answer."""
+
+MANAGE_S = 6.0
+"""For what a node must answer, too."""
+
+LOOK_S = 0.1
+"""A drain looks at all workers this often."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Answers(Generic[T]):
+    """By worker. errors: what workers raised; silent: those that did not answer."""
+
+    told: dict[int, T] = field(default_factory=dict)
+    errors: dict[int, PdclusterError] = field(default_factory=dict)
+    silent: list[str] = field(default_factory=list)
+
+
+class Fleet:
+    """Owned by the supervisor's event loop."""
+
+    def __init__(self, num_workers: int, clock: Callable[[], float]) -> None:
+        self.log = EventLog()
+        self._clock = clock
+        self._channels: dict[int, Channel | None] = dict.fromkeys(range(num_workers))
+        self._starts = dict.fromkeys(range(num_workers), 0)
+        self._policy = frames.SetPolicy(None, None, False)
+
+    # ------------------------------------------------------------ workers that come and go
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection of a worker, until it ends."""
+        try:
+            joined = await asyncio.wait_for(frames.read(reader), ASK_S)
+        except (ProtocolError, TimeoutError):
+            joined = None
+        if not isinstance(joined, frames.Joined) or joined.worker not in self._channels:
+            writer.close()  # nobody that we started
+            return
+        number = joined.worker
+        channel = Channel(f"worker {number}", reader, writer, self._answer, lambda event: self._hear(number, event))
+        former, self._channels[number] = self._channels[number], channel
+        if former is not None:
+            former.close()
+        self._starts[number] += 1
+        setting = asyncio.create_task(self._set_again(channel))
+        try:
+            await channel.run()
+        finally:
+            setting.cancel()
+            if self._channels[number] is channel:
+                self._channels[number] = None
+
+    def is_there(self, number: int) -> bool:
+        return self._channels[number] is not None
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            if channel is not None:
+                channel.close()
+
+    async def _set_again(self, channel: Channel) -> None:
+        """What an operator set before this worker was started."""
+        if self._policy.live is not None or self._policy.shadow is not None:
+            await channel.ask(self._policy, PolicyStatus, ASK_S)
+
+    def _hear(self, number: int, event: Event) -> None:
+        self.log.add(event.kind, event.subject, f"worker {number}: {event.message}")
+
+    async def _answer(self, question: frames.AnyQuestion) -> object:
+        if not isinstance(question, frames.AskExposition):
+            raise ProtocolError(f"a supervisor does not answer {type(question).__name__}")
+        answers = await self._ask_all(frames.AskMetrics(), list[Family])
+        restarts = {str(number): max(starts - 1, 0) for number, starts in self._starts.items()}
+        return exposition({str(number): told for number, told in answers.told.items()}, restarts)
+
+    # ------------------------------------------------------------ asking
+
+    async def _ask(self, number: int, question: frames.AnyQuestion, kind: type[T], timeout_s: float = ASK_S) -> T:
+        channel = self._channels[number]
+        if channel is None:
+            raise Silent(f"worker {number} is gone; it is being started again")
+        return await channel.ask(question, kind, timeout_s)
+
+    async def _ask_all(self, question: frames.AnyQuestion, kind: type[T]) -> Answers[T]:
+        """Raises Unavailable when no worker answers."""
+        answers: Answers[T] = Answers()
+
+        async def ask(number: int) -> None:
+            try:
+                answers.told[number] = await self._ask(number, question, kind)
+            except Silent:
+                answers.silent.append(f"worker {number}")
+            except PdclusterError as error:
+                answers.errors[number] = error
+
+        await asyncio.gather(*map(ask, self._channels))
+        answers.told = dict(sorted(answers.told.items()))
+        answers.silent.sort()
+        if not answers.told and not answers.errors:
+            raise Unavailable(f"none of the {len(self._channels)} workers answers; see the router's log")
+        return answers
+
+    async def _ask_any(self, question: frames.AnyQuestion, kind: type[T], timeout_s: float) -> T:
+        """The first that answers, whatever it answers."""
+        for number in self._channels:
+            try:
+                return await self._ask(number, question, kind, timeout_s)
+            except Silent:
+                continue
+        raise Unavailable(f"none of the {len(self._channels)} workers answers; see the router's log")
+
+    async def _ask_holder(self, request: str, question: frames.AnyQuestion, kind: type[T]) -> dict[int, T]:
+        """Of those that know the request: the worker that its id names, or whoever else knows it."""
+        named = worker_of(request)
+        if named in self._channels:
+            try:
+                return {named: await self._ask(named, question, kind)}
+            except (Silent, UnknownName):
+                pass  # asked of all, who say what is wrong; a client may call its requests as we do
+        answers = await self._ask_all(question, kind)
+        if answers.told:
+            return answers.told
+        for error in answers.errors.values():
+            if not isinstance(error, UnknownName):
+                raise error
+        if answers.silent:
+            raise Unavailable(f"request {request[:200]!r} is not known to the workers that answer; {', '.join(answers.silent)} did not: ask again")
+        raise next(iter(answers.errors.values()))
+
+    # ------------------------------------------------------------ nodes
+
+    async def nodes(self) -> list[NodeStatus]:
+        answers = await self._ask_all(frames.AskNodes(), list[NodeStatus])
+        seen: dict[str, list[NodeStatus]] = {}
+        for nodes in answers.told.values():
+            for node in nodes:
+                seen.setdefault(node.incarnation, []).append(node)
+        return [merged(views) for views in seen.values()]
+
+    async def node(self, name: str) -> NodeStatus:
+        nodes = await self.nodes()
+        for found in nodes:
+            if name in (found.name, found.incarnation):
+                return found
+        known = ", ".join(sorted(found.name for found in nodes)) or "none"
+        raise UnknownName(f"no node is called {name[:200]!r}; known: {known}", "node")
+
+    async def cordon(self, name: str, *, cordoned: bool) -> NodeStatus:
+        return await self._ask_any(frames.AskCordon(name, cordoned), NodeStatus, MANAGE_S)
+
+    async def set_role(self, name: str, role: Role) -> NodeStatus:
+        return await self._ask_any(frames.AskRole(name, role), NodeStatus, MANAGE_S)
+
+    def drain(self, name: str, deadline_s: float) -> AsyncIterator[Progress]:
+        return drains.drain(self, name, deadline_s, self.log, self._clock)
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        await asyncio.sleep(min(timeout_s, LOOK_S))
+
+    # ------------------------------------------------------------ requests
+
+    async def requests(self, node: str = "") -> RequestList:
+        answers = await self._ask_all(frames.AskRequests(node), RequestList)
+        found = [request for told in answers.told.values() for request in told.requests]
+        return RequestList(tuple(sorted(found, key=lambda request: -request.age_s)), tuple(answers.silent))
+
+    async def cancel(self, request: str, reason: str) -> int:
+        return sum((await self._ask_holder(request, frames.AskCancel(request, reason), int)).values())
+
+    async def explain(self, request: str) -> list[Explanation]:
+        told = await self._ask_holder(request, frames.AskExplain(request), list[Explanation])
+        found = [explanation for explanations in told.values() for explanation in explanations]
+        return found if len(told) == 1 else sorted(found, key=lambda explanation: -explanation.arrived)
+
+    # ------------------------------------------------------------ policy
+
+    async def policy(self) -> PolicyStatus:
+        return await self._ask_any(frames.AskPolicy(), PolicyStatus, ASK_S)
+
+    async def set_policy(self, *, live: str | None, shadow: str | None, dry_run: bool) -> PolicyStatus:
+        """Checked by one worker before any is changed. One that is silent now gets it when it is started again."""
+        checked = await self._ask_any(frames.SetPolicy(live, shadow, True), PolicyStatus, ASK_S)
+        if dry_run:
+            return checked
+        before = self._policy
+        self._policy = frames.SetPolicy(before.live if live is None else live, before.shadow if shadow is None else shadow, False)
+        answers = await self._ask_all(frames.SetPolicy(live, shadow, False), PolicyStatus)
+        for number, error in answers.errors.items():
+            raise PdclusterError(f"worker {number} keeps its policy, the others changed: {error}; set it again")
+        return next(iter(answers.told.values()))
+
+    # ------------------------------------------------------------ caches and events
+
+    async def cache(self, *, digests: bool) -> CacheStatus:
+        answers = await self._ask_all(frames.AskCache(digests), CacheStatus)
+        views = tuple(msgspec.structs.replace(told, worker=str(number)) for number, told in answers.told.items())
+        fullest = max(views, key=lambda view: view.entries)
+        nodes = fullest.nodes if agreeing(views) else tuple(msgspec.structs.replace(node, is_exact=False) for node in fullest.nodes)
+        return CacheStatus(fullest.entries, sum(view.bytes for view in views), nodes, views=views, silent=tuple(answers.silent))
+
+    def events(self, since: int, *, follow: bool) -> AsyncIterator[Event]:
+        return self.log.follow(since) if follow else self.log.kept(since)
+
+
+def merged(views: Sequence[NodeStatus]) -> NodeStatus:
+    """As the worker sees it that knows least: a node is ready when it is for all of them, and drains once all know it."""
+    in_flight = sum(view.in_flight for view in views)
+    waiting = [view for view in views if view.load is None] or [view for view in views if view.load is not None and not view.load.draining]
+    found = (waiting or list(views))[0]
+    return msgspec.structs.replace(found, in_flight=in_flight)
+
+
+def agreeing(views: Sequence[CacheStatus]) -> bool:
+    """Whether all say the same of every node."""
+
+    def facts(nodes: Sequence[CachedNode]) -> set[tuple[str, int, bool, str]]:
+        return {(node.incarnation, node.blocks, node.is_exact, node.digest) for node in nodes}
+
+    return all(facts(view.nodes) == facts(views[0].nodes) for view in views)

@@ -1,0 +1,53 @@
+"""One worker among several: which one it is, how it reaches its supervisor, and its share of what a router may hold.
+
+Bounds of a router (requests, hold queue, those of tenants) are divided by the number of workers, so that all together keep to them; a bound that is
+less than the number of workers is one for each. Connections spread evenly but not exactly, so a worker may refuse while another still has room.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from pdcluster.config import RouterConfig
+from pdcluster.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """number counts from 0; control: the supervisor's socket."""
+
+    number: int
+    count: int
+    control: Path
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        match = re.fullmatch(r"(\d{1,3})/(\d{1,3})@(.+)", text)
+        if match is None or not int(match[1]) < int(match[2]):
+            raise ConfigError(f"--worker is {text[:200]!r}; only a supervisor sets it, to NUMBER/COUNT@SOCKET: use --workers")
+        return cls(int(match[1]), int(match[2]), Path(match[3]))
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}@{self.control}"
+
+    @property
+    def id_prefix(self) -> str:
+        """Begins the ids of its requests."""
+        return f"w{self.number}-"
+
+    def share(self, config: RouterConfig) -> RouterConfig:
+        hold = replace(config.hold, requests=share_of(config.hold.requests, self.count), memory_bytes=share_of(config.hold.memory_bytes, self.count))
+        return replace(config, max_requests=share_of(config.max_requests, self.count), hold=hold)
+
+
+def share_of(bound: int, count: int) -> int:
+    return max(bound // count, 1)
+
+
+def worker_of(request: str) -> int | None:
+    """The number of the worker that gave a request this id; None for any other name."""
+    match = re.match(r"w(\d{1,3})-", request)
+    return int(match[1]) if match is not None else None
