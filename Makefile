@@ -5,6 +5,9 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
+# A file's tests stay together, those of whole clusters come first: small ones fill the gaps at the end.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SOAK_ROUNDS ?= 20
 
 help: ## show this list
@@ -24,10 +27,10 @@ lint: setup ## ruff and mypy --strict
 	$(BIN)/mypy
 
 test: lint ## lint, then all fast tests and a sample of each big matrix
-	$(PYTEST) -m "not full" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "not full" $(ARGS)
 
 test-full: lint ## lint, then every test
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(PARALLEL) $(ARGS)
 
 bench: setup ## quick figures of engine, transfer, layouts, hand-over, overlap, pulls and overload, beside their ceilings
 	$(BIN)/python -m bench.engine --quick

@@ -1,12 +1,19 @@
-"""Every asyncio loop of a test is patient: a stall of the machine is no time that passes in it."""
+"""What holds for every test: time stands still while the machine does, no property is judged by how fast its examples are, and all of `make test`
+draws the same examples each time. `make test-full` draws new ones, and more."""
 
 from __future__ import annotations
 
 import asyncio
 
+import examples
+import hypothesis
 import pytest
 from patient_loop import PatientPolicy
 
 
 def pytest_configure(config: pytest.Config) -> None:
     asyncio.set_event_loop_policy(PatientPolicy())
+    examples.is_full = config.option.markexpr != "not full"
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=slow, derandomize=not examples.is_full, database=None)
+    hypothesis.settings.load_profile("tests")

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from driver import Driver, greedy
-from processes import Up, free_port, running, shared_memory
+from processes import Up, abandoned_memory, running, wait_nothing_abandoned
 from test_processes import EXACT, ask, make_prompts
 
 from pdcluster import bundled_model
@@ -71,7 +71,7 @@ def test_a_rank_that_dies_or_hangs_under_load_costs_its_node_but_no_request(vict
 
 def test_nodes_of_different_ranks_serve_together_and_leave_nothing(one_engine: Reference) -> None:
     prompts, counts = make_prompts(10, seed=8), [12] * 10
-    memory = shared_memory()
+    memory = abandoned_memory()
     with running("--prefill-tp", "2", "--decode-tp", "1", "--transfer", "tcp", *EXACT) as up:
         with ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(lambda pair: ask(up, *pair), zip(prompts, counts, strict=True)))
@@ -82,11 +82,11 @@ def test_nodes_of_different_ranks_serve_together_and_leave_nothing(one_engine: R
         assert any("pdcluster.node.rank" in psutil.Process(pid).cmdline() for pid in pids)
         assert up.stop() == 0, up.output()
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
-    assert shared_memory() <= memory
+    wait_nothing_abandoned(memory)
 
 
 def test_ranks_that_cannot_share_the_heads_are_refused_with_what_can() -> None:
-    argv = [sys.executable, "-m", "pdcluster.cli", "up", "--tp", "3", "--http", f"127.0.0.1:{free_port()}", "--grpc", "none"]
+    argv = [sys.executable, "-m", "pdcluster.cli", "up", "--tp", "3", "--http", "127.0.0.1:0", "--grpc", "none"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "over 3 ranks cannot deal out 4 attention heads and 2 kv heads evenly; use --tp 1 or 2 or 4" in done.stdout + done.stderr

@@ -42,7 +42,7 @@ class Router:
         self.cluster = Cluster(Peer(name, f"{name}-{random.getrandbits(32):08x}"), context=context, settings=WIRE)
         self._following = asyncio.create_task(self.cluster.follow(only(snapshot)))
         chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.cluster.view, self.cluster.cached)
-        self.dispatch = Dispatch(self.cluster, OneModel(BLOCK), chooser, DispatchSettings(hold_s=10.0))
+        self.dispatch = Dispatch(self.cluster, OneModel(BLOCK), chooser, DispatchSettings(hold_s=10.0), asyncio.get_running_loop().time)
 
     async def close(self) -> None:
         self._following.cancel()
@@ -92,10 +92,8 @@ async def until(condition, timeout_s: float = 60.0) -> float:
 async def eight_nodes() -> AsyncIterator[tuple[list[FakeNode], ClusterSnapshot, zmq.Context[zmq.Socket[bytes]]]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     roles = ["prefill"] * 3 + ["decode"] * 3 + ["mixed"] * 2
-    nodes = [
-        FakeNode(f"n{i}", role, context=context, wire=WIRE, speed=SPEED, num_pages=300, block_tokens=BLOCK, report_s=0.005)
-        for i, role in enumerate(roles)
-    ]
+    kind = {"wire": WIRE, "speed": SPEED, "num_pages": 300, "block_tokens": BLOCK, "report_s": 0.005, "clock": asyncio.get_running_loop().time}
+    nodes = [FakeNode(f"n{i}", role, context=context, **kind) for i, role in enumerate(roles)]
     spinning = asyncio.create_task(spin(nodes))
     try:
         yield nodes, ClusterSnapshot("boot", 1, False, tuple(node.card() for node in nodes)), context

@@ -32,7 +32,10 @@ def check(outcomes: list[Outcome]) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_sample_of_the_fault_matrix(show_table: Show) -> None:
-    outcomes = list(run_cells(cells(2 * len(FAULTS) * len(STEPS))))
+    outcomes: list[Outcome] = []
+    for seed in range(4):  # not every seed comes to its fault
+        fired = {(outcome.cell.fault, outcome.cell.step) for outcome in outcomes if outcome.fired}
+        outcomes += run_cells([cell for cell in cells(len(FAULTS) * len(STEPS), seed) if (cell.fault, cell.step) not in fired])
     show_table("fault matrix, scripted medium, sample", table(outcomes))
     check(outcomes)
 

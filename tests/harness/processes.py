@@ -6,11 +6,11 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,14 +19,22 @@ import psutil
 
 READY = re.compile(r"ready in [\d.]+ s: (http://\S+)/v1\s+grpc (\S+)\s+admin (\S+)\s+model (\S+)")
 READY_S = 120.0
+IDLE_S = 60.0
+MARK = "PROCESS_OF_TEST"
+"""In the environment of a cluster's processes, so that they are known when nobody is left to ask who started them."""
+
+PATIENT = [f"--set={who}.lease_s=60" for who in ("node", "router", "bootstrap")] + ["--set=router.stages.handshake_s=60"]
+"""For clusters in which nobody shall be lost, whatever else the machine does."""
 
 
 class Up:
     """One running `pdcluster up`. Its output is kept in `lines`."""
 
     def __init__(self, *arguments: str) -> None:
-        argv = [sys.executable, "-m", "pdcluster.cli", "up", "--http", f"127.0.0.1:{free_port()}", "--grpc", "127.0.0.1:0", *arguments]
-        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parents[2])
+        argv = [sys.executable, "-m", "pdcluster.cli", "up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", *arguments]
+        self.mark = uuid.uuid4().hex
+        where, environment = Path(__file__).parents[2], {**os.environ, MARK: self.mark}
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=where, env=environment)
         self.lines: list[str] = []
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -53,6 +61,15 @@ class Up:
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def survivors(self) -> list[psutil.Process]:
+        """Every process that belongs to this cluster, whoever is its parent by now."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
 
     def pid_of(self, node: str) -> int:
         """The process of a node by its name, waited for."""
@@ -102,7 +119,7 @@ class Up:
         pattern = re.compile(r'pdcluster_node_kv_pages\{node="([^"]+)",role="[^"]+",state="([^"]+)"\}')
         return {(found[1], found[2]): value for name, value in self.metrics().items() if (found := pattern.fullmatch(name))}
 
-    def wait_idle(self, timeout_s: float = 15.0) -> None:
+    def wait_idle(self, timeout_s: float = IDLE_S) -> None:
         """Until every node reports 0 pages used, quarantined and pinned, and no slot taken."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -121,7 +138,7 @@ class Up:
 
     # ------------------------------------------------------------ its end
 
-    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 40.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 90.0) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
@@ -145,14 +162,23 @@ def running(*arguments: str) -> Iterator[Up]:
         up.stop()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def abandoned_memory() -> set[str]:
+    """Names in /dev/shm that no living process has mapped or open. Others may run beside this test."""
+    names = set(os.listdir("/dev/shm"))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            opened = {os.readlink(each.path) for each in os.scandir(f"/proc/{process.pid}/fd")}
+            names -= {name for name in names if f"/dev/shm/{name}" in maps or f"/dev/shm/{name}" in opened}
+    return names
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+def wait_nothing_abandoned(before: set[str]) -> None:
+    """Nobody has it for a moment between making and mapping it."""
+    deadline = time.monotonic() + IDLE_S
+    while left := abandoned_memory() - before:
+        assert time.monotonic() < deadline, f"abandoned in /dev/shm: {left}"
+        time.sleep(0.1)
 
 
 def listening_ports(pids: set[int]) -> set[int]:

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.timeout(120)
 
 PAGE = 8
 SHAPE = Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=32, intermediate_size=48, vocab_size=97, num_layers=3)
-QUICK = RankSettings(size=2, step_s=20.0, pulse_s=0.1, silence_s=1.0)
+PATIENT = RankSettings(size=2, step_s=60.0, pulse_s=0.1, silence_s=30.0)
+QUICK = RankSettings(size=2, step_s=60.0, pulse_s=0.1, silence_s=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def lost() -> Lost:
 
 @pytest.fixture
 def engine(config: EngineConfig, lost: Lost) -> Iterator[RankedEngine]:
-    engine = RankedEngine(config, QUICK, lost)
+    engine = RankedEngine(config, PATIENT, lost)
     yield engine
     engine.close()
 
@@ -94,9 +95,11 @@ def test_a_dead_rank_is_noticed_at_once_and_its_step_fails(engine: RankedEngine,
         engine.step(plan())
 
 
-def test_a_rank_that_falls_silent_is_noticed(engine: RankedEngine, lost: Lost) -> None:
+def test_a_rank_that_falls_silent_is_noticed(config: EngineConfig, lost: Lost) -> None:
+    engine = RankedEngine(config, QUICK, lost)
     os.kill(engine.pids[0], signal.SIGSTOP)
     assert "was silent for" in lost.wait()
+    engine.close()
 
 
 def test_a_step_that_fails_on_a_rank_ends_the_engine(engine: RankedEngine, lost: Lost) -> None:

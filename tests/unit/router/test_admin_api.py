@@ -178,6 +178,7 @@ async def test_the_controller_of_roles_is_obeyed_and_its_reason_told() -> None:
         eager = RoleSettings(backlog_high_s=-1.0, use_low=2.0, sustain_s=0.0)
         keeping = asyncio.create_task(keep_roles(admin, RoleController(eager, Headroom())))
         await cluster.until(lambda: sorted(node.role for node in cluster.router.view().nodes) == ["decode", "prefill", "prefill"])
+        await cluster.until(lambda: {"auto-role", "role"} <= {event.kind for event in cluster.router.events.since(0)})
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
         kinds = {event.kind: event.message for event in cluster.router.events.since(0)}

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from policy_cases import batch, clusters, make_node, queries, queue, view
@@ -20,7 +21,7 @@ from pdcluster_router.view import ClusterView
 
 MADE = [make_policy(name) for name in POLICIES]
 EVERY = pytest.mark.parametrize("policy", MADE, ids=lambda policy: policy.name)
-UNHURRIED = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+UNHURRIED = settings(max_examples=examples(60, 200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """No test asserts a time, not even that examples are drawn quickly on a machine that does other things, too."""
 
 LOADED = [name for name in POLICIES if name not in ("round-robin", "random", "session", "power-of-two")]

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from policy_cases import clusters, queries
@@ -17,7 +18,7 @@ from pdcluster_router.policy.base import Candidate, Choice, Policy, Query
 from pdcluster_router.policy.seconds import Seconds
 from pdcluster_router.view import ClusterView
 
-UNHURRIED = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+UNHURRIED = settings(max_examples=examples(40, 300), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 CLOSE = 1e-9
 
 

@@ -326,7 +326,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class TestSchedulerMachine(SchedulerMachine.TestCase):
-    settings = settings(max_examples=200, stateful_step_count=50, deadline=None, derandomize=True)
+    settings = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
 
 
 @pytest.mark.full

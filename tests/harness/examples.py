@@ -1,0 +1,10 @@
+"""How many examples a costly property draws: few in `make test`, many in `make test-full`."""
+
+from __future__ import annotations
+
+is_full = True
+"""Set before tests are collected."""
+
+
+def examples(few: int, many: int) -> int:
+    return many if is_full else few
