@@ -80,6 +80,17 @@ class HoldMetrics:
         self.rejected.labels(reason, tenant if tenant in self._tenants else "other").inc()
 
 
+class WorkerMetrics:
+    """Of one router process among several on one port."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.warm_seconds = Gauge(
+            "pdcluster_worker_warm_seconds",
+            "From a worker's first look at the bootstrap to its knowing every node and all that they hold, before it listens.",
+            registry=registry,
+        )
+
+
 class ExplainMetrics:
     """How good the decisions were, as it turned out. Tokens of the prompt; seconds from the decision to the first token."""
 

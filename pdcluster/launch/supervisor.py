@@ -65,8 +65,9 @@ class Spec:
 class RestartPolicy:
     """How long to wait before the next start after a crash: doubling, and at most `limit` crashes within CRASH_WINDOW_S."""
 
-    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic, first_delay_s: float = FIRST_DELAY_S) -> None:
         self._limit = limit
+        self._first_delay_s = first_delay_s
         self._clock = clock
         self._crashes: deque[float] = deque()
 
@@ -78,7 +79,7 @@ class RestartPolicy:
         self._crashes.append(now)
         if len(self._crashes) > self._limit:
             return None
-        return float(min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** (len(self._crashes) - 1)))
+        return float(min(LONGEST_DELAY_S, self._first_delay_s * 2 ** (len(self._crashes) - 1)))
 
 
 @dataclass(slots=True)
@@ -100,11 +101,12 @@ class Child:
 class Supervisor:
     """Owns its children and the tasks that watch them; all methods run in one loop."""
 
-    def __init__(self, say: Say, forward: Forward, ready_s: float, restarts: int) -> None:
+    def __init__(self, say: Say, forward: Forward, ready_s: float, restarts: int, first_delay_s: float = FIRST_DELAY_S) -> None:
         self._say = say
         self._forward = forward
         self._ready_s = ready_s
         self._restarts = restarts
+        self._first_delay_s = first_delay_s
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._failure: asyncio.Future[GaveUp] = asyncio.get_running_loop().create_future()
@@ -114,7 +116,7 @@ class Supervisor:
 
     async def start(self, spec: Spec) -> Facts:
         """Run a child and wait until it is ready; from then on it is kept alive."""
-        child = Child(spec, RestartPolicy(self._restarts))
+        child = Child(spec, RestartPolicy(self._restarts, first_delay_s=self._first_delay_s))
         self._children[spec.name] = child
         await self._launch(child)
         self._keepers[spec.name] = asyncio.create_task(self._keep(child), name=f"keep {spec.name}")

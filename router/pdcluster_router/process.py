@@ -17,7 +17,7 @@ import zmq
 from pdcluster.bootstrap.agent import watch
 from pdcluster.config import RouterConfig
 from pdcluster.errors import PdclusterError
-from pdcluster.metrics import ExplainMetrics, HoldMetrics, RouterMetrics
+from pdcluster.metrics import ExplainMetrics, HoldMetrics, RouterMetrics, WorkerMetrics
 from pdcluster.ready import announce
 from pdcluster.transfer.base import Peer
 from pdcluster.wire.sockets import WireSettings, warn_if_open
@@ -104,7 +104,7 @@ async def _serve(config: RouterConfig) -> int:
             desk = Desk(admin, metrics.registry)
             tasks.append(_running(desk.serve(worker, me.incarnation), stop))
             await stack.enter_async_context(tasks[-1])
-            await warm(cluster, dispatch)
+            WorkerMetrics(metrics.registry).warm_seconds.set(await warm(cluster, dispatch))
             doors = FrontDoors(dispatch, metrics, places, worker, desk.exposition)
         address, grpc_address = await stack.enter_async_context(_open(doors, config))
         admin_address = None
@@ -133,14 +133,15 @@ class FrontDoors:
     exposition: Exposition | None = None
 
 
-async def warm(cluster: Cluster, dispatch: Dispatch) -> None:
-    """A worker listens once it knows the nodes and what they hold, so that no client meets one that knows nothing while others serve; and after
-    WARM_S whatever it knows, because there may be no nodes yet."""
-    until = time.monotonic() + WARM_S
-    while time.monotonic() < until:
+async def warm(cluster: Cluster, dispatch: Dispatch) -> float:
+    """How many seconds it took. A worker listens once it knows the nodes and what they hold, so that no client meets one that knows nothing while
+    others serve; and after WARM_S whatever it knows, because there may be no nodes yet."""
+    began = time.monotonic()
+    while (taken := time.monotonic() - began) < WARM_S:
         if dispatch.is_ready() and all(cluster.caches.is_exact(card.incarnation) for card in cluster.listed()):
-            return
+            break
         await asyncio.sleep(WARM_LOOK_S)
+    return taken
 
 
 @asynccontextmanager

@@ -91,6 +91,7 @@ class Channel:
             raise Silent(f"{self.name} is gone; if it died, it is being started again")
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.close()
+            self._writer.transport.abort()  # nobody will read what waits
             raise Silent(f"{self.name} reads nothing; its control connection is closed")
         self._writer.write(frames.encode(frame))
 

@@ -8,6 +8,7 @@ waited for.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -24,6 +25,8 @@ from pdcluster_router.workers import frames
 from pdcluster_router.workers.channel import Channel, Silent
 from pdcluster_router.workers.exposition import Family, exposition
 from pdcluster_router.workers.worker import worker_of
+
+logger = logging.getLogger(__name__)
 
 ASK_S = 2.0
 """Longest wait for a worker's answer."""
@@ -91,8 +94,12 @@ class Fleet:
 
     async def _set_again(self, channel: Channel) -> None:
         """What an operator set before this worker was started."""
-        if self._policy.live is not None or self._policy.shadow is not None:
+        if self._policy.live is None and self._policy.shadow is None:
+            return
+        try:
             await channel.ask(self._policy, PolicyStatus, ASK_S)
+        except PdclusterError as error:
+            logger.warning("%s did not take the policy that an operator set: %s; set it again", channel.name, error)
 
     def _hear(self, number: int, event: Event) -> None:
         self.log.add(event.kind, event.subject, f"worker {number}: {event.message}")

@@ -35,6 +35,9 @@ GRACE_S = 1.0
 RESTARTS = 5
 """Crashes of one worker within a minute; after more the router ends."""
 
+FIRST_DELAY_S = 0.02
+"""Before a worker that died is started again; doubled with each crash. Short, because the others carry its load and a start takes a second."""
+
 SOCKET_NAME = "control"
 
 
@@ -50,7 +53,7 @@ async def _serve(loaded: Loaded[RouterConfig]) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     name = config.name or f"router-{secrets.token_hex(3)}"
     fleet = Fleet(config.workers, time.monotonic)
-    supervisor = Supervisor(logger.warning, _forward, READY_S, RESTARTS)
+    supervisor = Supervisor(logger.warning, _forward, READY_S, RESTARTS, FIRST_DELAY_S)
     async with AsyncExitStack() as stack:
         http, grpc = await _hold_ports(config, stack)
         control = await stack.enter_async_context(_control(fleet))
