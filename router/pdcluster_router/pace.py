@@ -25,7 +25,8 @@ class Work:
 @dataclass(frozen=True, slots=True)
 class Pace:
     """backlog_s: seconds of prompt work, were it alone; stretch: how much longer prompts take because decode rows share their steps; tpot_s: between
-    two tokens of a row while no prompt is computed; itl_s: between two tokens as it was lately, prompts and all, or tpot_s where that is longer."""
+    two tokens of a row while no prompt is computed; itl_s: between two tokens as it was lately, prompts and all, or tpot_s where that is longer;
+    prompt_step_s: while prompts are computed beside the rows, a full chunk in each step, as far behind their beginnings as those that wait now."""
 
     prefill: PrefillCost
     decode: DecodeCost
@@ -35,6 +36,7 @@ class Pace:
     stretch: float
     tpot_s: float
     itl_s: float
+    prompt_step_s: float
 
     @property
     def wait_s(self) -> float:
@@ -50,13 +52,6 @@ class Pace:
         chunk = min(new, self.prefill.chunk_tokens) if self.prefill.chunk_tokens else new
         return self.prefill.seconds(chunk, cached + new - chunk) + self.decode.added_s(self.rows, self.context_tokens)
 
-    @property
-    def prompt_step_s(self) -> float:
-        """Between two tokens of a row while prompts are computed beside it: a full chunk in each step."""
-        if not self.prefill.chunk_tokens:
-            return self.tpot_s
-        return max(self.prefill.seconds(self.prefill.chunk_tokens), self.decode.fixed_s) + self.tpot_s - self.decode.fixed_s
-
     def paused_s(self, new: float, cached: float) -> float:
         """What each running row loses while `new` tokens of a prompt are computed."""
         steps = max(new / self.prefill.chunk_tokens, 1.0) if self.prefill.chunk_tokens else 1.0
@@ -71,7 +66,9 @@ class Pace:
 def pace(cost: NodeCost, work: Work) -> Pace:
     prefill, decode = cost.prefill, cost.decode
     added_s = decode.added_s(work.rows, work.context_tokens)
-    step_s = prefill.seconds(prefill.chunk_tokens) if prefill.chunk_tokens else 0.0
+    chunk = prefill.chunk_tokens
+    depth = max(work.prefill_pairs / work.prefill_tokens if work.prefill_tokens > 0 else 0.0, chunk / 2)
+    step_s = prefill.work_s(chunk, chunk * depth)
     return Pace(
         prefill,
         decode,
@@ -81,6 +78,7 @@ def pace(cost: NodeCost, work: Work) -> Pace:
         stretch=1.0 + added_s / step_s if step_s > 0 else 1.0,
         tpot_s=decode.fixed_s + added_s,
         itl_s=max(work.itl_s if work.rows else 0.0, decode.fixed_s + added_s),
+        prompt_step_s=max(step_s, decode.fixed_s) + added_s,
     )
 
 
