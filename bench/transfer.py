@@ -10,8 +10,9 @@ next place of memory as large as the pool, as a transfer's pages are:
     tcp       a plain loopback socket between the two processes, sendall → recv_into, one answer byte
     mooncake  the engine alone, 4 MiB entries, 8 in flight, no copies to or from staging
 
-Each end has a core of its own where there are two. Transfers and ceilings take turns, so that both meet the same neighbours on the machine; a
-ratio is the median over these turns. Then the same with a busy engine beside it, see `bench.transfer_load`.
+Each end has a core of its own where there are two. Transfers and ceilings take turns, so that both meet the same neighbours on the machine, and the
+first of a turn, which meets what the others left in the caches, counts for neither; a ratio is the median over these turns. Then the same with a
+busy engine beside it, see `bench.transfer_load`.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def measure(near: Near, case: Case, repeats: int) -> list[Row]:
     ratios: list[float] = []
     name = ""
     for _ in range(TURNS):
-        moves = [near.move(case.num_tokens) for _ in range(repeats)]
+        moves = [near.move(case.num_tokens) for _ in range(repeats + 1)][1:]
         name, times = ceiling(near, case, repeats)
         samples += moves
         tops += times

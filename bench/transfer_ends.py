@@ -192,16 +192,15 @@ class Far:
 
     def run(self) -> None:
         while True:
-            for event in self._reader.poll():
-                if isinstance(event, Send):
-                    self._pipe.send(event.message)
-            if self._pipe.is_ready():
+            if self._pipe.is_ready():  # the inbox first, as a node's loop has it
                 message = self._pipe.receive()
                 if message is None:
                     break
                 self._answer(message)
-            else:
-                wait_for(self._pipe.sock, self._backend, self._reader.next_deadline())
+            for event in self._reader.poll():
+                if isinstance(event, Send):
+                    self._pipe.send(event.message)
+            wait_for(self._pipe.sock, self._backend, self._reader.next_deadline())
         self._backend.shutdown()
 
     def _answer(self, message: Control) -> None:
@@ -333,6 +332,11 @@ class Near:
         self._writer.finish(ticket.nonce, 1, None)
         ended = False
         while not ended:
+            if self.pipe.is_ready():  # the inbox first, as a node's loop has it
+                message = self.pipe.receive()
+                if not isinstance(message, CommitAck | Abort):
+                    raise RuntimeError(f"the reader process said {message!r} in the middle of a transfer")
+                self._writer.handle(peer_of(ticket.reader), message)
             self._backend.arrivals()  # clears the doorbell
             for event in self._writer.poll():
                 if isinstance(event, Send):
@@ -341,12 +345,7 @@ class Near:
                     raise RuntimeError(f"the transfer failed: {event.reason}")
                 ended = ended or isinstance(event, Drained)
                 assert not isinstance(event, Acked) or event.nonce == ticket.nonce
-            if self.pipe.is_ready():
-                message = self.pipe.receive()
-                if not isinstance(message, CommitAck | Abort):
-                    raise RuntimeError(f"the reader process said {message!r} in the middle of a transfer")
-                self._writer.handle(peer_of(ticket.reader), message)
-            elif not ended:
+            if not ended:
                 wait_for(self.pipe.sock, self._backend, self._writer.next_deadline())
 
     def close(self) -> None:

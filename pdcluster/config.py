@@ -176,7 +176,7 @@ class TransferConfig:
     deadline_s: float = key(30.0, duration(0.001), "longest time of one ticket from its delivery to its acknowledgement")
     retries: int = key(3, integer(0, 100), "times a chunk is written again before its ticket fails")
     window_bytes: int = key(64 * 2**20, size(4096), "most bytes in flight to one peer")
-    chunk_bytes: int = key(8 * 2**20, size(4096), "aimed size of one chunk")
+    chunk_bytes: int = key(16 * 2**20, size(4096), "aimed size of one chunk")
     devices: tuple[str, ...] = key((), devices, "RDMA devices for mooncake or nixl, such as mlx5_0,mlx5_1; not run on hardware")
     gid_index: int | None = key(None, integer(0, 255), "GID index of those devices; default: the library's choice; not run on hardware")
     rails: int | None = key(None, integer(1, 64), "over how many of those devices nixl spreads one write; not run on hardware")

@@ -147,9 +147,7 @@ def pieces_per_block(shape: PageShape, part: Part, piece: Piece) -> int:
 def offsets(shape: PageShape, rank: int, pages: Sequence[int] | Offsets, first_page: int, part: Part, piece: Piece) -> tuple[Offsets, int]:
     """Where the pieces of a part begin in a rank's region, in the order of the wire, and the bytes of each. pages: ids, the first of them holding
     tokens from first_page * page_tokens on."""
-    tokens = np.arange(part.first_block, part.end_block, dtype=np.int64) * part.block_tokens
-    ids = np.asarray(pages, dtype=np.int64)[tokens // shape.page_tokens - first_page]
-    starts = ids * shape.page_bytes + tokens % shape.page_tokens * shape.cell_bytes + part.first_layer * shape.layer_bytes
+    starts = _block_starts(shape, np.asarray(pages, dtype=np.int64), first_page, part) + part.first_layer * shape.layer_bytes
     if piece is Piece.LAYERS:
         return starts, (part.end_layer - part.first_layer) * shape.layer_bytes
     planes = np.arange((part.end_layer - part.first_layer) * shape.planes, dtype=np.int64) * shape.plane_bytes
@@ -159,6 +157,14 @@ def offsets(shape: PageShape, rank: int, pages: Sequence[int] | Offsets, first_p
     if piece is Piece.HEADS:
         return starts.ravel(), heads * block_bytes
     return (starts[:, :, None] + np.arange(heads, dtype=np.int64) * shape.head_bytes).ravel(), block_bytes
+
+
+def _block_starts(shape: PageShape, pages: Offsets, first_page: int, part: Part) -> Offsets:
+    """Where each block's first token lies, in its page's first layer."""
+    if part.block_tokens == shape.page_tokens:
+        return pages[part.first_block - first_page : part.end_block - first_page] * shape.page_bytes
+    tokens = np.arange(part.first_block, part.end_block, dtype=np.int64) * part.block_tokens
+    return pages[tokens // shape.page_tokens - first_page] * shape.page_bytes + tokens % shape.page_tokens * shape.cell_bytes
 
 
 def join_runs(sources: Offsets, targets: Offsets, nbytes: int) -> RunTable:

@@ -1,7 +1,7 @@
-"""Copying and digesting a write's payload block by block, while its bytes are in the cache and without the GIL. For backends' mover threads.
+"""Copying and digesting a write's payload without the GIL. For backends' mover threads.
 
-The loop over a payload's runs is compiled by numba and calls libc's memmove and the XXH3 of the xxhash package, so that a thread asks for the GIL
-once per `advance`, not once per run. Where numba or those functions can not be had, the same is done run by run from Python. It decides nothing.
+The loop over a payload's runs is compiled by numba and has an XXH3 of its own (`moving_kernel`), so that a thread asks for the GIL
+once per `advance`, not once per run. Where numba can not be had, the same is done run by run from Python. It decides nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from pdcluster.transfer.runs import RunTable, SpanTable
 
 LOG = logging.getLogger(__name__)
 
-BLOCK_BYTES = 64 << 10
-"""Digested, then copied (or the other way round): both times from the second-level cache."""
 REMEMBERED = 8192
 
 Words = NDArray[np.uint64]
@@ -98,10 +96,12 @@ class GilWaits:
 class Payload:
     """The bytes of one write in wire order, moved on by `advance`. Used by one thread; what its addresses name must stay mapped."""
 
-    def __init__(self, table: Table, *, digests: bool, after: bool = False, waits: GilWaits | None = None) -> None:
-        """after: digest the target once it is copied, not the source before; for targets that are read again at once (they stay in the cache)."""
+    def __init__(self, table: Table, *, digests: bool, of_copy: bool = False, cached: bool = False, waits: GilWaits | None = None) -> None:
+        """of_copy: digest what was stored, because another may write to the source meanwhile. The compiled loop always does: it loads each byte once.
+        cached: the target, or what is only digested, is read again at once and stays in the cache."""
         self._table = table
-        self._after = after
+        self._of_copy = of_copy
+        self._past_caches = not cached
         self._waits = waits
         self._native = native()
         self._state = NO_STATE
@@ -122,7 +122,7 @@ class Payload:
         if self._native is None:
             self._advance_slowly(nbytes)
             return
-        self._native.move(self._table, self._cursor, nbytes, self._calls, self._state, self._after, BLOCK_BYTES)  # holds no GIL
+        self._native.move(self._table, self._cursor, nbytes, self._calls, self._state, self._past_caches)  # holds no GIL
         if self._waits is not None:
             self._waits.seconds.append(time.monotonic() - int(self._cursor[2]) - int(self._cursor[3]) * 1e-9)
 
@@ -131,11 +131,11 @@ class Payload:
         while nbytes and row < len(self._table):
             target, source, length = (int(each) for each in self._table[row])
             count = min(nbytes, length - offset)
-            if self._hash is not None and not self._after:
+            if self._hash is not None and not self._of_copy:
                 self._hash.update(_bytes(source + offset, count))
             if target:
                 ctypes.memmove(target + offset, source + offset, count)
-            if self._hash is not None and self._after:
+            if self._hash is not None and self._of_copy:
                 self._hash.update(_bytes(target + offset, count))
             nbytes -= count
             row, offset = (row, offset + count) if offset + count < length else (row + 1, 0)

@@ -2,7 +2,8 @@
 
 Its digest is XXH3 (64 bits, no seed, the library's own secret): the figure that the xxhash package gives for the same bytes in a row, which tests
 compare. The package can not copy on the way and so reads from memory what the copy then reads again; here a cache line is loaded once, digested
-and stored. Vectors of eight words become whatever the processor has.
+and stored. Vectors of eight words become whatever the processor has. Functions without a signature are compiled as parts of
+those that have one, so that a warm start loads little.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from numpy.typing import NDArray
 WORD, NUMBER = ir.IntType(64), ir.IntType(32)
 LINE = ir.VectorType(WORD, 8)
 LINE_BYTES = 64
+STREAM_LINES = 4
 STREAM_BYTES = 4096
 """Shorter copies are memmove's."""
-AHEAD_BYTES = 2048
-"""Of the next run, asked for while this one is moved: the processor foresees the bytes after those it reads, not where another run begins."""
+AHEAD_BYTES = 1024
+"""Bytes are asked for when those so far before them are moved: the processor by itself foresees neither the next page nor where another run
+begins."""
 
 # ---------------------------------------------------------------- one instruction each
 
@@ -53,14 +56,18 @@ def _store(builder: Any, line: Any, address: Any, offset: int, *, past_caches: b
         store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(NUMBER, 1)]))
 
 
-def _type_stream(typing_context: Any, target: Any, source: Any) -> Any:
-    """Copy one cache line past the caches."""
+def _type_stream(typing_context: Any, target: Any, source: Any, ahead: Any) -> Any:
+    """Copy STREAM_LINES past the caches, and ask for those ahead."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _store(builder, _load(builder, arguments[1], 0), arguments[0], 0, past_caches=True)
+        target, source, ahead = arguments
+        for offset in range(0, STREAM_LINES * LINE_BYTES, LINE_BYTES):
+            _prefetch(builder, ahead, offset, is_kept=False)
+        for offset in range(0, STREAM_LINES * LINE_BYTES, LINE_BYTES):
+            _store(builder, _load(builder, source, offset), target, offset, past_caches=True)
         return context.get_dummy_value()
 
-    return types.void(types.uintp, types.uintp), generate
+    return types.void(types.uintp, types.uintp, types.uintp), generate
 
 
 def _type_fence(typing_context: Any) -> Any:
@@ -73,21 +80,17 @@ def _type_fence(typing_context: Any) -> Any:
     return types.void(), generate
 
 
-def _type_prefetch(typing_context: Any, address: Any) -> Any:
-    """Ask for a cache line; a hint, which does nothing for an address that is not there."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, NUMBER, NUMBER, NUMBER]))
-        builder.call(prefetch, [builder.inttoptr(arguments[0], byte), NUMBER(0), NUMBER(3), NUMBER(1)])  # to read, often, data
-        return context.get_dummy_value()
-
-    return types.void(types.uintp), generate
+def _prefetch(builder: Any, address: Any, offset: int, *, is_kept: bool) -> None:
+    """Ask for a cache line; a hint, which does nothing for an address that is not there. is_kept: it is read again soon, by others."""
+    byte = ir.IntType(8).as_pointer()
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, NUMBER, NUMBER, NUMBER]))
+    builder.call(
+        prefetch, [builder.inttoptr(builder.add(address, WORD(offset)), byte), NUMBER(0), NUMBER(3 if is_kept else 0), NUMBER(1)]
+    )  # to read, how often, data
 
 
 _call: Any = intrinsic(_type_call)
 _stream: Any = intrinsic(_type_stream)
-_prefetch: Any = intrinsic(_type_prefetch)
 _fence: Any = intrinsic(_type_fence)
 
 # ---------------------------------------------------------------- digests
@@ -111,7 +114,6 @@ LAST_SECRET, SUM_SECRET = 121, 11
 PRIMES_32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 PRIMES_64 = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
 START = (PRIMES_32[2], *PRIMES_64[:4], PRIMES_32[1], PRIMES_64[4], PRIMES_32[0])
-MASK = (1 << 64) - 1
 
 STRIPE, PENDING, TOTAL, LAST, HEAD, STATE_WORDS = 8, 9, 10, 16, 32, 64
 """Words of a state after its eight sums: stripes digested of this block; bytes that are pending; bytes in all; the last stripe digested, and after
@@ -126,27 +128,10 @@ def new_state() -> NDArray[np.uint64]:
 
 def finished(state: NDArray[np.uint64]) -> int:
     """The digest of all that was given so far; more may be given afterwards."""
-    total, pending, data = int(state[TOTAL]), int(state[PENDING]), state.tobytes()
+    total = int(state[TOTAL])
     if total <= SHORT_BYTES:
-        return int(xxhash.xxh3_64_intdigest(data[8 * HEAD : 8 * HEAD + total]))
-    last = data[8 * LAST + pending : 8 * LAST + pending + STRIPE_BYTES]
-    sums, keys = _words(data), _words(SECRET[SUM_SECRET:].tobytes())
-    for lane, (word, key) in enumerate(zip(_words(last), _words(SECRET[LAST_SECRET:].tobytes()), strict=True)):
-        mixed = word ^ key
-        sums[lane] = (sums[lane] + (mixed & 0xFFFFFFFF) * (mixed >> 32)) & MASK
-        sums[lane ^ 1] = (sums[lane ^ 1] + word) & MASK
-    result = (total * PRIMES_64[0] + sum(_folded(sums[at] ^ keys[at], sums[at + 1] ^ keys[at + 1]) for at in range(0, 8, 2))) & MASK
-    result = (result ^ result >> 37) * 0x165667919E3779F9 & MASK
-    return result ^ result >> 32
-
-
-def _words(data: bytes) -> list[int]:
-    return [int(word) for word in np.frombuffer(data, dtype="<u8", count=8)]
-
-
-def _folded(first: int, second: int) -> int:
-    product = first * second
-    return product & MASK ^ product >> 64
+        return int(xxhash.xxh3_64_intdigest(state[HEAD:].tobytes()[:total]))
+    return int(_finished(state, SECRET.ctypes.data))
 
 
 def _all(value: int) -> Any:
@@ -166,13 +151,15 @@ def _scrambled(builder: Any, sums: Any, secret: Any) -> Any:
 
 
 def _stripes(count: int, *, store: bool = False, past_caches: bool = False, scramble: bool = False) -> Any:
-    """`function(sums, secret, first, target, source)`: digest, and store, so many stripes of a block, its first being number `first`."""
+    """`function(sums, secret, first, target, source, ahead)`: digest, and store, so many stripes of a block, its first being number `first`; ask
+    for as many from `ahead` on."""
 
-    def type_stripes(typing_context: Any, sums: Any, secret: Any, first: Any, target: Any, source: Any) -> Any:
+    def type_stripes(typing_context: Any, sums: Any, secret: Any, first: Any, target: Any, source: Any, ahead: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            address, secret, first, target, source = arguments
+            address, secret, first, target, source, ahead = arguments
             sums, keys = _load(builder, address, 0), builder.add(secret, builder.mul(first, WORD(8)))
             for stripe in range(count):
+                _prefetch(builder, ahead, stripe * STRIPE_BYTES, is_kept=not past_caches)
                 line = _load(builder, source, stripe * STRIPE_BYTES)
                 sums = _with_stripe(builder, sums, line, _load(builder, keys, 8 * stripe))
                 if store:
@@ -180,44 +167,74 @@ def _stripes(count: int, *, store: bool = False, past_caches: bool = False, scra
             _store(builder, _scrambled(builder, sums, secret) if scramble else sums, address, 0, past_caches=False)
             return context.get_dummy_value()
 
-        return types.void(*[types.uintp] * 5), generate
+        return types.void(*[types.uintp] * 6), generate
 
     return intrinsic(type_stripes)
 
 
+def _type_folded(typing_context: Any, first: Any, second: Any) -> Any:
+    """Both halves of the product of two words, as one."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        wide = ir.IntType(128)
+        product = builder.mul(*(builder.zext(each, wide) for each in arguments))
+        return builder.xor(builder.trunc(product, WORD), builder.trunc(builder.lshr(product, wide(64)), WORD))
+
+    return types.uintp(types.uintp, types.uintp), generate
+
+
+def _type_word(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = builder.load(builder.inttoptr(arguments[0], WORD.as_pointer()))
+        word.align = 1
+        return word
+
+    return types.uintp(types.uintp), generate
+
+
+_folded: Any = intrinsic(_type_folded)
+_word: Any = intrinsic(_type_word)
 _stripe, _stored_stripe = _stripes(1), _stripes(1, store=True)
 _block, _stored_block = _stripes(BLOCK_STRIPES, scramble=True), _stripes(BLOCK_STRIPES, store=True, scramble=True)
 _streamed_block = _stripes(BLOCK_STRIPES, store=True, past_caches=True, scramble=True)
+_passed_block = _stripes(BLOCK_STRIPES, past_caches=True, scramble=True)
 _scramble = _stripes(0, scramble=True)
 
 
-@numba.njit("uint64(uint64,uint64,uint64)", nogil=True, cache=True)
+@numba.njit(nogil=True)
 def _next_stripe(sums: Any, secret: Any, stripe: Any) -> Any:
     """The number of the stripe after this one; a block that is full is scrambled."""
     if stripe + np.uint64(1) < np.uint64(BLOCK_STRIPES):
         return stripe + np.uint64(1)
-    _scramble(sums, secret, np.uint64(0), np.uint64(0), np.uint64(0))
+    _scramble(sums, secret, np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0))
     return np.uint64(0)
 
 
-@numba.njit("void(uint64,uint64[::1],uint64,uint64,uint64,uint64,boolean)", nogil=True, cache=True)
-def _digest(memmove: Any, state: NDArray[np.uint64], secret: Any, target: Any, source: Any, nbytes: Any, past: bool) -> None:
-    """Digest bytes, and copy them where target is not 0. past: past the caches."""
+@numba.njit(nogil=True)
+def _ahead(source: Any, at: Any, nbytes: Any, following: Any) -> Any:
+    """What to ask for when `at` of so many bytes are moved. following: where the next run begins."""
+    coming = at + np.uint64(AHEAD_BYTES)
+    return source + coming if coming < nbytes else following + (coming - nbytes)
+
+
+@numba.njit(nogil=True)
+def _digest(memmove: Any, state: NDArray[np.uint64], secret: Any, target: Any, source: Any, nbytes: Any, following: Any, past: bool) -> None:
+    """Digest bytes, and copy them where target is not 0: each is loaded once, so what is digested is what is stored even if another writes to the
+    source at the same time. past: past the caches, which a source that
+    is only digested does not fill either."""
     zero, one, line, block = np.uint64(0), np.uint64(1), np.uint64(STRIPE_BYTES), np.uint64(BLOCK_BYTES)
     sums = np.uint64(state.ctypes.data)
     last = sums + np.uint64(8 * LAST)
     stripe, pending, total = state[STRIPE], state[PENDING], state[TOTAL]
-    if total < np.uint64(SHORT_BYTES):
-        _call(memmove, sums + np.uint64(8 * HEAD) + total, source, min(nbytes, np.uint64(SHORT_BYTES) - total))
     state[TOTAL] = total + nbytes
     count = min(line - pending, nbytes) if pending else zero
     if count:
         _call(memmove, last + line + pending, source, count)
         if target:
-            _call(memmove, target, source, count)
+            _call(memmove, target, last + line + pending, count)
     pending += count
     if pending and count < nbytes:
-        _stripe(sums, secret, stripe, zero, last + line)
+        _stripe(sums, secret, stripe, zero, last + line, last)
         stripe, pending = _next_stripe(sums, secret, stripe), zero
         _call(memmove, last, last + line, line)
     at = count
@@ -225,18 +242,22 @@ def _digest(memmove: Any, state: NDArray[np.uint64], secret: Any, target: Any, s
     while nbytes - at > line:
         if stripe == zero and nbytes - at > block:
             for _ in range(zero, (nbytes - at - one) // block):
+                ahead = _ahead(source, at, nbytes, following)
                 if target and past:
-                    _streamed_block(sums, secret, zero, target + at, source + at)
+                    _streamed_block(sums, secret, zero, target + at, source + at, ahead)
                 elif target:
-                    _stored_block(sums, secret, zero, target + at, source + at)
+                    _stored_block(sums, secret, zero, target + at, source + at, ahead)
+                elif past:
+                    _passed_block(sums, secret, zero, zero, source + at, ahead)
                 else:
-                    _block(sums, secret, zero, zero, source + at)
+                    _block(sums, secret, zero, zero, source + at, ahead)
                 at += block
         else:
+            ahead = _ahead(source, at, nbytes, following)
             if target:
-                _stored_stripe(sums, secret, stripe, target + at, source + at)
+                _stored_stripe(sums, secret, stripe, target + at, source + at, ahead)
             else:
-                _stripe(sums, secret, stripe, zero, source + at)
+                _stripe(sums, secret, stripe, zero, source + at, ahead)
             stripe = _next_stripe(sums, secret, stripe)
             at += line
     if at > count:
@@ -245,58 +266,67 @@ def _digest(memmove: Any, state: NDArray[np.uint64], secret: Any, target: Any, s
         pending = nbytes - at
         _call(memmove, last + line, source + at, pending)
         if target:
-            _call(memmove, target + at, source + at, pending)
+            _call(memmove, target + at, last + line, pending)
+    if total < np.uint64(SHORT_BYTES):
+        _call(memmove, sums + np.uint64(8 * HEAD) + total, target if target else source, min(nbytes, np.uint64(SHORT_BYTES) - total))
     state[STRIPE], state[PENDING] = stripe, pending
+
+
+@numba.njit("uint64(uint64[::1],uint64)", nogil=True, cache=True)
+def _finished(state: NDArray[np.uint64], secret: Any) -> Any:
+    """Of more than SHORT_BYTES."""
+    sums, zero = state[:8].copy(), np.uint64(0)
+    last = np.uint64(state.ctypes.data) + np.uint64(8 * LAST) + state[PENDING]
+    _stripe(np.uint64(sums.ctypes.data), secret + np.uint64(LAST_SECRET), zero, zero, last, last)
+    result = state[TOTAL] * np.uint64(PRIMES_64[0])
+    for lane in range(0, 8, 2):
+        key = secret + np.uint64(SUM_SECRET + 8 * lane)
+        result += _folded(sums[lane] ^ _word(key), sums[lane + 1] ^ _word(key + np.uint64(8)))
+    result = (result ^ (result >> np.uint64(37))) * np.uint64(0x165667919E3779F9)
+    return result ^ (result >> np.uint64(32))
 
 
 # ---------------------------------------------------------------- the loop
 
 
-@numba.njit("void(uint64,uint64,uint64,uint64)", nogil=True, cache=True)
-def _copy_past_caches(memmove: int, target: int, source: int, nbytes: int) -> None:
-    line = np.uint64(LINE_BYTES)
+@numba.njit(nogil=True)
+def _copy_past_caches(memmove: Any, target: Any, source: Any, nbytes: Any, following: Any) -> None:
+    line, several = np.uint64(LINE_BYTES), np.uint64(STREAM_LINES * LINE_BYTES)
     if nbytes < np.uint64(STREAM_BYTES):
         _call(memmove, target, source, nbytes)
         return
     head = (line - target % line) % line
     _call(memmove, target, source, head)
-    body = (nbytes - head) // (np.uint64(4) * line) * (np.uint64(4) * line)
-    for start in range(head, head + body, np.uint64(4) * line):
-        for offset in range(4):
-            _stream(target + start + np.uint64(offset) * line, source + start + np.uint64(offset) * line)
-    done = head + body
+    done = head + (nbytes - head) // several * several
+    for at in range(head, done, several):
+        _stream(target + at, source + at, _ahead(source, at, nbytes, following))
     _call(memmove, target + done, source + done, nbytes - done)
 
 
-@numba.njit("void(uint64[:,::1],uint64[::1],uint64,uint64[::1],uint64[::1],boolean,uint64)", nogil=True, cache=True)
-def move(
-    table: NDArray[np.uint64], cursor: NDArray[np.uint64], left: int, calls: NDArray[np.uint64], state: NDArray[np.uint64], after: bool, block: int
-) -> None:
+@numba.njit("void(uint64[:,::1],uint64[::1],uint64,uint64[::1],uint64[::1],boolean)", nogil=True, cache=True)
+def move(table: NDArray[np.uint64], cursor: NDArray[np.uint64], left: int, calls: NDArray[np.uint64], state: NDArray[np.uint64], past: bool) -> None:
     """See `moving.Payload`. table: (target, source, nbytes) addresses, target 0: only digest (the source). cursor: row, offset in it, seconds and
-    nanoseconds when this ended. calls: addresses of memmove, clock_gettime, the cursor's clock and SECRET. state: empty: no digest."""
+    nanoseconds when this ended. calls: addresses of memmove, clock_gettime, the cursor's clock and SECRET. state: empty: no digest. past: as in
+    `_digest`."""
     row, offset = cursor[0], cursor[1]
     zero = np.uint64(0)
     digests = len(state) > 0
     while left > zero and row < table.shape[0]:
-        target, source, nbytes = table[row, 0], table[row, 1], table[row, 2]
-        if offset == zero and row + np.uint64(1) < table.shape[0]:
-            start, length = table[row + np.uint64(1), 1], min(table[row + np.uint64(1), 2], np.uint64(AHEAD_BYTES))
-            if start != source + nbytes:
-                for line in range(zero, length, np.uint64(LINE_BYTES)):
-                    _prefetch(start + line)
-        count = min(left, nbytes - offset)
-        if target and after:
-            count = min(count, np.uint64(block))
-            _call(calls[0], target + offset, source + offset, count)
-            if digests:
-                _digest(calls[0], state, calls[3], zero, target + offset, count, False)
-        elif digests:
-            _digest(calls[0], state, calls[3], target + offset if target else zero, source + offset, count, True)
+        target, source, nbytes = table[row, 0], table[row, 1] + offset, table[row, 2] - offset
+        target = target + offset if target else zero
+        following = table[row + np.uint64(1), 1] if row + np.uint64(1) < table.shape[0] else source + nbytes
+        count = min(left, nbytes)
+        if count < nbytes:
+            following = source + count
+        if digests:
+            _digest(calls[0], state, calls[3], target, source, count, following, past)
+        elif target and past:
+            _copy_past_caches(calls[0], target, source, count, following)
         elif target:
-            _copy_past_caches(calls[0], target + offset, source + offset, count)
+            _call(calls[0], target, source, count)
         left -= count
         offset += count
-        if offset == nbytes:
+        if count == nbytes:
             row += np.uint64(1)
             offset = zero
     cursor[0], cursor[1] = row, offset

@@ -18,7 +18,7 @@ from pdcluster.transfer.geometry import Course, PageShape, Part, join_runs_in_pa
 from pdcluster.transfer.runs import RunTable
 from pdcluster.transfer.session import Settings, peer_of
 
-LEAST_CHUNK_BYTES, LARGE_CHUNKS = 2 << 20, 3
+LEAST_CHUNK_BYTES, CHUNKS_PER_PUSH = 2 << 20, 4
 
 
 @dataclass(slots=True)
@@ -140,15 +140,14 @@ def cut(ours: PageShape, outgoing: Outgoing, course: Course, push: Push, setting
 
 
 def _ends(blocks: int, block_bytes: int, block_runs: int, settings: Settings) -> list[int]:
-    """Where the chunks of a push end, in blocks. The reader digests a chunk while the next one comes, so there are at least a few, and the last,
-    for which both then wait, is small; but each costs time of its own."""
+    """Where the chunks of a push end, in blocks: even ones. The reader digests a chunk while the next one comes, so there are at least a few; but
+    each costs time of its own."""
     bound = settings.chunk_bytes
     if settings.digests:
-        bound = min(bound, max(LEAST_CHUNK_BYTES, blocks * block_bytes // LARGE_CHUNKS))
+        bound = min(bound, max(LEAST_CHUNK_BYTES, -(-blocks * block_bytes // CHUNKS_PER_PUSH)))
     most = max(1, min(bound // block_bytes, settings.chunk_runs // block_runs))
-    last = min(blocks, most, max(1, LEAST_CHUNK_BYTES // block_bytes)) if settings.digests else 0
-    parts = -(-(blocks - last) // most)
-    return [(blocks - last) * part // parts for part in range(1, parts + 1)] + ([blocks] if last else [])
+    parts = -(-blocks // most)
+    return [blocks * part // parts for part in range(1, parts + 1)]
 
 
 def checked_shape(ticket: Ticket, shape: PageShape) -> PageShape:

@@ -68,7 +68,7 @@ class Unpacker:
     def __init__(self, spans: SpanTable, address: int, block: Block, *, digests: bool) -> None:
         self._address, self._block = address, block
         self._pieces = deque(each.sources for each in RunTable(spans.rows.take((0, 0, 1), axis=1)).pieces(BLOCK_BYTES))
-        self._payload = Payload(table_of(()), digests=digests, after=True)
+        self._payload = Payload(table_of(()), digests=digests, of_copy=True)
         self._digests = digests
         self.left = int(spans.rows[:, 1].sum())
 

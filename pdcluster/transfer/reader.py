@@ -50,8 +50,8 @@ class Reader:
         self._settings = settings
         self._random = rng if rng is not None else random.SystemRandom()
         self._tickets: dict[int, Incoming] = {}
-        self._owner: dict[int, int] = {}
-        """Writable page → nonce, for open and for quarantined tickets."""
+        self._is_owned = np.zeros(self._num_pages, dtype=np.bool_)
+        """Pages that are writable under an open or a quarantined ticket."""
         self._notices: dict[int, Notice] = {}
         self._answers: dict[int, tuple[Peer, CommitAck, float]] = {}
         """Verified tickets: writer, the answer to a repeated Commit, until when we remember."""
@@ -90,7 +90,7 @@ class Reader:
         incoming = Incoming(ticket, peer_of(writer), writable, now, now + deadline_s)
         self._gone.discard(incoming.writer)  # declared dead too early: it is spoken to again
         self._tickets[nonce] = incoming
-        self._owner.update(dict.fromkeys(writable.tolist(), nonce))
+        self._is_owned[writable] = True
         whole = join_spans(np.sort(writable) * self._shape.page_bytes, self._shape.page_bytes)
         self._permit(incoming, dict.fromkeys(range(self._shape.ranks), whole))
         return ticket
@@ -154,14 +154,14 @@ class Reader:
 
     def is_idle(self) -> bool:
         """No page is reserved or in quarantine. (An Abort may still be repeated: it holds nothing.)"""
-        return not self._tickets and not self._owner
+        return not self._tickets and not self._is_owned.any()
 
     def check_integrity(self) -> None:
         """Raise IntegrityError when the books contradict each other."""
         pages = [page for each in self._tickets.values() for page in each.writable.tolist()]
         if len(set(pages)) != len(pages):
             raise IntegrityError("a page is writable under two tickets")
-        if self._owner != {page: nonce for nonce, each in self._tickets.items() for page in each.writable.tolist()}:
+        if self._is_owned.nonzero()[0].tolist() != sorted(pages):
             raise IntegrityError("the page owners and the tickets disagree")
         if any(incoming.state not in (Reading.OPEN, Reading.ABORTING) for incoming in self._tickets.values()):
             raise IntegrityError("a ticket that ended is still in the books")
@@ -173,15 +173,17 @@ class Reader:
         tokens, num_pages = self._shape.page_tokens, self._num_pages
         if not 0 <= cached_tokens <= num_tokens or num_tokens < 1 or cached_tokens % tokens or len(pages) < -(-num_tokens // tokens):
             raise IntegrityError(f"cannot issue a ticket for tokens {cached_tokens}…{num_tokens} in {len(pages)} pages of {tokens} tokens")
-        wanted = list(pages[page_slice(cached_tokens, num_tokens - cached_tokens, tokens)])
-        if not 0 <= min(wanted, default=0) <= max(wanted, default=0) < num_pages:
-            raise IntegrityError(f"a page of {min(wanted)}…{max(wanted)} does not exist, there are {num_pages}")
-        if not self._owner.keys().isdisjoint(wanted):
-            page = next(page for page in wanted if page in self._owner)
-            raise IntegrityError(f"page {page} belongs to ticket {self._owner[page]:x} already")
-        if len(set(wanted)) != len(wanted):
-            raise IntegrityError(f"a page appears twice in {wanted}")
-        return np.array(wanted, dtype=np.int64)
+        wanted = np.array(pages[page_slice(cached_tokens, num_tokens - cached_tokens, tokens)], dtype=np.int64)
+        ascending = np.sort(wanted)
+        if len(wanted) and not 0 <= ascending[0] <= ascending[-1] < num_pages:
+            raise IntegrityError(f"a page of {ascending[0]}…{ascending[-1]} does not exist, there are {num_pages}")
+        if self._is_owned[wanted].any():
+            page = int(wanted[self._is_owned[wanted]][0])
+            nonce = next(nonce for nonce, each in self._tickets.items() if page in each.writable)
+            raise IntegrityError(f"page {page} belongs to ticket {nonce:x} already")
+        if (ascending[1:] == ascending[:-1]).any():
+            raise IntegrityError(f"a page appears twice in {wanted.tolist()}")
+        return wanted
 
     def _adverts(self) -> tuple[tuple[str, bytes], ...]:
         return tuple((name, self._backends[name].advert()) for name in self._order)
@@ -259,8 +261,7 @@ class Reader:
 
     def _drop(self, incoming: Incoming) -> None:
         del self._tickets[incoming.ticket.nonce]
-        for page in incoming.writable.tolist():
-            del self._owner[page]
+        self._is_owned[incoming.writable] = False
 
     def _land(self, incoming: Incoming, commit: Commit) -> None:
         nonce, now = commit.nonce, self._clock()

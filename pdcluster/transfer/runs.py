@@ -145,6 +145,13 @@ class RunTable(Sequence[Run]):
     def nbytes(self) -> int:
         return int(self.rows[:, 2].sum())
 
+    def read_inside(self, nbytes: int, region_bytes: int) -> bool:
+        """Do our own runs read so many bytes, all within the region?"""
+        starts, lengths = self.rows[:, 0], self.rows[:, 2]
+        if not len(lengths) or lengths.min() <= 0 or starts.min() < 0:
+            return False
+        return int((starts + lengths).max()) <= region_bytes and int(lengths.sum()) == nbytes
+
     @property
     def sources(self) -> SpanTable:
         return SpanTable(self.rows.take((0, 2), axis=1))

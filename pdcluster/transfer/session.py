@@ -46,7 +46,7 @@ class Settings:
     """
 
     digests: bool = True
-    chunk_bytes: int = 8 << 20
+    chunk_bytes: int = 16 << 20
     chunk_runs: int = 2048
     window_bytes: int = 64 << 20
     window_runs: int = 16384

@@ -306,7 +306,7 @@ class ShmBackend:
         mover, region, table = self._movers.get(peer), self._regions[source_region], run_table(runs)
         if mover is None:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
-        if not table.sources.add_up_to(stamp.nbytes) or not table.sources.are_inside(region.nbytes):
+        if not table.read_inside(stamp.nbytes, region.nbytes):
             raise IntegrityError(f"a write of {stamp.nbytes} bytes does not add up or reads outside of region {source_region}")
         if mover.failed_at is not None and time.monotonic() - mover.failed_at >= self._settings.retry_s:
             mover = self._movers[peer] = self._start(peer, mover.advert)

@@ -380,7 +380,7 @@ class StagedBackend:
             raise IntegrityError(f"a write reads outside of region {source_region} ({region.nbytes} bytes)")
         pump = self._living(peer, pump)
         handle = self._writes.new()
-        payload = Payload(table_of(()), digests=digests, after=True, waits=self.gil_waits)
+        payload = Payload(table_of(()), digests=digests, cached=True, waits=self.gil_waits)
         if not pump.add(_Write(handle, region, target_region, stamp, table, payload, digests)):
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
@@ -419,7 +419,7 @@ class StagedBackend:
         if permit is None:
             return block, False
         stamp = Stamp(nonce, chunk, trial, total)
-        landing = landed.setdefault((nonce, chunk, trial), _Landing(Payload(table_of(()), digests=permit.digests, after=True)))
+        landing = landed.setdefault((nonce, chunk, trial), _Landing(Payload(table_of(()), digests=permit.digests, of_copy=True)))
         if not self._copy(link, permit, landing, region, ring.at(block), spans):
             return block, False
         self._count(stamp, landing, permit, landed)

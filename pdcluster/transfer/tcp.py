@@ -285,12 +285,14 @@ class TcpBackend:
 
     def _prepared(self, handle: Handle, stamp: Stamp, header: bytes, runs: RunTable, region: Region, block: Block, *, digests: bool) -> _Write:
         if is_scattered(runs.sources):
-            payload = Payload(table_of(()), digests=digests, after=True, waits=self.gil_waits)
+            payload = Payload(table_of(()), digests=digests, cached=True, waits=self.gil_waits)
             packer = Packer(header, runs, region.address, payload, block)
             return _Write(handle, stamp, packer, payload if digests else None, digested=stamp.nbytes)
         memory = self._memory[region.id]
         cursor = Cursor([memoryview(header), *(memory[offset : offset + nbytes] for offset, nbytes in runs.sources.joined())])
-        return _Write(handle, stamp, cursor, Payload(reads(runs.sources, region.address), digests=True, waits=self.gil_waits) if digests else None)
+        return _Write(
+            handle, stamp, cursor, Payload(reads(runs.sources, region.address), digests=True, cached=True, waits=self.gil_waits) if digests else None
+        )
 
     # ------------------------------------------------------------ receiving, on the listener's threads
 

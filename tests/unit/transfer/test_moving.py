@@ -44,9 +44,9 @@ def cuts(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     return runs
 
 
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("digests", [False, True])
-def test_bytes_and_digest_are_right_for_any_runs_and_any_steps(loop: str, after: bool, digests: bool) -> None:
+def test_bytes_and_digest_are_right_for_any_runs_and_any_steps(loop: str, cached: bool, digests: bool) -> None:
     @settings(max_examples=60, deadline=None)
     @given(cuts(), st.lists(st.sampled_from([1, 100, 4096, 10000]), max_size=5))
     def check(runs: list[tuple[int, int, int]], steps: list[int]) -> None:
@@ -55,7 +55,7 @@ def test_bytes_and_digest_are_right_for_any_runs_and_any_steps(loop: str, after:
         for to, start, count in runs:
             wanted[to : to + count] = source[start : start + count]
             state.update(source[start : start + count].tobytes())
-        payload = payload_of(runs, source, target, digests=digests, after=after)
+        payload = payload_of(runs, source, target, digests=digests, of_copy=cached, cached=cached)
         for step in [*steps, SIZE]:
             payload.advance(step)
         assert (target == wanted).all(), "no byte beside the runs is touched"
@@ -88,7 +88,7 @@ def test_without_a_target_bytes_are_only_digested(loop: str) -> None:
 
 def test_a_payload_goes_on_with_its_next_piece(loop: str) -> None:
     source, target = buffers()
-    payload = payload_of([(0, 0, 1000)], source, target, digests=True, after=True)
+    payload = payload_of([(0, 0, 1000)], source, target, digests=True, of_copy=True)
     payload.advance(1000)
     payload.extend(table_of([(target.ctypes.data + 1000, source.ctypes.data + 1000, 24)]))
     payload.advance(24)
@@ -124,7 +124,7 @@ def test_tables_of_addresses_name_the_bytes_that_runs_and_spans_mean() -> None:
     source, target = buffers()
     block, runs = np.zeros(300, dtype=np.uint8), run_table([Run(5000, 7, 100), Run(64, 900, 200)])
     for table in (packing(runs, source.ctypes.data, block.ctypes.data), packed(runs.targets, target.ctypes.data, block.ctypes.data)):
-        Payload(table, digests=False, after=True).advance(SIZE)
+        Payload(table, digests=False, cached=True).advance(SIZE)
     assert (target[7:107] == source[5000:5100]).all() and (target[900:1100] == source[64:264]).all() and target.any()
     again = np.zeros(SIZE, dtype=np.uint8)
     Payload(copies(runs, again.ctypes.data, source.ctypes.data), digests=False).advance(SIZE)

@@ -23,7 +23,7 @@ def scattered(seed: int) -> RunTable:
 
 
 def packer(runs: RunTable, source: np.ndarray) -> Packer:
-    return Packer(b"header", runs, source.ctypes.data, Payload(table_of(()), digests=True, after=True), Block())
+    return Packer(b"header", runs, source.ctypes.data, Payload(table_of(()), digests=True, cached=True), Block())
 
 
 @pytest.mark.parametrize("step", [1000, 77_777, SIZE])

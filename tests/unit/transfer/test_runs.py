@@ -32,6 +32,14 @@ def test_checks_of_wild_numbers_agree_with_numbers_that_do_not_overflow(spans: l
     assert table.add_up_to(limit) == (adds_up and limit <= MOST_BYTES)
 
 
+@given(RUNS, st.integers(-60, 60), st.integers(-60, 60), st.sampled_from([(0, 0), (0, -51), (-1001, 0)]))
+def test_our_own_runs_read_so_many_bytes_within_the_region_or_not(runs: list[Run], more: int, room: int, wrong: tuple[int, int]) -> None:
+    runs = [*runs, Run(runs[0].source + wrong[0], runs[0].target, runs[0].nbytes + wrong[1])]
+    nbytes, end = sum(run.nbytes for run in runs), max(run.source + run.nbytes for run in runs)
+    inside = all(is_inside(run.source, run.nbytes, end + room) for run in runs)
+    assert run_table(runs).read_inside(nbytes + more, end + room) == (inside and not more)
+
+
 @given(WILD, st.lists(st.tuples(st.integers(1, 9), st.integers(1, 60)), max_size=5))
 def test_cover_agrees_with_a_loop_over_ranges(spans: list[tuple[int, int]], gaps: list[tuple[int, int]]) -> None:
     ranges, offset = [], 0
