@@ -1,8 +1,8 @@
 """Traces as the replay needs them: who arrives when, how long prompts and answers are, which blocks they share. Readers of two public formats.
 
-Mooncake: JSON lines with `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one for each 512 tokens; the last may cover fewer). Azure:
-CSV with TIMESTAMP, ContextTokens, GeneratedTokens; it says nothing about contents, so nothing is shared. Only full blocks are cached, as on a node.
-Every error names the file and the line.
+Mooncake: JSON lines with `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one for each 512 tokens; the last may cover fewer; without
+them nothing is shared). Azure: CSV with TIMESTAMP (a date, or seconds), ContextTokens, GeneratedTokens; it says nothing about contents. Only full
+blocks are cached, as on a node. Every error names the file and the line.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 
 import msgspec
@@ -114,7 +115,7 @@ def _read(path: Path) -> str:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             raise ConfigError(f"{path} has {size} bytes, more than the {MAX_FILE_BYTES} that a replay reads; cut it with head")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -125,11 +126,11 @@ class _MooncakeRow(msgspec.Struct):
     timestamp: float
     input_length: int
     output_length: int
-    hash_ids: list[int]
+    hash_ids: list[int] = []
 
 
 def _mooncake(path: Path, text: str) -> Iterator[TraceRequest]:
-    decoder, chain = msgspec.json.Decoder(_MooncakeRow), Chain()
+    decoder, chain = msgspec.json.Decoder(_MooncakeRow, strict=False), Chain()
     for number, line in _lines(path, io.StringIO(text)):
         try:
             row = decoder.decode(line)
@@ -148,7 +149,7 @@ def _mooncake(path: Path, text: str) -> Iterator[TraceRequest]:
 
 def _azure(path: Path, text: str) -> Iterator[TraceRequest]:
     rows = csv.reader(io.StringIO(text))
-    header = [cell.strip().lstrip("\ufeff") for cell in next(rows)]
+    header = [cell.strip() for cell in next(rows)]
     try:
         columns = [header.index(name) for name in ("TIMESTAMP", "ContextTokens", "GeneratedTokens")]
     except ValueError as error:
@@ -161,13 +162,29 @@ def _azure(path: Path, text: str) -> Iterator[TraceRequest]:
             raise ConfigError(f"{path} has more than {MAX_REQUESTS} requests; cut it with head")
         try:
             when, context, generated = (cells[column].strip() for column in columns)
-            arrival_s, num_tokens, num_output = datetime.fromisoformat(when).timestamp(), int(context), int(generated)
+            arrival_s, num_tokens, num_output = _moment(when), _whole(context), _whole(generated)
         except (ValueError, IndexError) as error:
             raise ConfigError(f"{path}:{number}: {','.join(cells)[:80]!r}: {error}") from error
         _check_lengths(path, number, arrival_s, num_tokens, num_output)
         unique = range(number << 24, (number << 24) + num_tokens // MOONCAKE_BLOCK_TOKENS)
         blocks = chain.extend((), unique)
         yield TraceRequest(arrival_s, max(num_tokens, 1), max(num_output, 1), blocks, blocks)
+
+
+def _moment(text: str) -> float:
+    """A date, or seconds of any clock."""
+    try:
+        return float(text)
+    except ValueError:
+        return datetime.fromisoformat(text).timestamp()
+
+
+def _whole(text: str) -> int:
+    """Tables that went through a spreadsheet or pandas say 100.0."""
+    number = float(text)
+    if not number.is_integer():
+        raise ValueError(f"{text} is no whole number of tokens")
+    return int(number)
 
 
 def _lines(path: Path, lines: io.StringIO) -> Iterator[tuple[int, str]]:
@@ -181,8 +198,8 @@ def _lines(path: Path, lines: io.StringIO) -> Iterator[tuple[int, str]]:
 
 
 def _check_lengths(path: Path, number: int, arrival_s: float, num_tokens: int, num_output: int) -> None:
-    if not arrival_s >= 0:
-        raise ConfigError(f"{path}:{number}: the time {arrival_s} is negative")
+    if not isfinite(arrival_s):
+        raise ConfigError(f"{path}:{number}: the time {arrival_s} is no moment")
     for what, value in (("prompt", num_tokens), ("answer", num_output)):
         if not 0 <= value <= MAX_TOKENS:
             raise ConfigError(f"{path}:{number}: a {what} of {value} tokens; 0 to {MAX_TOKENS} are possible")

@@ -56,7 +56,7 @@ def test_speeding_up_moves_arrivals_only(tmp_path: Path) -> None:
         (_row() | {"hash_ids": [1, 2, 3, 4]}, "4 hash_ids for 1100 tokens, at most 3"),
         (_row(tokens=-1), "a prompt of -1 tokens"),
         (_row(output=10**9), "an? answer of 1000000000 tokens"),
-        (_row(timestamp=-5), "negative"),
+        (_row() | {"timestamp": "NaN"}, "no moment"),
         (_row() | {"input_length": "many"}, "t.jsonl:2.*input_length"),
         (_row() | {"hash_ids": [2**70, 1, 2]}, "t.jsonl:2"),
         ({"timestamp": 1}, "t.jsonl:2"),
@@ -65,6 +65,16 @@ def test_speeding_up_moves_arrivals_only(tmp_path: Path) -> None:
 def test_a_broken_line_is_named(tmp_path: Path, line: object, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         read_trace(_write(tmp_path / "t.jsonl", _row(), line))
+
+
+def test_a_trace_may_come_from_other_tools(tmp_path: Path) -> None:
+    """Byte order mark, whole numbers as floats or strings, times before the clock's zero, no hashes, fields that nobody asked for."""
+    odd = _row(timestamp=-2000.5) | {"input_length": 1100.0, "output_length": "7", "session_id": {"a": 1}}
+    path = _write(tmp_path / "t.jsonl", odd, {"timestamp": 0, "input_length": 600, "output_length": 1})
+    path.write_text("\ufeff" + path.read_text())
+    first, second = read_trace(path).requests
+    assert (first.arrival_s, first.num_tokens, first.num_output, len(first.blocks)) == (0.0, 1100, 7, 2)
+    assert (second.arrival_s, second.blocks) == (2.0005, ())
 
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -83,6 +93,12 @@ def test_azure_files_of_2024_have_a_zone_and_more_columns(tmp_path: Path) -> Non
     assert [r.num_tokens for r in read_trace(path).requests] == [100, 200]
 
 
+def test_azure_tables_may_count_seconds_and_have_passed_a_spreadsheet(tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.csv", f"\ufeff{AZURE}", "1700000000.5,100.0,1", "1700000003,200,2")
+    first, second = read_trace(path).requests
+    assert (first.num_tokens, second.arrival_s) == (100, 2.5)
+
+
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
@@ -90,6 +106,7 @@ def test_azure_files_of_2024_have_a_zone_and_more_columns(tmp_path: Path) -> Non
         ((AZURE, "yesterday,1,1"), "a.csv:2"),
         ((AZURE, "2023-11-16 18:15:46,one,1"), "a.csv:2"),
         ((AZURE, "2023-11-16 18:15:46"), "a.csv:2"),
+        ((AZURE, "2023-11-16 18:15:46,1.5,1"), "1.5 is no whole number"),
         ((AZURE,), "holds no request"),
         (("hello",), "starts neither"),
     ],
