@@ -5,6 +5,7 @@ One per ZMQ context, in a thread of its own, so that a node that is busy computi
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 
@@ -15,6 +16,7 @@ from pdcluster.errors import ConfigError
 from pdcluster.wire.sockets import ZAP_DOMAIN, KeyPair
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_numbers = itertools.count()
 log = logging.getLogger(__name__)
 
 
@@ -33,7 +35,7 @@ class Gatekeeper:
             for socket in (self._questions, self._stopper, self._stop):
                 socket.close(0)
             raise ConfigError("this ZMQ context already has an authenticator; give each hub with a cluster key a context of its own") from error
-        stop_address = f"inproc://pdcluster-gatekeeper-{id(self)}"
+        stop_address = f"inproc://pdcluster-gatekeeper-{next(_numbers)}"
         self._stop.bind(stop_address)
         self._stopper.connect(stop_address)
         self._thread = threading.Thread(target=self._run, name="wire-gatekeeper", daemon=True)
@@ -50,6 +52,7 @@ class Gatekeeper:
             while True:
                 ready, _, _ = zmq.select([self._questions, self._stop], [], [])
                 if self._stop in ready:
+                    self._questions.unbind(_ZAP_ENDPOINT)  # now; closing gives the name back a moment later, from a thread of ZMQ
                     return
                 self._questions.send_multipart(self._answer(self._questions.recv_multipart()))
         except zmq.ContextTerminated:
