@@ -164,6 +164,7 @@ SHORT_CUTS = {
     "commit without digests": 1,
     "pages freed by a timer": 2,
     "pulled pages freed at once": 1,
+    "fence without proof": 2,
 }
 """Where the search begins, so that rare histories come early. With other code they may come later, and are found as well."""
 

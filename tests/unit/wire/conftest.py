@@ -2,7 +2,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
-from wire_nodes import SETTINGS, Node
+from wire_nodes import SETTINGS, Node, clock_of_test
 
 from pdcluster.transfer.base import Peer
 from pdcluster.wire.hub import Hub
@@ -33,7 +33,7 @@ def make_node(context: Context, other_context: Context) -> Iterator[Callable[...
         name: str, incarnation: str = "boot-1", *, listen: str = "127.0.0.1:0", settings: WireSettings = SETTINGS, own: Context | None = None
     ) -> Node:
         me = Peer(name, incarnation)
-        hub = Hub(me, listen=listen, context=own or context, settings=settings)
+        hub = Hub(me, listen=listen, context=own or context, settings=settings, clock=clock_of_test())
         hubs.append(hub)
         return Node(hub, me)
 

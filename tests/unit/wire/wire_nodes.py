@@ -1,9 +1,12 @@
 """A node's loop around a hub, in miniature: real sockets on loopback, short leases.
-Both ends run in one thread, so a slow machine slows them together."""
+Both ends run in one thread by one clock, so a slow machine slows them together, and a stall is no time that passes."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
+
+from patient_loop import PatientClock
 
 from pdcluster.errors import ConfigError
 from pdcluster.messages import AnyMessage, Endpoint
@@ -11,7 +14,17 @@ from pdcluster.transfer.base import Peer
 from pdcluster.wire.hub import Event, Hub, Received
 from pdcluster.wire.sockets import WireSettings
 
+TURN_S = 0.002
+CLOCK = PatientClock()
 SETTINGS = WireSettings(heartbeat_s=0.05, lease_s=0.4, rewelcome_s=0.2, hello_interval_s=0.02)
+
+
+def clock_of_test() -> Callable[[], float]:
+    """The event loop's, where the test has one; else one that passes as the nodes take their turns."""
+    try:
+        return asyncio.get_running_loop().time
+    except RuntimeError:
+        return CLOCK.time
 
 
 class Node:
@@ -27,6 +40,7 @@ class Node:
         return Endpoint(self.me.node, self.me.incarnation, self.hub.address)
 
     def turn(self) -> None:
+        CLOCK.pass_phase(TURN_S)
         self.received += self.hub.receive()
         self.hub.tick()
         self.events += self.hub.events()
@@ -55,4 +69,4 @@ def pump(until: Callable[[], object], *nodes: Node, limit_s: float = 20.0) -> No
         if until():
             return
         assert time.monotonic() < deadline, f"never happened; {[(node.received, node.events, node.hub.dropped) for node in nodes]}"
-        time.sleep(0.002)
+        time.sleep(TURN_S)
