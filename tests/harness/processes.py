@@ -165,12 +165,19 @@ def running(*arguments: str) -> Iterator[Up]:
 def abandoned_memory() -> set[str]:
     """Names in /dev/shm that no living process has mapped or open. Others may run beside this test."""
     names = set(os.listdir("/dev/shm"))
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            opened = {os.readlink(each.path) for each in os.scandir(f"/proc/{process.pid}/fd")}
-            names -= {name for name in names if f"/dev/shm/{name}" in maps or f"/dev/shm/{name}" in opened}
+    for pid in psutil.pids():
+        used = "\n".join(_used_files(pid))
+        names -= {name for name in names if f"/dev/shm/{name}" in used}
     return names
+
+
+def _used_files(pid: int) -> Iterator[str]:
+    """What a process has mapped and open, as far as it lives."""
+    with contextlib.suppress(OSError):
+        yield Path(f"/proc/{pid}/maps").read_text()
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                yield os.readlink(f"/proc/{pid}/fd/{entry}")
 
 
 def wait_nothing_abandoned(before: set[str]) -> None:
