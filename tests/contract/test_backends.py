@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from standstill import stop_child
 from transfer_memory import Memory
 from transfer_peer import READER, WRITER
 
@@ -561,7 +562,7 @@ def test_a_paused_writer_lands_nothing_after_the_fence(name: str) -> None:
     reader.permit(Permit(7, WRITER, 0, ((0, nbytes),)))
     other = Other("writer", name, str(nbytes), reader.advert().hex())
     eventually(lambda: memory.bytes[0] == 0xAB, "the writer writes")
-    other.signal(signal.SIGSTOP)
+    stop_child(other.process.pid)
     fence = reader.revoke(7)
     if fence is Fence.FENCED:
         memory.bytes[:] = 0
@@ -585,7 +586,7 @@ def test_a_reader_killed_in_the_middle_ends_every_write(name: str) -> None:
     writer.connect(READER, bytes.fromhex(other.said["advert"]))
     first = writer.write(READER, 0, 0, Stamp(7, 0, 1, 64), (Run(0, 0, 64),))
     eventually(lambda: writer.poll(first) is WriteStatus.DONE, "the first write")
-    other.signal(signal.SIGSTOP)
+    stop_child(other.process.pid)
     chunk = 8 << 20
     handles = [writer.write(READER, 0, 0, Stamp(7, n, 1, chunk), (Run(n * chunk, n * chunk, chunk),)) for n in range(8)]
     time.sleep(0.05)
@@ -622,7 +623,7 @@ def test_a_reader_that_stands_still_keeps_no_write_to_another_from_its_end(name:
     writer.connect(READER, bytes.fromhex(stuck.said["advert"]))
     first = writer.write(READER, 0, 0, Stamp(7, 0, 1, 64), (Run(0, 0, 64),))
     eventually(lambda: writer.poll(first) is WriteStatus.DONE, "the first write")
-    stuck.signal(signal.SIGSTOP)
+    stop_child(stuck.process.pid)
     held = [writer.write(READER, 0, 0, Stamp(7, n, 1, chunk), (Run(n * chunk, n * chunk, chunk),)) for n in range(8)]
     writer.connect(peer, reader.advert())
     handles = {writer.write(peer, 0, 0, Stamp(9, n, 1, chunk), (Run(n * chunk, n * chunk, chunk),)) for n in range(8)}

@@ -27,6 +27,7 @@ from faulty_node import WIDTH
 from meddling_proxy import Order
 from oracle import VOCAB, reference
 from process_cluster import ProcessCluster, ProcessNode
+from standstill import stop_child
 
 from pdcluster.errors import PdclusterError
 from pdcluster.messages import Role, Sampling
@@ -245,7 +246,7 @@ class Run:
             self._freeze(self.rng.choice((writer, reader)), FROZEN_S)
 
     def _freeze(self, node: ProcessNode, seconds: float) -> None:
-        node.signal(signal.SIGSTOP)
+        stop_child(node.process.pid)
         self._later(seconds, lambda: node.signal(signal.SIGCONT))
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from session_pair import Pair
 from session_side import NUM_PAGES, PAGE_BYTES
+from standstill import stop_child
 
 from pdcluster.transfer.tcp import TcpSettings
 
@@ -47,7 +48,7 @@ def test_a_writer_stopped_in_the_middle_of_a_copy_keeps_its_pages_until_it_says_
     deadline = time.monotonic() + 20
     while not first.any():
         assert time.monotonic() < deadline, "the copy never began"
-    pair.remote.signal(signal.SIGSTOP)
+    stop_child(pair.remote.process.pid)
     pair.silent = True
     time.sleep(0.1)
     changed = [bool(pair.local.bytes[page * PAGE_BYTES : (page + 1) * PAGE_BYTES].any()) for page in TORN]
@@ -73,7 +74,7 @@ def test_a_writer_stopped_in_the_middle_of_a_copy_keeps_its_pages_until_it_says_
 def test_a_stopped_writer_that_is_killed_is_fenced_by_its_end(pair: Pair) -> None:
     nonce = start_torn(pair, deadline_s=1.0)
     pair.remote.tell("push", nonce, list(range(len(TORN))), 0, False)
-    pair.remote.signal(signal.SIGSTOP)
+    stop_child(pair.remote.process.pid)
     pair.silent = True
     pair.until(lambda: pair.has("Failed", nonce=nonce), "the ticket's deadline")
     pair.local.do_gone()
@@ -94,7 +95,7 @@ def test_a_stopped_writer_is_fenced_at_once_where_the_receiver_checks(pair: Pair
     while not first.any():
         assert time.monotonic() < deadline, "the transfer never began"
         pair.step()
-    pair.remote.signal(signal.SIGSTOP)
+    stop_child(pair.remote.process.pid)
     pair.silent = True
     pair.until(lambda: pair.has("Reclaimed", "Landed", nonce=nonce), "revoking the nonce is the fence")
     pair.local.do_fill(TORN, 0xDD)
@@ -110,7 +111,7 @@ def test_a_stopped_writer_is_fenced_at_once_where_the_receiver_checks(pair: Pair
 def test_a_stopped_receiver_costs_a_timeout_and_changes_nothing_when_it_wakes(pair: Pair) -> None:
     nonce = start_torn(pair, deadline_s=3.0)
     live = pair.remote.call("hash", LIVE)
-    pair.remote.signal(signal.SIGSTOP)
+    stop_child(pair.remote.process.pid)
     pair.silent = True
     sources = list(range(len(TORN)))
     pair.local.do_push(nonce, sources, 0, True)
