@@ -53,7 +53,7 @@ def ids_of(router: RouterProcess) -> set[str]:
 
 def answers_as(router: RouterProcess) -> str:
     """The id that the worker gave which got a new connection."""
-    return httpx.get(f"{router.url}/health", trust_env=False).headers["x-request-id"]
+    return httpx.get(f"{router.url}/health", trust_env=False, timeout=60.0).headers["x-request-id"]
 
 
 def prompts(chance: random.Random, count: int) -> list[list[int]]:
@@ -123,7 +123,7 @@ class Streams:
         for name in self.ids:
             self._router.admin.CancelRequest(pb.CancelRequestRequest(id=name, reason="the test is over"))
         for future in self._futures:
-            future.result(timeout=30)
+            future.result(timeout=90)
         self._pool.shutdown()
 
 

@@ -16,7 +16,7 @@ from session_side import AnySide, Control, RemoteSide, Side
 from pdcluster.messages import AbortAck, Commit, Ticket
 from pdcluster.transfer.links import Advert
 
-LIMIT_S = 40.0
+LIMIT_S = 80.0
 
 
 class Pair:

@@ -164,7 +164,7 @@ class RemoteSide:
 
     def _wait_reply(self) -> Any:
         with self._news:
-            assert self._news.wait_for(lambda: self._replies, timeout=30), f"no reply; exit code {self.process.poll()}"
+            assert self._news.wait_for(lambda: self._replies, timeout=80), f"no reply; exit code {self.process.poll()}"
             return self._replies.popleft()
 
     def _say(self, **words: Any) -> None:

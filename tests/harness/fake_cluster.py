@@ -27,7 +27,7 @@ from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
 from pdcluster_router.index import digest_of
 
-STOP_S = 20.0
+STOP_S = 90.0
 
 
 class FakeNodes(threading.Thread):
@@ -106,14 +106,14 @@ class RouterProcess:
         return found[0]
 
     def metrics(self) -> dict[str, float]:
-        reply = httpx.get(f"{self.url}/metrics", trust_env=False)
+        reply = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=60.0)
         assert reply.status_code == 200, reply.text
         lines = [line.rpartition(" ") for line in reply.text.splitlines() if line and not line.startswith("#")]
         return {name: float(value) for name, _, value in lines}
 
     def views(self) -> dict[str, dict[str, str]]:
         """worker → incarnation → digest of what it knows the node to hold; of exact views only."""
-        cache = self.admin.GetCache(pb.GetCacheRequest(digests=True), timeout=10)
+        cache = self.admin.GetCache(pb.GetCacheRequest(digests=True), timeout=60)
         views = {view.worker: view.nodes for view in cache.views} or {"": cache.nodes}
         return {worker: {node.incarnation: node.digest for node in nodes if node.is_exact} for worker, nodes in views.items()}
 
@@ -149,7 +149,7 @@ def fake_cluster(roles: list[str], speed: Speed, num_pages: int = 4096) -> Itera
         bootstrap.wait(STOP_S)
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> float:
+def until(condition: Callable[[], bool], timeout_s: float = 90.0) -> float:
     """Seconds until it holds."""
     started = time.monotonic()
     while not condition():
