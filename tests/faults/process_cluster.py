@@ -31,6 +31,7 @@ from pdcluster_router.policy.registry import DEFAULT, make_policy
 HERE = Path(__file__).parent
 PATH = [str(HERE), str(HERE.parent / "harness"), str(HERE.parents[1]), str(HERE.parents[1] / "router")]
 REPLY_S = 30.0
+START_S = 120.0
 STAGES = StageDeadlines(queue_s=6.0, handshake_s=2.0, transfer_s=2.0, liveness_s=4.0, hold_s=0.02)
 
 
@@ -81,7 +82,7 @@ class ProcessNode:
             self.broken = words["broken"]
 
     async def wait_ready(self) -> dict[str, Any]:
-        async with asyncio.timeout(REPLY_S):
+        async with asyncio.timeout(START_S):
             return await self.ready
 
     def tell(self, do: str, **words: Any) -> None:

@@ -38,6 +38,7 @@ def check(outcomes: list[Outcome]) -> None:
     assert not [outcome.cell for outcome in outcomes if not outcome.reached], "a step that no request came to"
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sample_of_faults_on_real_media(backend: str, show_table: Show) -> None:
     outcomes = asyncio.run(run_cells(backend, [Cell(backend, *cell) for cell in SAMPLE[backend]]))
