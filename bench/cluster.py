@@ -34,14 +34,16 @@ class NodePlan:
 
 
 class Client:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, api_key: str | None = None) -> None:
+        self.address = address
+        self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         host, _, port = address.rpartition(":")
         self._connection = http.client.HTTPConnection(host, int(port), timeout=120)
         self._wait_ready()
         self.model = str(self._get("/v1/models")["data"][0]["id"])
 
     def _get(self, path: str) -> dict[str, Any]:
-        self._connection.request("GET", path)
+        self._connection.request("GET", path, headers=self._headers)
         reply = self._connection.getresponse()
         body: dict[str, Any] = json.loads(reply.read() or b"{}")
         return body | {"status": reply.status}
@@ -61,7 +63,7 @@ class Client:
     def answer(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         """One greedy completion, whole, with token ids."""
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        self._connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        self._connection.request("POST", "/v1/completions", json.dumps(body), self._headers | {"content-type": "application/json"})
         reply = self._connection.getresponse()
         answer: dict[str, Any] = json.loads(reply.read())
         if reply.status != 200:
@@ -70,8 +72,10 @@ class Client:
 
 
 @contextmanager
-def cluster(model: Path, nodes: Sequence[NodePlan], transfer: str, router_flags: Sequence[str] = ()) -> Iterator[Client]:
-    """Processes that live as long as the block; every one is stopped with SIGTERM, the router first."""
+def cluster(
+    model: Path, nodes: Sequence[NodePlan], transfer: str, router_flags: Sequence[str] = (), api_key: str | None = None
+) -> Iterator[Client]:
+    """Processes that live as long as the block; every one is stopped with SIGTERM, the router first. api_key: of a tenant, where there are some."""
     running: list[subprocess.Popen[bytes]] = []
     try:
         bootstrap = start(running, ["pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0"])
@@ -81,7 +85,7 @@ def cluster(model: Path, nodes: Sequence[NodePlan], transfer: str, router_flags:
             start(running, ["bench.node", *plan.options, "--", *own], ready_option="--ready-fd")
         own = ["--http", "127.0.0.1:0", "--grpc", "none", "--admin", "none", "--bootstrap", bootstrap, "--tokenizer", str(bundled_model.path())]
         router = start(running, ["pdcluster_router.cli", *own, *router_flags])
-        yield Client(router)
+        yield Client(router, api_key)
     finally:
         for process in reversed(running):
             process.send_signal(signal.SIGTERM)

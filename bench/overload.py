@@ -3,20 +3,22 @@
 Goodput is the rate of requests that meet the time-to-first-token SLO, all offered ones counted. Peak: the best over loads up to 1.1 of capacity. At
 1.5 the router must keep 0.9 of it, and answer every refused request at once with 429 and Retry-After; beside it the same load without a service
 level. Then one tenant floods while another asks for a tenth of the capacity. Client and router share a process and its core.
+
+Then the same over real processes (`overload_cluster`), bootstrap, nodes with an engine and a router, whose capacity is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench import overload_cluster
+from bench.offered import GOAL, OVERLOAD, SLO_S, Outcome, Target, by_length, goodput, offer, prompt_tokens, refusals
 from bench.paced_nodes import Pace as NodePace
 from bench.paced_nodes import PacedCluster
 from bench.report import Row, print_rows, write_json
@@ -31,13 +33,6 @@ from pdcluster_router.server import listening, router_metrics
 from pdcluster_router.tenants import Entry, Tenants
 
 NUM_NODES = 2
-SLO_S = 1.0
-MEAN_TOKENS = 800
-OUTPUT_TOKENS = 8
-OVERLOAD = 1.5
-GOAL = 0.9
-AT_ONCE_S = 0.1
-"""A refusal is at once when it takes no longer than this; the process is busy with everybody's streams, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +45,7 @@ class Scenario:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    tenant: str
-    num_tokens: int
-    status: int
-    ttft_s: float
-    has_retry_after: bool
-
-    @property
-    def is_good(self) -> bool:
-        return self.status == 200 and self.ttft_s <= SLO_S
-
-
 # ---------------------------------------------------------------- one run
-
-
-def prompt_tokens(rng: random.Random) -> int:
-    """Most prompts are short, some are long; the mean is MEAN_TOKENS."""
-    return min(max(int(rng.lognormvariate(0.0, 0.8) * MEAN_TOKENS / 1.377), 16), 6000)
 
 
 def capacity(pace: NodePace) -> float:
@@ -79,7 +56,7 @@ def capacity(pace: NodePace) -> float:
 
 
 @asynccontextmanager
-async def router(scenario: Scenario, pace: NodePace) -> AsyncIterator[tuple[str, int]]:
+async def router(scenario: Scenario, pace: NodePace) -> AsyncIterator[Target]:
     cluster = PacedCluster(NUM_NODES, pace)
     chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), cluster.view, lambda hashes: {})
     is_shared = len(scenario.offered) > 1
@@ -88,56 +65,20 @@ async def router(scenario: Scenario, pace: NodePace) -> AsyncIterator[tuple[str,
     entries = {tenant: Entry(keys=[f"key-of-{tenant}"]) for tenant in scenario.offered} if is_shared else None
     app = create_app(dispatch, HttpSettings(max_requests=4096), router_metrics(), Places(4096, Tenants(entries)))
     async with listening(app, "127.0.0.1:0", drain_s=1.0) as address:
-        host, _, port = address.rpartition(":")
-        yield host, int(port)
-
-
-async def ask(where: tuple[str, int], tenant: str, num_tokens: int, rng: random.Random) -> Outcome:
-    """One streamed completion over a connection of its own; time to the first event."""
-    body = {"model": "paced", "prompt": [rng.randrange(100, 1000) for _ in range(num_tokens)], "max_tokens": OUTPUT_TOKENS, "stream": True}
-    content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\nauthorization: Bearer key-of-{tenant}\r\n"
-    started = time.perf_counter()
-    reader, writer = await asyncio.open_connection(*where)
-    try:
-        writer.write(f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode() + content)
-        answer = await reader.readuntil(b"\r\n\r\n")
-        if answer.split(b" ", 2)[1] == b"200":
-            await reader.readuntil(b"data:")
-        ttft_s = time.perf_counter() - started
-        await reader.read()
-    finally:
-        writer.close()
-    status = int(answer.split(b" ", 2)[1])
-    if status not in (200, 429):
-        raise RuntimeError(f"a request was answered with {answer.decode(errors='replace')}")
-    return Outcome(tenant, num_tokens, status, ttft_s, b"\r\nretry-after: " in answer.lower())
-
-
-async def offer(where: tuple[str, int], tenant: str, rate: float, seconds: float, rng: random.Random) -> list[Outcome]:
-    """Poisson arrivals; late ones of a slow client are sent at once."""
-    tasks, due, started = [], 0.0, time.perf_counter()
-    while (due := due + rng.expovariate(rate)) < seconds:
-        await asyncio.sleep(max(started + due - time.perf_counter(), 0.0))
-        tasks.append(asyncio.create_task(ask(where, tenant, prompt_tokens(rng), rng)))
-    return await asyncio.gather(*tasks)
+        yield Target.of(address, "paced")
 
 
 async def run(scenario: Scenario, pace: NodePace) -> list[Outcome]:
-    async with router(scenario, pace) as where:
+    async with router(scenario, pace) as target:
         rate = capacity(pace)
         runs = [
-            offer(where, tenant, load * rate, scenario.seconds, random.Random(f"{scenario.seed} {tenant}"))
+            offer(target, tenant, load * rate, scenario.seconds, random.Random(f"{scenario.seed} {tenant}"))
             for tenant, load in scenario.offered.items()
         ]
         return [outcome for outcomes in await asyncio.gather(*runs) for outcome in outcomes]
 
 
 # ---------------------------------------------------------------- figures
-
-
-def goodput(outcomes: Sequence[Outcome], seconds: float) -> float:
-    return sum(outcome.is_good for outcome in outcomes) / seconds
 
 
 def measure(seconds: float, loads: Sequence[float]) -> list[Row]:
@@ -158,31 +99,6 @@ def measure(seconds: float, loads: Sequence[float]) -> list[Row]:
     return rows + refusals(outcomes) + by_length(outcomes) + fairness(seconds, pace)
 
 
-def refusals(outcomes: Sequence[Outcome]) -> list[Row]:
-    case = f"load {OVERLOAD:g}"
-    refused = [outcome for outcome in outcomes if outcome.status != 200]
-    slow = sorted(outcome.ttft_s for outcome in refused)
-    right = sum(outcome.status == 429 and outcome.has_retry_after for outcome in refused)
-    served = sorted(outcome.ttft_s for outcome in outcomes if outcome.status == 200)
-    late = sum(outcome.status == 200 and not outcome.is_good for outcome in outcomes)
-    share = right / len(refused) if refused else 0.0
-    return [
-        Row("refused with 429 and Retry-After", case, float(right), "requests", "refused", float(len(refused)), share, None, 1.0, share == 1.0),
-        Row("time to a refusal, the longest", case, slow[-1], "s", "at once", AT_ONCE_S, slow[-1] / AT_ONCE_S, None, None, slow[-1] <= AT_ONCE_S),
-        Row("time to a refusal, median", case, slow[len(slow) // 2], "s"),
-        Row("TTFT of accepted requests, p99", case, served[len(served) * 99 // 100], "s", "SLO", SLO_S, served[len(served) * 99 // 100] / SLO_S),
-        Row("accepted and late", case, float(late), "requests", "accepted", float(len(served)), late / len(served)),
-    ]
-
-
-def by_length(outcomes: Sequence[Outcome]) -> list[Row]:
-    """Long prompts are refused sooner, because they fit less often; how much sooner is the price of the goodput."""
-    long = [outcome.is_good for outcome in outcomes if outcome.num_tokens >= 2 * MEAN_TOKENS]
-    short = [outcome.is_good for outcome in outcomes if outcome.num_tokens < MEAN_TOKENS]
-    share, against = sum(long) / len(long), sum(short) / len(short)
-    return [Row("attainment, prompts of twice the mean", f"load {OVERLOAD:g}", share, "of them", "shorter than the mean", against, share / against)]
-
-
 def fairness(seconds: float, pace: NodePace) -> list[Row]:
     """A tenant that asks for a tenth of the cluster beside one that asks for twice of it."""
     outcomes = asyncio.run(run(Scenario({"flood": 2.0, "small": 0.1}, Slo(SLO_S), seconds), pace))
@@ -200,9 +116,15 @@ def fairness(seconds: float, pace: NodePace) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="shorter runs, fewer loads")
+    parser.add_argument("--only", choices=("paced", "processes"), help="one of the two parts")
+    parser.add_argument("--model", type=Path, help="of the processes' nodes; default: the bundled one")
+    parser.add_argument("--workers", type=int, default=1, help="of the router process")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows = measure(8.0, (0.8, 1.0)) if arguments.quick else measure(30.0, (0.6, 0.8, 0.9, 1.0, 1.1))
+    seconds, loads = (8.0, (0.8, 1.0)) if arguments.quick else (30.0, (0.6, 0.8, 0.9, 1.0, 1.1))
+    rows = measure(seconds, loads) if arguments.only != "processes" else []
+    if arguments.only != "paced":
+        rows += overload_cluster.measure(arguments.model, seconds, loads, arguments.workers)
     print_rows(rows)
     if arguments.json is not None:
         write_json(rows, arguments.json)

@@ -1,0 +1,111 @@
+"""Overload of real processes: bootstrap, a prefill and a decode node with an engine, and a router, as `pdcluster up` starts them.
+
+Capacity is measured: requests per second while some always wait. With two cores the prefill node has one to itself; decode node, router and this
+client share the other, which is part of what is measured. Loads, SLO and figures are those of `bench.overload`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.cluster import NodePlan, cluster
+from bench.offered import GOAL, OVERLOAD, SLO_S, Outcome, Target, ask, by_length, goodput, offer, prompt_tokens, refusals
+from bench.report import Row
+from pdcluster import bundled_model
+
+TENANTS = ("all", "flood", "small")
+WINDOW_S = 4.0
+MOST_WINDOWS = 8
+AGREE = 0.1
+"""Capacity is that of the last window once two in a row agree to this part: young nodes compile, and fit what their steps cost."""
+
+NUM_WAITING = 4
+"""Requests that are always open while capacity is measured: enough that the prefill node never idles, too few to be refused."""
+
+REFUSED_S = 0.1
+"""Pause of a client that was refused while capacity is measured: it should not be, and must not take the router's core."""
+
+
+@contextmanager
+def router(model: Path, num_workers: int) -> Iterator[Target]:
+    cores = sorted(os.sched_getaffinity(0))
+    nodes = [NodePlan("p0", "prefill", cores[-1]), NodePlan("d0", "decode", cores[0])]
+    with tempfile.TemporaryDirectory() as folder:
+        tenants = Path(folder) / "tenants.toml"
+        tenants.write_text("".join(f'[{name}]\nkeys = ["key-of-{name}"]\n' for name in TENANTS))
+        flags = ["--slo-ttft-s", f"{SLO_S:g}", "--mode", "remote", "--tenants", str(tenants), "--workers", str(num_workers)]
+        os.sched_setaffinity(0, set(cores[:-1]) or set(cores))  # children inherit it; nodes have cores of their own
+        try:
+            with cluster(model, nodes, "auto", flags, api_key=f"key-of-{TENANTS[0]}") as client:
+                yield Target.of(client.address, client.model)
+        finally:
+            os.sched_setaffinity(0, set(cores))
+
+
+async def saturate(target: Target, phase: str) -> float:
+    """Requests per second that are served while NUM_WAITING are always open."""
+    until, rng = time.perf_counter() + WINDOW_S, random.Random(phase)
+    served = 0
+
+    async def client() -> None:
+        nonlocal served
+        while time.perf_counter() < until:
+            outcome = await ask(target, TENANTS[0], prompt_tokens(rng), rng)
+            served += outcome.status == 200 and time.perf_counter() < until
+            if outcome.status != 200:
+                await asyncio.sleep(REFUSED_S)
+
+    await asyncio.gather(*(client() for _ in range(NUM_WAITING)))
+    return served / WINDOW_S
+
+
+def settled(target: Target) -> float:
+    rates: list[float] = []
+    for window in range(MOST_WINDOWS):
+        rates.append(asyncio.run(saturate(target, f"window {window}")))
+        if len(rates) > 1 and abs(rates[-1] - rates[-2]) <= AGREE * rates[-1]:
+            break
+    return rates[-1]
+
+
+async def run(target: Target, phase: str, rates: dict[str, float], seconds: float) -> list[Outcome]:
+    """rates: tenant → requests per second. Every phase has prompts of its own: the nodes have cached those of the others."""
+    runs = [offer(target, tenant, rate, seconds, random.Random(f"{phase} {tenant}")) for tenant, rate in rates.items()]
+    return [outcome for outcomes in await asyncio.gather(*runs) for outcome in outcomes]
+
+
+def measure(model: Path | None, seconds: float, loads: Sequence[float], num_workers: int) -> list[Row]:
+    with router(model or bundled_model.path(), num_workers) as target:
+        capacity = settled(target)
+        rows = [Row("capacity", "processes", capacity, "req/s")]
+        peak, peak_load = 0.0, 0.0
+        for load in loads:
+            value = goodput(asyncio.run(run(target, f"load {load:g}", {"all": load * capacity}, seconds)), seconds)
+            rows.append(Row("goodput", f"processes, load {load:g}", value, "req/s", "capacity", capacity, value / capacity))
+            peak, peak_load = max((peak, peak_load), (value, load))
+        outcomes = asyncio.run(run(target, "overload", {"all": OVERLOAD * capacity}, seconds))
+        value = goodput(outcomes, seconds)
+        against = f"peak (load {peak_load:g})"
+        rows.append(Row("goodput", f"processes, load {OVERLOAD:g}", value, "req/s", against, peak, value / peak, None, GOAL, value / peak >= GOAL))
+        case = f"processes, load {OVERLOAD:g}"
+        return rows + refusals(outcomes, case) + by_length(outcomes, case) + fairness(target, capacity, seconds)
+
+
+def fairness(target: Target, capacity: float, seconds: float) -> list[Row]:
+    """A tenant that asks for a tenth of the cluster beside one that asks for twice of it."""
+    outcomes = asyncio.run(run(target, "flood", {"flood": 2.0 * capacity, "small": 0.1 * capacity}, 2 * seconds))
+    attained = {tenant: attainment([o for o in outcomes if o.tenant == tenant]) for tenant in ("flood", "small")}
+    case = "processes, small tenant beside a flood of 2.0"
+    small = attained["small"]
+    return [Row("attainment", case, small, "of its requests", "of the flood", attained["flood"], None, None, GOAL, small >= GOAL)]
+
+
+def attainment(outcomes: Sequence[Outcome]) -> float:
+    return sum(outcome.is_good for outcome in outcomes) / len(outcomes) if outcomes else 0.0
