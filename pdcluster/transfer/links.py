@@ -33,6 +33,7 @@ MAX_LINKS = 1024
 BURST_BYTES = 1 << 20
 """Most bytes moved by one system call, so that whoever waits for a thread to pass its check waits microseconds."""
 MAX_VECTOR = 64
+GATHER_BYTES, GATHER_S = 512 << 10, 0.01
 SEAL_BYTES = 8
 
 
@@ -126,6 +127,17 @@ class Link:
         if not poller.poll(None if timeout_s is None else timeout_s * 1000):
             raise TimeoutError(f"no progress with {self.peer.node} for {timeout_s} s")
 
+    def gather(self, nbytes: int, timeout_s: float) -> None:
+        """Until so many bytes can be read at once, or a few, when the others take their time; TimeoutError when none come for so long. Fewer and
+        larger reads wake both ends less often."""
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(nbytes, GATHER_BYTES))
+        poller = select.poll()
+        poller.register(self.sock, select.POLLIN)
+        is_ready = bool(poller.poll(GATHER_S * 1000))
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        if not is_ready:
+            self.wait(select.POLLIN, timeout_s)
+
     def receive_into(self, view: memoryview, *, idle: bool = False) -> None:
         """Fill `view`. idle: waiting for its first byte has no deadline."""
         position = 0
@@ -133,7 +145,10 @@ class Link:
             try:
                 count = self.sock.recv_into(view[position:])
             except BlockingIOError:
-                self.wait(select.POLLIN, None if idle and not position else self._progress_s)
+                if idle and not position:
+                    self.wait(select.POLLIN, None)
+                else:
+                    self.gather(len(view) - position, self._progress_s)
                 continue
             if not count:
                 raise ConnectionResetError(f"{self.peer.node} closed the connection")

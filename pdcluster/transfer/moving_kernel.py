@@ -89,7 +89,18 @@ def _prefetch(builder: Any, address: Any, offset: int, *, is_kept: bool) -> None
     )  # to read, how often, data
 
 
+def _type_touch(typing_context: Any, address: Any) -> Any:
+    """Have a page's address looked up before its bytes are wanted."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _prefetch(builder, arguments[0], 0, is_kept=True)
+        return context.get_dummy_value()
+
+    return types.void(types.uintp), generate
+
+
 _call: Any = intrinsic(_type_call)
+_touch: Any = intrinsic(_type_touch)
 _stream: Any = intrinsic(_type_stream)
 _fence: Any = intrinsic(_type_fence)
 
@@ -218,10 +229,12 @@ def _ahead(source: Any, at: Any, nbytes: Any, following: Any) -> Any:
 
 
 @numba.njit(nogil=True)
-def _digest(memmove: Any, state: NDArray[np.uint64], secret: Any, target: Any, source: Any, nbytes: Any, following: Any, past: bool) -> None:
+def _digest(
+    memmove: Any, state: NDArray[np.uint64], secret: Any, target: Any, source: Any, nbytes: Any, following: Any, more: bool, past: bool
+) -> None:
     """Digest bytes, and copy them where target is not 0: each is loaded once, so what is digested is what is stored even if another writes to the
-    source at the same time. past: past the caches, which a source that
-    is only digested does not fill either."""
+    source at the same time. more: others follow at once, so that no stripe here is the very last. past: past the caches, which a source that is only
+    digested does not fill either."""
     zero, one, line, block = np.uint64(0), np.uint64(1), np.uint64(STRIPE_BYTES), np.uint64(BLOCK_BYTES)
     sums = np.uint64(state.ctypes.data)
     last = sums + np.uint64(8 * LAST)
@@ -233,15 +246,15 @@ def _digest(memmove: Any, state: NDArray[np.uint64], secret: Any, target: Any, s
         if target:
             _call(memmove, target, last + line + pending, count)
     pending += count
-    if pending and count < nbytes:
+    if pending and (count < nbytes or (more and pending == line)):
         _stripe(sums, secret, stripe, zero, last + line, last)
         stripe, pending = _next_stripe(sums, secret, stripe), zero
         _call(memmove, last, last + line, line)
-    at = count
+    at, kept = count, zero if more else one
     past = past and (target + at) % line == zero
-    while nbytes - at > line:
-        if stripe == zero and nbytes - at > block:
-            for _ in range(zero, (nbytes - at - one) // block):
+    while nbytes - at >= line + kept:
+        if stripe == zero and nbytes - at >= block + kept:
+            for _ in range(zero, (nbytes - at - kept) // block):
                 ahead = _ahead(source, at, nbytes, following)
                 if target and past:
                     _streamed_block(sums, secret, zero, target + at, source + at, ahead)
@@ -318,8 +331,10 @@ def move(table: NDArray[np.uint64], cursor: NDArray[np.uint64], left: int, calls
         count = min(left, nbytes)
         if count < nbytes:
             following = source + count
+        _touch(following)
         if digests:
-            _digest(calls[0], state, calls[3], target, source, count, following, past)
+            more = left > count and row + np.uint64(1) < table.shape[0]
+            _digest(calls[0], state, calls[3], target, source, count, following, more, past)
         elif target and past:
             _copy_past_caches(calls[0], target, source, count, following)
         elif target:

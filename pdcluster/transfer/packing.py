@@ -14,7 +14,7 @@ from pdcluster.transfer.links import Cursor
 from pdcluster.transfer.moving import Payload, packed, packing, table_of
 from pdcluster.transfer.runs import RunTable, SpanTable
 
-BLOCK_BYTES = 256 << 10
+BLOCK_BYTES = 1024 << 10
 SCATTERED_BYTES = 32 << 10
 """Runs that are shorter on average are packed."""
 

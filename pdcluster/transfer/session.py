@@ -47,7 +47,7 @@ class Settings:
 
     digests: bool = True
     chunk_bytes: int = 16 << 20
-    chunk_runs: int = 2048
+    chunk_runs: int = 4096
     window_bytes: int = 64 << 20
     window_runs: int = 16384
     trials: int = 3

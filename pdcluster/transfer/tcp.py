@@ -33,7 +33,7 @@ ACK = struct.Struct("<4sQIIB")
 WRITE_MAGIC, ACK_MAGIC = b"KVw1", b"KVa1"
 MAX_RUNS = 65536
 MAX_WRITE_BYTES = 1 << 30
-DIGEST_BYTES = 256 << 10
+DIGEST_BYTES = 512 << 10
 """Received, then digested: still in the cache."""
 
 
@@ -367,7 +367,7 @@ class TcpBackend:
             if not count:
                 raise ConnectionResetError("the writer closed it in the middle of a frame")
             if count < 0:
-                link.wait(select.POLLIN, self._settings.progress_s)
+                link.gather(left, self._settings.progress_s)
                 continue
             cursor.advance(count)
             left -= count

@@ -140,3 +140,18 @@ def test_a_barrier_waits_for_the_thread_that_is_in_its_check() -> None:
     assert order == ["moved", "fenced"]
     client.close()
     accepted.close()
+
+
+def test_few_bytes_are_taken_when_the_others_take_their_time_and_silence_ends_in_a_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as far:
+        near, _ = server.accept()
+        link = Link(near, Peer("p", "1"), 5.0)
+        with near:
+            far.sendall(b"few")
+            link.gather(1 << 20, 5.0)
+            assert near.recv(1 << 20) == b"few" and near.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+            with pytest.raises(TimeoutError):
+                link.gather(1 << 20, 0.01)
+            far.close()
+            link.gather(1 << 20, 5.0)
+            assert near.recv(1) == b"", "an end is news, too"
