@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -55,6 +56,9 @@ logger = logging.getLogger(__name__)
 REDIAL_S = 0.5
 """Pause before a link is opened again to a boot that the bootstrap still lists."""
 
+TYPICAL_S = 1.0
+"""How long what a step typically costs is taken to stay the same."""
+
 EXPECTED_S = 5.0
 """Blocks of a request that was just sent are expected for so long, and for the time that the node needs for it."""
 
@@ -91,6 +95,12 @@ class Cluster:
         self._managing: dict[int, asyncio.Future[Managed]] = {}
         self._num_managed = 0
         self._changed = asyncio.Event()
+        self._view = ClusterView(())
+        self._reported: set[str] = set()
+        """Nodes that said something since the view was made."""
+        self._is_view_whole = True
+        """False: nodes came or went since."""
+        self._typical_until = 0.0
 
     # ------------------------------------------------------------ following the bootstrap
 
@@ -107,6 +117,7 @@ class Cluster:
     def apply(self, snapshot: ClusterSnapshot) -> None:
         """Open links to new boots and drop those that left. A boot that only lost its bootstrap lease but still answers is kept until its link
         breaks: absence from a list is no proof."""
+        self._is_view_whole = False
         listed = {card.incarnation: card for card in snapshot.nodes}
         replaced = {card.node: card.incarnation for card in snapshot.nodes}
         for incarnation, card in listed.items():
@@ -159,6 +170,7 @@ class Cluster:
         )
 
     def _on_state(self, incarnation: str, link_state: LinkState) -> None:
+        self._is_view_whole = False
         state = self._nodes.get(incarnation)
         if state is None or state.link is None:
             return
@@ -178,6 +190,7 @@ class Cluster:
         self._notify()
 
     def _drop(self, incarnation: str, reason: str) -> None:
+        self._is_view_whole = False
         state = self._nodes.pop(incarnation)
         self.events.add("node-left", state.card.node, reason)
         if state.link is not None:
@@ -206,6 +219,8 @@ class Cluster:
             self.ledger.rewelcome(incarnation)
             self._notify()
         elif isinstance(message, Load):
+            self._is_view_whole = self._is_view_whole and state.load is not None
+            self._reported.add(incarnation)
             state.load = message
             self.ledger.pending.reported(incarnation, message.seen)
             if self.caches.is_overdue(incarnation, self._now()):
@@ -241,7 +256,36 @@ class Cluster:
     # ------------------------------------------------------------ what the rest of the router asks
 
     def view(self) -> ClusterView:
-        return ClusterView(tuple(self._view_of(state) for state in self._nodes.values() if state.is_up and state.load is not None))
+        """As of now. Costs what changed since the last call; all of it is made anew only when nodes came or went."""
+        changed = self.ledger.take_changed()
+        if not self._is_view_whole:
+            self._view = ClusterView([self._view_of(state) for state in self._nodes.values() if state.is_up and state.load is not None])
+            self._is_view_whole, self._typical_until = True, 0.0
+        elif changed or self._reported:
+            self._view = self._view.replaced(self._replacements(changed), self._view.typical)
+        self._reported.clear()
+        if self._view.typical is None or time.monotonic() >= self._typical_until:
+            self._look_at_costs()
+        return self._view
+
+    def _look_at_costs(self) -> None:
+        """What a step typically costs stands in for what single nodes do not know, and these have to be looked at anew with it: so now and then."""
+        self._typical_until = time.monotonic() + TYPICAL_S
+        found = ClusterView(self._view.nodes).typical_cost
+        if found != self._view.typical:
+            self._view = self._view.replaced({}, found)
+
+    def _replacements(self, changed: set[str]) -> dict[str, NodeView]:
+        found = {}
+        for incarnation in changed | self._reported:
+            node = self._view.find(incarnation)
+            if node is None:
+                continue  # a leg on a node that left, or one whose link stands no longer
+            if incarnation in self._reported:
+                found[incarnation] = self._view_of(self._nodes[incarnation])
+            else:
+                found[incarnation] = node.sent(self.ledger.in_flight(incarnation), self.ledger.pending.of(incarnation))
+        return found
 
     def _view_of(self, state: NodeState) -> NodeView:
         card, load = state.card, state.load

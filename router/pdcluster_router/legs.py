@@ -55,6 +55,14 @@ class Ledger:
         self._legs: defaultdict[str, dict[str, Leg]] = defaultdict(dict)
         self._inboxes: dict[str, Letters] = {}
         self.pending = PendingWork()
+        self._changed: set[str] = set()
+
+    def take_changed(self) -> set[str]:
+        """Nodes of which in-flight count or pending work may be another since the last call."""
+        changed = self._changed | self.pending.changed
+        self._changed.clear()
+        self.pending.changed.clear()
+        return changed
 
     def open_inbox(self, request: str) -> Letters:
         """The queue of one request; bounded in effect by its max_tokens, because nodes send each token once."""
@@ -69,6 +77,7 @@ class Ledger:
 
     def enter(self, leg: Leg) -> None:
         self._legs[leg.endpoint.incarnation][leg.request] = leg
+        self._changed.add(leg.endpoint.incarnation)
 
     def leave(self, leg: Leg) -> None:
         """Idempotent; a newer leg of the same request on the same node stays."""
@@ -76,6 +85,7 @@ class Ledger:
         if legs is None or legs.get(leg.request) is not leg:
             return
         self.pending.leave(leg.endpoint.incarnation, leg.request)
+        self._changed.add(leg.endpoint.incarnation)
         del legs[leg.request]
         if not legs:
             del self._legs[leg.endpoint.incarnation]

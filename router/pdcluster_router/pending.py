@@ -35,6 +35,8 @@ class PendingWork:
         self._uncounted: defaultdict[str, dict[str, Sent]] = defaultdict(dict)
         """The same without those that a report counts, in the order of their frames."""
         self._totals: dict[str, Pending] = {}
+        self.changed: set[str] = set()
+        """Nodes whose sum is another since somebody took this set."""
 
     def enter(self, incarnation: str, request: str, sent: Sent) -> None:
         """A newer attempt on the same node takes the place of the older one."""
@@ -42,6 +44,7 @@ class PendingWork:
         self._sent[incarnation][request] = sent
         self._uncounted[incarnation][request] = sent
         self._totals[incarnation] = _plus(self.of(incarnation), sent.work)
+        self.changed.add(incarnation)
 
     def reported(self, incarnation: str, seen: int) -> None:
         """A report came that counts everything up to frame `seen`."""
@@ -68,6 +71,7 @@ class PendingWork:
     def lose(self, incarnation: str) -> None:
         for by_node in (self._sent, self._uncounted, self._totals):
             by_node.pop(incarnation, None)
+        self.changed.add(incarnation)
 
     def of(self, incarnation: str) -> Pending:
         """What to add to the node's last report."""
@@ -78,6 +82,7 @@ class PendingWork:
         sent = uncounted.pop(request, None) if uncounted is not None else None
         if sent is None:
             return
+        self.changed.add(incarnation)
         if uncounted:
             self._totals[incarnation] = _plus(self._totals[incarnation], sent.work, -1)
         else:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-FEW = 24
+FEW = 48
 """Nodes up to which numbers are kept node by node; about where both ways cost the same (bench.choose)."""
 
 Column = NDArray[np.float64]
@@ -27,8 +27,9 @@ class Station(msgspec.Struct, Generic[Number], frozen=True, gc=False):
     """One node, or all of them.
 
     is_server: 1 on nodes that compute prompts for others, 0 on decode nodes. chunk_tokens: inf when a prompt is one step. each_row_s: what a row adds
-    to a step, beside context_s for each token that it attends to. prompt_step_s, stretch: see Pace. missing_rows: rows that must end before there is
-    room for one more, as a share of all. tight: 1 ÷ pages that rows hold where pages are scarce, else 0; spare_pages: those that a row could have."""
+    to a step, beside context_s for each token that it attends to; added_s: what the rows that run add together. prompt_step_s, stretch: see Pace.
+    missing_rows: rows that must end before there is room for one more, as a share of all. tight: 1 ÷ pages that rows hold where pages are scarce,
+    else 0; spare_pages: those that a row could have."""
 
     is_server: Number
     num_prompts: Number
@@ -45,6 +46,7 @@ class Station(msgspec.Struct, Generic[Number], frozen=True, gc=False):
     context_s: Number
     rows: Number
     context_tokens: Number
+    added_s: Number
     tpot_s: Number
     prompt_step_s: Number
     missing_rows: Number

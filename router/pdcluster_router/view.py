@@ -55,6 +55,24 @@ class NodeView:
     bandwidth: Mapping[str, float] = field(default_factory=dict)
     kv_bytes_per_token: int = 0
 
+    def sent(self, in_flight: int, pending: Pending) -> NodeView:
+        """The same node and report, after this router sent it something or heard of the end of it. Written out, since it is done for every leg of
+        every request."""
+        return NodeView(
+            self.endpoint,
+            self.role,
+            in_flight,
+            self.load,
+            self.block_tokens,
+            self.max_len,
+            self.backends,
+            self.is_cordoned,
+            pending,
+            self.cost,
+            self.bandwidth,
+            self.kv_bytes_per_token,
+        )
+
     @cached_property
     def name(self) -> str:
         return self.endpoint.node
@@ -147,6 +165,7 @@ class NodeView:
             decode.context_s,
             pace.rows,
             pace.context_tokens,
+            decode.added_s(pace.rows, pace.context_tokens),
             pace.tpot_s,
             pace.prompt_step_s,
             missing_rows,
@@ -176,6 +195,7 @@ class Roster:
 
     def __init__(self, nodes: Sequence[NodeView]) -> None:
         size = len(nodes)
+        self.names = tuple(node.endpoint.node for node in nodes)
         self.row_of = {node.incarnation: row for row, node in enumerate(nodes)}
         self.shortest_max_len = min((node.max_len for node in nodes), default=0)
         accepting = [(row, node.role) for row, node in enumerate(nodes) if node.accepts_work]
@@ -185,8 +205,8 @@ class Roster:
         self.decode_only = Pool([row for row, role in accepting if role == "decode"], size)
         self.is_split = bool(self.prefill and self.decode) and any(role != "mixed" for _, role in accepting)
         self.rows_of_name: dict[str, tuple[int, ...]] = {}
-        for row, node in enumerate(nodes):
-            self.rows_of_name[node.name] = (*self.rows_of_name.get(node.name, ()), row)
+        for row, name in enumerate(self.names):
+            self.rows_of_name[name] = (*self.rows_of_name.get(name, ()), row)
         self._media = tuple(frozenset(node.backends) for node in nodes)
 
     def partners(self, pool: Pool, node: NodeView) -> Pool:
@@ -210,7 +230,7 @@ class ClusterView:
 
     def __init__(self, nodes: Iterable[NodeView], typical: NodeCost | None = None) -> None:
         self.nodes = tuple(sorted(nodes, key=_by_name))
-        self._typical = typical
+        self.typical = typical
         self._roster: Roster | None = None
         self._stations: Stations | None = None
 
@@ -224,10 +244,10 @@ class ClusterView:
             nodes[row] = node
             rows.append(row)
         view = ClusterView.__new__(ClusterView)
-        view.nodes, view._typical = tuple(nodes), typical
+        view.nodes, view.typical = tuple(nodes), typical
         view._roster = roster if is_same else None
         view._stations = None
-        if self._stations is not None and typical is not None and typical is self._typical:
+        if self._stations is not None and typical is not None and typical is self.typical:
             view._stations = self._stations.replaced({row: view._station(nodes[row]) for row in rows})
         return view
 
@@ -274,7 +294,7 @@ class ClusterView:
     @cached_property
     def typical_cost(self) -> NodeCost | None:
         """For nodes that have not run a kind of step; None while nobody has."""
-        return self._typical or typical_cost([node.cost for node in self.nodes if node.cost is not None])
+        return self.typical or typical_cost([node.cost for node in self.nodes if node.cost is not None])
 
     def find(self, incarnation: str) -> NodeView | None:
         row = self.roster.row_of.get(incarnation)

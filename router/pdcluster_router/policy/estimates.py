@@ -50,7 +50,7 @@ class Market:
     local_share: float
 
 
-class Ask(msgspec.Struct, Generic[Number], frozen=True):
+class Ask(msgspec.Struct, Generic[Number], frozen=True, gc=False):
     """What is asked of each node. row_tokens: what a row will attend to, on average."""
 
     num_tokens: float
@@ -69,7 +69,7 @@ def ask(
     return Ask(query.num_tokens, output, query.num_tokens + output / 2, query.itl_s, market, larger, smaller)
 
 
-class Prompt(msgspec.Struct, Generic[Number], frozen=True):
+class Prompt(msgspec.Struct, Generic[Number], frozen=True, gc=False):
     """How a node would come by a prompt's KV: seconds of fetching that its queue does not hide, seconds of computing the rest, and what each row that
     runs there loses meanwhile."""
 
@@ -78,7 +78,7 @@ class Prompt(msgspec.Struct, Generic[Number], frozen=True):
     paused_s: Number
 
 
-class Row(msgspec.Struct, Generic[Number], frozen=True):
+class Row(msgspec.Struct, Generic[Number], frozen=True, gc=False):
     """What a row would be like on a node. strain: how much more a second weighs there, because rows are slower than is comfortable. others_s: what
     the running rows lose by one more beside them. price_s: the row's share of the steps that compute prompts, priced."""
 
@@ -99,6 +99,12 @@ def alone_s(node: Station[float], new: float, cached: float) -> float:
     if new <= 0.0:
         return 0.0
     return node.prompt_fixed_s * max(new / node.chunk_tokens, 1.0) + node.token_s * new + node.pair_s * (new * (cached + new / 2))
+
+
+def gap_s(node: Station[float], new: float, cached: float) -> float:
+    """The longest pause between tokens of running rows while `new` tokens of a prompt are computed."""
+    chunk = min(new, node.chunk_tokens)
+    return alone_s(node, chunk, cached + new - chunk) + node.added_s
 
 
 def own_prompt(ask: Ask[Number], node: Station[Number], cached: Number) -> Prompt[Number]:

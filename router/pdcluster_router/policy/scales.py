@@ -144,7 +144,7 @@ class FewScales:
 
 
 class FewWeights:
-    """Implements Weights by dicts."""
+    """Implements Weights by dicts, of one pool."""
 
     is_light = True
 
@@ -155,9 +155,9 @@ class FewWeights:
 
     def best(self, pool: Pool) -> int:
         costs = self._costs
-        row = min(pool.rows, key=costs.__getitem__)
-        tied = [other for other in pool.rows if costs[other] == costs[row]]
-        return row if len(tied) == 1 else min(tied, key=lambda row: self._stations[row].num_requests)
+        least = min(costs.values())
+        tied = [row for row in pool.rows if costs[row] == least]
+        return tied[0] if len(tied) == 1 else min(tied, key=lambda row: self._stations[row].num_requests)
 
     def order(self, pool: Pool) -> list[int]:
         return sorted(pool.rows, key=lambda row: (self._costs[row], self._stations[row].num_requests))[:MOST_CANDIDATES]
@@ -176,24 +176,23 @@ class FewWeighed:
         self._fetched: set[int] = set()
 
     def prefill(self, pool: Pool) -> Ranked:
-        ask, stations, prompt = self._ask, self._scales.stations, self._prompt
-        values = {row: seconds_of.prefill_values(ask, stations[row], prompt(row)) for row in pool.rows}
-        return self._ranked("prefill", seconds_of.PREFILL_TERMS, pool, values)
+        ask, stations, prompts, of = self._ask, self._scales.stations, self._prompts_of(pool), seconds_of.prefill_values
+        return self._ranked("prefill", seconds_of.PREFILL_TERMS, pool, {row: of(ask, stations[row], prompts[row]) for row in pool.rows})
 
     def decode(self, pool: Pool, prefill: NodeView, compute_s: float) -> Ranked:
-        nodes, cached, bytes_s = self._scales.view.nodes, self._scales.cached, prefill.bandwidth
-        chunk_tokens = self._scales.view.station_of(prefill).chunk_tokens
+        ask, stations, cached, names = self._ask, self._scales.stations, self._scales.cached, self._scales.view.roster.names
+        chunk_tokens, bytes_s = self._scales.view.station_of(prefill).chunk_tokens, prefill.bandwidth
+        rows, of, exposed = self._rows_of(pool), seconds_of.decode_values, seconds_of.exposed_s
         values = {}
         for row in pool.rows:
-            node = nodes[row]
-            token_s = node.kv_bytes_per_token / (bytes_s.get(node.endpoint.node, 0.0) or seconds_of.UNMEASURED_BYTES_S)
-            exposed_s = seconds_of.exposed_s(self._ask, cached[row], token_s, chunk_tokens, compute_s)
-            values[row] = seconds_of.decode_values(self._row(row), exposed_s)
+            token_s = stations[row].kv_bytes / (bytes_s.get(names[row], 0.0) or seconds_of.UNMEASURED_BYTES_S)
+            values[row] = of(rows[row], exposed(ask, cached[row], token_s, chunk_tokens, compute_s))
         return self._ranked("decode", seconds_of.DECODE_TERMS, pool, values)
 
     def local(self, pool: Pool) -> Ranked:
-        ask, stations, prompt, row_on = self._ask, self._scales.stations, self._prompt, self._row
-        values = {row: seconds_of.local_values(ask, stations[row], prompt(row), row_on(row)) for row in pool.rows}
+        ask, stations, of = self._ask, self._scales.stations, seconds_of.local_values
+        prompts, rows = self._prompts_of(pool), self._rows_of(pool)
+        values = {row: of(ask, stations[row], prompts[row], rows[row]) for row in pool.rows}
         return self._ranked("local", seconds_of.LOCAL_TERMS, pool, values)
 
     def _ranked(self, leg: LegName, names: tuple[str, ...], pool: Pool, values: Mapping[int, Values]) -> Ranked:
@@ -201,37 +200,36 @@ class FewWeighed:
         return Ranked(leg, names, pool, FewWeights(values, scales.stations), scales.view.nodes, scales.cached)
 
     def tpot_s(self, row: int) -> float:
-        return self._row(row).tpot_s
+        return self._rows[row].tpot_s
 
     def is_fetched(self, row: int) -> bool:
-        self._prompt(row)
         return row in self._fetched
 
-    def _prompt(self, row: int) -> Prompt[float]:
-        prompt = self._prompts.get(row)
-        if prompt is None:
-            prompt = seconds_of.own_prompt(self._ask, self._scales.stations[row], self._scales.cached[row])
-            if self.source is not None and self.source != row:
-                prompt = self._sooner(row, self.source, prompt)
-            self._prompts[row] = prompt
-        return prompt
+    def _prompts_of(self, pool: Pool) -> Mapping[int, Prompt[float]]:
+        found, ask, stations, cached, of = self._prompts, self._ask, self._scales.stations, self._scales.cached, seconds_of.own_prompt
+        missing = [row for row in pool.rows if row not in found]
+        for row in missing:
+            found[row] = of(ask, stations[row], cached[row])
+        if self.source is not None and (bytes_s := self._scales.view.nodes[self.source].bandwidth):
+            self._fetch(self.source, bytes_s, missing)
+        return found
 
-    def _sooner(self, row: int, source: int, own: Prompt[float]) -> Prompt[float]:
-        """By the node's own cache, or by a copy, if that is sooner."""
-        nodes, cached, held = self._scales.view.nodes, self._scales.cached[row], self._scales.held[source]
-        bytes_s = nodes[source].bandwidth.get(nodes[row].endpoint.node, 0.0)
-        if held <= cached or not bytes_s:
-            return own
-        fetched = seconds_of.fetched_prompt(self._ask, self._scales.stations[row], cached, held, bytes_s)
-        if fetched.fetch_s + fetched.compute_s >= own.compute_s:
-            return own
-        self._fetched.add(row)
-        return fetched
+    def _fetch(self, source: int, bytes_s: Mapping[str, float], rows: Sequence[int]) -> None:
+        """Where a copy of what the source holds is sooner than what the node can do alone, it takes that."""
+        cached, held, names, prompts = self._scales.cached, self._scales.held[source], self._scales.view.roster.names, self._prompts
+        for row in rows:
+            if row == source or held <= cached[row] or not (path_bytes_s := bytes_s.get(names[row], 0.0)):
+                continue
+            copy = seconds_of.fetched_prompt(self._ask, self._scales.stations[row], cached[row], held, path_bytes_s)
+            if copy.fetch_s + copy.compute_s < prompts[row].compute_s:
+                prompts[row] = copy
+                self._fetched.add(row)
 
-    def _row(self, row: int) -> Row[float]:
-        found = self._rows.get(row)
-        if found is None:
-            found = self._rows[row] = seconds_of.row_on(self._ask, self._scales.stations[row], self._scales.cached[row])
+    def _rows_of(self, pool: Pool) -> Mapping[int, Row[float]]:
+        found, ask, stations, cached, of = self._rows, self._ask, self._scales.stations, self._scales.cached, seconds_of.row_on
+        for row in pool.rows:
+            if row not in found:
+                found[row] = of(ask, stations[row], cached[row])
         return found
 
 

@@ -153,14 +153,13 @@ class Seconds:
         return None if row is None else Pick(local, row, local.values(row))
 
     def _keeps_pace(self, row: int, query: Query, view: ClusterView) -> bool:
-        node = view.nodes[row]
-        if not node.work.rows:
+        """Whether running rows wait no longer for a token than they may, while the prompt is computed there."""
+        station = view.stations.one(row)
+        if not station.rows:
             return True
-        pace = view.pace_of(node)
-        assert pace is not None
-        limit_s = query.itl_s if query.itl_s > 0 else self._gap * pace.tpot_s
-        cached = query.cached_on(node)
-        return pace.gap_s(query.num_tokens - cached, cached) <= limit_s
+        cached = query.cached_on(view.nodes[row])
+        limit_s = query.itl_s if query.itl_s > 0 else self._gap * station.tpot_s
+        return seconds_of.gap_s(station, query.num_tokens - cached, cached) <= limit_s
 
     def _is_local_better(self, query: Query, remote: Pair, local: Pick) -> bool:
         remote_cost = remote[0].cost + remote[1].cost

@@ -88,7 +88,7 @@ def test_a_view_made_from_the_one_before_is_as_good_as_a_new_one(cluster: Cluste
             old.incarnation: replace(new, endpoint=old.endpoint) for old, new in zip(data.draw(st.permutations(view.nodes)), donors, strict=False)
         }
         view = view.replaced(changed, view.typical_cost if data.draw(st.booleans()) else None)
-        afresh = ClusterView(view.nodes, view._typical)
+        afresh = ClusterView(view.nodes, view.typical)
         ours, plain = answer(Seconds(), query, view), answer(PlainSeconds(), query, afresh)
         assert (ours is None) == (plain is None)
         if ours is not None and plain is not None:

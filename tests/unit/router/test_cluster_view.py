@@ -1,0 +1,135 @@
+"""The view that a router keeps: at any moment what it would be if it were made anew, though only what changed is looked at."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import zmq
+from policy_cases import COST, make_load
+
+from pdcluster.bootstrap.card import NodeCard
+from pdcluster.kv.layout import Fingerprint, KVLayout
+from pdcluster.messages import Endpoint, Load
+from pdcluster.transfer.base import Peer
+from pdcluster.wire.links import LinkState
+from pdcluster.wire.sockets import WireSettings
+from pdcluster_router.cluster import Cluster, NodeState
+from pdcluster_router.legs import Leg
+from pdcluster_router.pending import Sent
+from pdcluster_router.view import ClusterView, Pending
+
+FINGERPRINT = Fingerprint("tiny", "sha-1", 1, 32, KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, page_tokens=32, dtype="float32"))
+
+
+@dataclass
+class StandingLink:
+    """A link that is up until the test says otherwise."""
+
+    state: LinkState = LinkState.UP
+    lost_because: str = "cut by the test"
+
+    def close(self) -> None:
+        pass
+
+
+class World:
+    """A Cluster whose nodes are only said to be there."""
+
+    def __init__(self, number: int, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.cluster = Cluster(Peer("router", "boot"), context=cast("zmq.Context[zmq.Socket[bytes]]", None), settings=WireSettings())
+        self.legs: list[Leg] = []
+        self.sequence = 0
+        for index in range(number):
+            self.join(f"n{index}")
+
+    def join(self, name: str) -> None:
+        role = self.chance.choice(["prefill", "decode", "mixed"])
+        fields: dict[str, Any] = {
+            "max_len": 2048,
+            "vocab_size": 1000,
+            "num_pages": 64,
+            "eos_ids": (2,),
+            "tokenizer_hash": "abc",
+            "backends": ("shm",),
+        }
+        card = NodeCard(name, f"{name}-boot", role, f"{name}:1", "tiny", FINGERPRINT, **fields)
+        state = NodeState(card, Endpoint(name, card.incarnation, card.address), link=cast(Any, StandingLink()))
+        self.cluster._nodes[card.incarnation] = state
+        self.cluster._on_state(card.incarnation, LinkState.UP)
+
+    @property
+    def names(self) -> list[str]:
+        return [incarnation for incarnation, state in self.cluster._nodes.items() if state.is_up]
+
+    async def report(self) -> None:
+        if self.names:
+            cost = COST.report() if self.chance.random() < 0.7 else None
+            self.cluster._on_message(self.chance.choice(self.names), self.load(cost=cost, seen=self.chance.randrange(self.sequence + 1)))
+
+    def load(self, **changes: Any) -> Load:
+        rows = self.chance.randrange(20)
+        load = make_load(waiting=self.chance.randrange(3), waiting_tokens=self.chance.randrange(5000), rows=rows, slots_used=rows)
+        return Load(**{name: getattr(load, name) for name in Load.__struct_fields__} | {"draining": self.chance.random() < 0.1} | changes)
+
+    async def begin(self) -> None:
+        if self.names:
+            self.sequence += 1
+            incarnation = self.chance.choice(self.names)
+            leg = Leg(f"r{self.sequence}", 0, self.cluster._nodes[incarnation].endpoint, 0)
+            self.cluster.ledger.enter(leg)
+            self.cluster.ledger.pending.enter(incarnation, leg.request, Sent(0, self.sequence, Pending(1, 100, 5000, 1, 100), b""))
+            self.legs.append(leg)
+
+    async def end(self) -> None:
+        if self.legs:
+            self.cluster.ledger.leave(self.legs.pop(self.chance.randrange(len(self.legs))))
+
+    async def lose(self) -> None:
+        if self.names and self.chance.random() < 0.2:
+            incarnation = self.chance.choice(self.names)
+            self.cluster._on_state(incarnation, LinkState.LOST)
+            self.legs = [leg for leg in self.legs if leg.endpoint.incarnation != incarnation]
+
+    async def come_back(self) -> None:
+        for incarnation, state in self.cluster._nodes.items():
+            if state.link is None:
+                state.link = cast(Any, StandingLink())
+                self.cluster._on_state(incarnation, LinkState.UP)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("number", [1, 8, 60])
+async def test_a_kept_view_is_what_a_new_one_would_be(number: int, seed: int) -> None:
+    world = World(number, seed)
+    cluster = world.cluster
+    for _ in range(150):
+        for _ in range(world.chance.randrange(4)):
+            await world.chance.choice([world.report, world.report, world.begin, world.end, world.lose, world.come_back])()
+        kept = cluster.view()
+        afresh = ClusterView([cluster._view_of(state) for state in cluster._nodes.values() if state.is_up and state.load is not None], kept.typical)
+        assert kept.nodes == afresh.nodes
+        assert kept.roster.accepting.rows == afresh.roster.accepting.rows and kept.roster.prefill.rows == afresh.roster.prefill.rows
+        if kept.typical_cost is not None and kept.nodes:
+            assert [kept.stations.one(row) for row in range(len(kept.nodes))] == [afresh.stations.one(row) for row in range(len(kept.nodes))]
+
+
+async def test_a_view_in_which_nothing_changed_is_the_same_one() -> None:
+    world = World(4, 0)
+    for _ in range(40):
+        await world.report()
+    assert world.cluster.view() is world.cluster.view()
+
+
+async def test_a_report_leaves_the_other_nodes_as_they_were() -> None:
+    world = World(4, 0)
+    for _ in range(40):
+        await world.report()
+    before = world.cluster.view()
+    world.cluster._on_message(before.nodes[2].incarnation, world.load(cost=COST.report()))
+    after = world.cluster.view()
+    assert [mine is other for mine, other in zip(before.nodes, after.nodes, strict=True)] == [True, True, False, True]
+    assert before.nodes[2].load is not after.nodes[2].load, "an earlier view stays as it was"
