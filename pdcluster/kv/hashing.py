@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from struct import iter_unpack
 
 from pdcluster.messages import HASH_BYTES, pack_tokens
 
@@ -49,10 +50,10 @@ def extend(hashes: bytes | bytearray, tokens: Tokens, *, root: bytes, block_toke
     if len(parent) != HASH_BYTES:
         raise ValueError(f"a chain starts from a root of {HASH_BYTES} bytes, not of {len(parent)}; see chain_root")
     start = len(hashes) // HASH_BYTES * block_bytes
-    blake2b = hashlib.blake2b
+    blake2b, size, person = hashlib.blake2b, HASH_BYTES, _BLOCK_PERSON
     fresh = []
-    for begin in range(start, len(packed) - block_bytes + 1, block_bytes):
-        parent = blake2b(packed[begin : begin + block_bytes], digest_size=HASH_BYTES, key=parent, person=_BLOCK_PERSON).digest()
+    for (block,) in iter_unpack(f"{block_bytes}s", packed[start : len(packed) // block_bytes * block_bytes]):
+        parent = blake2b(block, digest_size=size, key=parent, person=person).digest()
         fresh.append(parent)
     return b"".join(fresh)
 
