@@ -153,7 +153,8 @@ class Record:
         if self._ideal is None:
             self._ideal = self._explainer.seen(query)
         self._last, self._last_at = decided, now
-        self._reachable = max((query.cached_on(node) for node in decision.view.nodes), default=0)
+        nodes = (decision.view.find(incarnation) for incarnation in query.cached)
+        self._reachable = max((query.cached_on(node) for node in nodes if node is not None), default=0)
 
     def first_token(self, moment: float) -> None:
         if self._first_at is None:

@@ -45,7 +45,7 @@ class Gate:
         decision = decide(held)
         query, first = decision.query, decision.choice.first
         prefill_s = self._headroom.prefill_s(first, query.uncached_on(first), query.cached_on(first))
-        is_open = bool(self._headroom.open_for(decision.choice, query, decision.view))
+        is_open = self._headroom.has_open(decision.choice, query, decision.view)
         held = replace(held, work=prefill_s)
         if is_open and not len(self.queue):
             if not held.is_paid:
@@ -71,7 +71,7 @@ class Gate:
                 released.append(Released(held, None, error))
                 return Answer.PLACED
             choice, query, view = decision.choice, decision.query, decision.view
-            if not self._headroom.open_for(choice, query, view):
+            if not self._headroom.has_open(choice, query, view):
                 wanted[held.request] = self._headroom.usable(choice, query, view)
                 return Answer.FULL if self._headroom.is_full(choice.mode, view) else Answer.ELSEWHERE
             if any(choice.first.endpoint.incarnation in wanted.get(claim.request, ()) for claim in claims):

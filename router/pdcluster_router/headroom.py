@@ -7,8 +7,9 @@ as long as some node of that leg is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from pdcluster_router.policy.base import Choice, Query
 from pdcluster_router.policy.pools import why_not
@@ -33,13 +34,15 @@ class Headroom:
 
     def ttft_s(self, node: NodeView, query: Query) -> float:
         """Estimated time to first token of a request that goes to the node now."""
-        return self.waiting_s(node) + self.prefill_s(node, query.uncached_on(node), query.cached_on(node))
+        cached = query.cached_on(node)
+        return self.waiting_s(node) + self.prefill_s(node, max(query.num_tokens - cached, 1), cached)
 
     def waiting_s(self, node: NodeView) -> float:
         """Prompt work that waits on the node."""
         if node.cost is None:
             return self.cold_token_s * node.prefill_tokens
-        return node.cost.prefill.work_s(node.prefill_tokens, node.prefill_pairs)
+        work = node.work
+        return node.cost.prefill.work_s(work.prefill_tokens, work.prefill_pairs) if work.prefill_tokens else 0.0
 
     @staticmethod
     def takes_row(node: NodeView) -> bool:
@@ -57,11 +60,12 @@ class Headroom:
             return self.takes_row(node)
         return has_row or node.load is None or node.load.pages_parked * AHEAD < node.load.pages_total
 
-    def open_for(self, choice: Choice, query: Query, view: ClusterView) -> tuple[NodeView, ...]:
-        """Open nodes that could compute this request's prompt in the mode that was chosen; empty when it must wait."""
-        has_row = self._has_row(view.nodes)
-        pool = self._pool(choice.mode, view)
-        return tuple(node for node in pool if not _is_ruled_out(node, query) and self.is_open(node, choice.mode, has_row=has_row))
+    def has_open(self, choice: Choice, query: Query, view: ClusterView) -> bool:
+        """Whether some node is open that could compute this request's prompt in the mode that was chosen; if not, it must wait. The chosen nodes are
+        looked at first, since mostly they are."""
+        has_row = (_decodes(choice.decode) and self.takes_row(choice.decode)) or self._has_row(view.nodes)
+        nodes = chain((choice.first,), self._pool(choice.mode, view))
+        return any(self.is_open(node, choice.mode, has_row=has_row) and not _is_ruled_out(node, query) for node in nodes)
 
     def usable(self, choice: Choice, query: Query, view: ClusterView) -> frozenset[str]:
         """Incarnations that could compute this request's prompt in the mode that was chosen, open or not."""
@@ -72,11 +76,15 @@ class Headroom:
         has_row = self._has_row(view.nodes)
         return not any(self.is_open(node, mode, has_row=has_row) for node in self._pool(mode, view))
 
-    def _pool(self, mode: str, view: ClusterView) -> list[NodeView]:
-        return [node for node in view.nodes if node.accepts_work and (mode == "local" or node.role != "decode")]
+    def _pool(self, mode: str, view: ClusterView) -> Iterator[NodeView]:
+        return (node for node in view.nodes if node.accepts_work and (mode == "local" or node.role != "decode"))
 
     def _has_row(self, nodes: Iterable[NodeView]) -> bool:
-        return any(node.accepts_work and node.role != "prefill" and self.takes_row(node) for node in nodes)
+        return any(_decodes(node) and self.takes_row(node) for node in nodes)
+
+
+def _decodes(node: NodeView) -> bool:
+    return node.role != "prefill" and node.accepts_work
 
 
 def _is_idle(node: NodeView) -> bool:

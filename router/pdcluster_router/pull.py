@@ -27,12 +27,13 @@ class PullRule:
         """The choice with its pull, the policy's own where it made one, and how much that is."""
         holder = choice.pull or self.holder(choice.first, query, view)
         if self.mode == "never" or holder is None or (choice.pull is None and _was_weighed(choice, holder)):
-            return replace(choice, pull=None)
+            return choice if choice.pull is None else replace(choice, pull=None)
         return replace(choice, pull=holder, pull_tokens=query.held_on(holder))
 
     def holder(self, node: NodeView, query: Query, view: ClusterView) -> NodeView | None:
         """Who has most beyond what `node` holds; None when nobody has enough."""
-        able = [each for each in view.nodes if _can_give(each, node, query)]
+        held = query.cached if query.held is None else query.held
+        able = [each for each in map(view.find, held) if each is not None and _can_give(each, node, query)]
         best = min(able, key=lambda each: (-query.held_on(each), each.num_requests, each.name), default=None)
         if best is None:
             return None

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import msgspec
+
 from pdcluster_router.generation import Mode
 from pdcluster_router.view import ClusterView, NodeView
 
@@ -61,8 +63,7 @@ class Query:
 Terms = tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True):
     """One node for one leg. terms: what its cost is made of, in seconds, or in the policy's own points; they add up to cost unless the policy's
     docstring says otherwise. rejected_by: the rule that removed it, "" when it was compared."""
 
