@@ -281,6 +281,7 @@ class RouterConfig(Section):
     retry_budget: int = key(3, integer(0, 100), "attempts after the first one")
     pull: Literal["always", "never"] = key("always", choice("always", "never"), "whether a node first fetches cached KV that another one holds")
     pull_min_tokens: int = key(64, integer(1, 2**24), "least tokens that need not be computed for a pull to be made")
+    index_blocks: int = key(2**24, integer(1024, 2**32), "most distinct cached blocks known of all nodes; each takes at most 62 bytes here")
     lease_s: float = key(5.0, duration(0.1), "a node not heard of for this long is gone")
     heartbeat_s: float = key(1.0, duration(0.01), "how often the router renews its leases")
     drain_s: float = key(30.0, duration(), "on SIGTERM: longest time for open requests to finish")

@@ -44,7 +44,7 @@ USUAL_OUTPUT = 256.0
 
 
 class Chooser:
-    """cached: leading blocks of a chain of hashes that each node holds or soon will; held: that it holds now, None: the same.
+    """held: leading blocks of a chain of hashes that each node holds; expected: that it will soon, None: none.
     pulls: for policies that choose no pull. num_held: how many requests wait for a node; whoever owns the hold queue sets it.
     force and fallback are the router's own settings; a request may have others. Owned by the router's event loop."""
 
@@ -52,18 +52,18 @@ class Chooser:
         self,
         holder: PolicyHolder,
         view: Callable[[], ClusterView],
-        cached: Cached,
+        held: Cached,
         *,
         force: Force = "auto",
         fallback: Fallback = "conditional",
         itl_s: float = 0.0,
         pulls: PullRule = BY_TOKENS,
-        held: Cached | None = None,
+        expected: Cached | None = None,
     ) -> None:
         self.holder = holder
         self._view = view
-        self._cached = cached
         self._held = held
+        self._expected = expected
         self.num_held: Callable[[], int] = _nobody
         self._pulls = pulls
         self._force = force
@@ -97,13 +97,15 @@ class Chooser:
 
     def query(self, job: Job, now: float, view: ClusterView) -> Query:
         """What a policy is asked for this request; also for dry runs, since asking has no effect."""
-        hashes, held = job.hashes_so_far(), self._held
+        hashes, block_tokens = job.hashes_so_far(), job.chain.block_tokens
+        held = {incarnation: depth * block_tokens for incarnation, depth in self._held(hashes).items()}
+        cached = held if self._expected is None else _with(held, self._expected(hashes), block_tokens)
         num_tokens = len(job.prompt) + len(job.emitted)
         return Query(
             num_tokens=num_tokens,
             hashes=hashes,
-            cached={incarnation: depth * job.chain.block_tokens for incarnation, depth in self._cached(hashes).items()},
-            held=None if held is None else {incarnation: depth * job.chain.block_tokens for incarnation, depth in held(hashes).items()},
+            cached=cached,
+            held=None if cached is held else held,
             excluded=frozenset(job.excluded),
             busy=frozenset(node for node, until in job.busy.items() if until > now),
             expected_output=max(min(job.sampling.max_tokens - len(job.emitted), round(self._usual_output)), 1),
@@ -115,6 +117,12 @@ class Chooser:
             previous=self._previous,
             num_held=self.num_held(),
         )
+
+
+def _with(held: dict[str, int], expected: Mapping[str, int], block_tokens: int) -> dict[str, int]:
+    """Tokens by node, what is expected too where that is more. `held` itself where nothing is."""
+    more = {node: depth * block_tokens for node, depth in expected.items() if depth * block_tokens > held.get(node, 0)}
+    return {**held, **more} if more else held
 
 
 def _nobody() -> int:

@@ -46,7 +46,7 @@ from pdcluster.wire.links import LinkState, NodeLink
 from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.caches import Caches
 from pdcluster_router.events import EventLog
-from pdcluster_router.index import PrefixIndex
+from pdcluster_router.index import MAX_BLOCKS, PrefixIndex
 from pdcluster_router.legs import Body, Ledger, Lost
 from pdcluster_router.pending import Sent, work_of
 from pdcluster_router.view import ClusterView, NodeView
@@ -81,9 +81,17 @@ class NodeState:
 
 
 class Cluster:
-    def __init__(self, me: Peer, *, context: zmq.Context[zmq.Socket[bytes]], settings: WireSettings, events: EventLog | None = None) -> None:
+    def __init__(
+        self,
+        me: Peer,
+        *,
+        context: zmq.Context[zmq.Socket[bytes]],
+        settings: WireSettings,
+        events: EventLog | None = None,
+        index_blocks: int = MAX_BLOCKS,
+    ) -> None:
         self.ledger = Ledger()
-        self.caches = Caches(PrefixIndex())
+        self.caches = Caches(PrefixIndex(max_blocks=index_blocks))
         self.version = 0
         self.events = events or EventLog()
         self.unmatched: Counter[str] = Counter()
@@ -101,6 +109,8 @@ class Cluster:
         self._is_view_whole = True
         """False: nodes came or went since."""
         self._typical_until = 0.0
+        self._is_taking = False
+        """Whether slices of what nodes said are taken in now."""
 
     # ------------------------------------------------------------ following the bootstrap
 
@@ -229,6 +239,9 @@ class Cluster:
         elif isinstance(message, CacheDelta):
             if self.caches.apply(incarnation, message, self._now()):
                 self._ask_cache(state)
+            if self.caches.has_pieces and not self._is_taking:
+                self._is_taking = True
+                asyncio.get_running_loop().call_soon(self._take_piece)
         elif isinstance(message, Managed):
             asked = self._managing.get(message.number)
             if asked is not None and not asked.done():
@@ -237,6 +250,13 @@ class Cluster:
             waiting = self._files.get((incarnation, message.name))
             if waiting is not None and not waiting.done():
                 waiting.set_result(message)
+
+    def _take_piece(self) -> None:
+        """One slice a turn of the loop, so that requests go on between them."""
+        self._is_taking = self.caches.has_pieces
+        if self._is_taking:
+            self.caches.take_piece()
+            asyncio.get_running_loop().call_soon(self._take_piece)
 
     def _ask_cache(self, state: NodeState) -> None:
         if state.link is None:
@@ -312,6 +332,10 @@ class Cluster:
     def held(self, hashes: bytes) -> dict[str, int]:
         """Those that each node said it holds, so that they can be fetched from there."""
         return self.caches.index.depths(hashes)
+
+    def expected(self, hashes: bytes) -> dict[str, int]:
+        """Those that each node will hold soon."""
+        return self.caches.index.expected.depths(hashes, self._now())
 
     def listed(self) -> list[NodeCard]:
         """Cards of all known nodes, those without a link too."""

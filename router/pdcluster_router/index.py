@@ -32,6 +32,10 @@ MOVED_PER_BLOCK = 8
 LEAST_MOVED = 4096
 """Slots of the former table that a changed block moves on, and how many are worth the while: fewer are saved up."""
 
+COUNTED = 1 << 18
+SPARE = 0.02
+"""Rows are uniform over slots, so that the count of 2^18 slots is off by less than that, but for once in a lifetime."""
+
 SWEPT_SETS = 64
 """Sets that a change looks at while there are nodes that left."""
 
@@ -359,12 +363,21 @@ class PrefixIndex:
         return int(MAX_LOAD * self._table.num_slots) - self._table.num_rows - self._num_to_move
 
     def _rebuild(self, num_new: int) -> None:
-        """Begin to move what is alive into a table that has room for it and for so many more, or as large as may be."""
-        self._move(self._former.num_slots if self._former is not None else 0)
-        live = int(np.count_nonzero(self._sets.resolve_many(self._table.sets) > EMPTY))
-        wanted = int((live + num_new) * GROWTH / MAX_LOAD) + FIRST_SLOTS
-        self._former, self._table = self._table, BlockTable(min(wanted, self._most_slots))
+        """Begin to move what is alive into a table that has room for it and for so many more, or as large as may be. Room, too, for what comes while
+        rows move, so that all have moved before it is full."""
+        if self._former is not None:
+            self._move(self._former.num_slots)
+        live = self._num_alive()
+        wanted = max((live + num_new) * GROWTH, live + num_new + GROWTH * self._table.num_slots / MOVED_PER_BLOCK)
+        self._former, self._table = self._table, BlockTable(min(int(wanted / MAX_LOAD) + FIRST_SLOTS, self._most_slots))
         self._num_to_move, self._moved, self._num_freed, self._num_owed = live, 0, 0, 0
+
+    def _num_alive(self) -> int:
+        """Rows that some node still holds. Of a large table COUNTED slots are looked at, which are as good as any, and some more are taken to be."""
+        size = self._table.num_slots
+        sets = self._table.sets[:COUNTED]
+        found = int(np.count_nonzero(self._sets.resolve_many(sets) > EMPTY))
+        return found if size <= COUNTED else min(int(found * size / COUNTED * (1 + SPARE)) + 1, self._table.num_rows)
 
     def _upkeep(self, num_blocks: int) -> None:
         """Move some rows on, clear some sets of nodes that left, and begin to shrink a table that few still use."""

@@ -70,19 +70,19 @@ async def _serve(config: RouterConfig) -> int:
         wire = wire_settings(config)
         for bootstrap in config.bootstrap:
             warn_if_open("the cluster at", bootstrap, wire)
-        cluster = Cluster(me, context=context, settings=wire, events=events)
+        cluster = Cluster(me, context=context, settings=wire, events=events, index_blocks=config.index_blocks)
         stack.callback(cluster.close)
         models = Models(cluster, config.tokenizer)
         pulls = PullRule(config.pull, config.pull_min_tokens)
         chooser = Chooser(
             _policies(config),
             cluster.view,
-            cluster.cached,
+            cluster.held,
             force=config.mode,
             fallback=config.fallback,
             itl_s=config.itl_s or 0.0,
             pulls=pulls,
-            held=cluster.held,
+            expected=cluster.expected,
         )
         tenants = read_tenants(config.tenants, worker.count if worker is not None else 1)
         metrics = router_metrics()

@@ -145,7 +145,7 @@ class ReplayRouter:
         self.gate = Gate(spec.hold, spec.headroom, spec.slo)
         self._headroom = spec.headroom
         self._now = 0.0
-        self._chooser = Chooser(PolicyHolder(spec.policy), self._view, self._cached, force=spec.force, held=self.index.depths)
+        self._chooser = Chooser(PolicyHolder(spec.policy), self._view, self.index.depths, force=spec.force, expected=self._expected)
         self._chooser.num_held = lambda: len(self.gate.queue)
         self._accounts = {node.name: _Account() for node in nodes}
         self._endpoints = {node.name: Endpoint(node.name, node.name, f"sim://{node.name}") for node in nodes}
@@ -230,8 +230,8 @@ class ReplayRouter:
             self._seen = self._seen.replaced(changed, self._typical)
         return self._seen
 
-    def _cached(self, hashes: bytes) -> Mapping[str, int]:
-        return self.index.depths(hashes, self._now)
+    def _expected(self, hashes: bytes) -> Mapping[str, int]:
+        return self.index.expected.depths(hashes, self._now)
 
     # ------------------------------------------------------------ what happens
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from prometheus_client import CollectorRegistry
 
 from pdcluster.kv.hashing import block_hashes
 from pdcluster.messages import CacheDelta
-from pdcluster_router.caches import ASK_AGAIN_S, Caches
-from pdcluster_router.index import PrefixIndex
+from pdcluster_router.caches import ASK_AGAIN_S, SLICE_BLOCKS, Caches
+from pdcluster_router.index import LEAST_MOVED, MOVED_PER_BLOCK, PrefixIndex
 from pdcluster_router.index_metrics import IndexCollector
 
 CHAIN = block_hashes(range(40), block_tokens=4)
@@ -80,3 +82,69 @@ def test_the_metrics_say_what_happened(caches: Caches) -> None:
     }
     assert {name: registry.get_sample_value(name) for name in values} == values
     assert registry.get_sample_value("pdcluster_cache_expectations_total", {"outcome": "hit"}) == 1
+
+
+def many(number: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(16 * number)
+
+
+def work_off(caches: Caches) -> None:
+    while caches.has_pieces:
+        caches.take_piece()
+
+
+def test_a_large_snapshot_is_taken_in_by_slices_and_what_follows_waits_for_it(caches: Caches) -> None:
+    held = many(3 * SLICE_BLOCKS)
+    caches.apply("a", CacheDelta(0, True, held, b""), 0.0)
+    assert caches.index.num_entries == 0 and not caches.is_exact("a")
+    assert not caches.apply("a", CacheDelta(1, False, b"", held[-16:]), 0.0)
+    caches.take_piece()
+    assert caches.index.num_entries == SLICE_BLOCKS and caches.index.depths(held[:16]) == {"a": 1}
+    work_off(caches)
+    assert caches.index.num_entries == 3 * SLICE_BLOCKS - 1 and caches.is_exact("a")
+    caches.index.check_integrity()
+
+
+def test_a_new_snapshot_ends_the_slices_of_the_one_before(caches: Caches) -> None:
+    caches.apply("a", CacheDelta(0, True, many(3 * SLICE_BLOCKS), b""), 0.0)
+    caches.take_piece()
+    caches.apply("a", CacheDelta(4, True, blocks(0, 2), b""), 0.0)
+    assert not caches.has_pieces and caches.index.holdings("a") == {blocks(0, 1), blocks(1, 2)} and caches.is_exact("a")
+
+
+def test_nodes_take_turns_and_a_lost_one_has_none(caches: Caches) -> None:
+    for name in ("a", "b"):
+        caches.apply(name, CacheDelta(0, True, many(2 * SLICE_BLOCKS, ord(name)), b""), 0.0)
+    caches.take_piece()
+    caches.take_piece()
+    assert caches.index.num_blocks("a") == caches.index.num_blocks("b") == SLICE_BLOCKS
+    caches.lose("a")
+    work_off(caches)
+    assert caches.index.num_blocks("a") == 0 and caches.index.num_blocks("b") == 2 * SLICE_BLOCKS
+
+
+def test_a_large_delta_is_removed_and_added_in_order(caches: Caches) -> None:
+    old, new = many(2 * SLICE_BLOCKS, 1), many(2 * SLICE_BLOCKS, 2)
+    caches.apply("a", CacheDelta(0, True, old, b""), 0.0)
+    caches.apply("a", CacheDelta(1, False, new, old), 0.0)
+    work_off(caches)
+    assert caches.index.depths(old[:16]) == {} and caches.index.num_entries == 2 * SLICE_BLOCKS and caches.is_exact("a")
+
+
+def test_no_slice_moves_more_than_its_share_of_a_table_even_when_most_of_it_is_of_no_use(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    move = caches.index._move
+
+    def noted(num_slots: int) -> None:
+        moved.append(num_slots)
+        move(num_slots)
+
+    monkeypatch.setattr(caches.index, "_move", noted)
+    for number in range(60):
+        caches.apply(f"n{number}", CacheDelta(0, True, many(3 * SLICE_BLOCKS, number), b""), 0.0)
+        if number % 10 == 9:
+            for left in range(number - 9, number):
+                caches.lose(f"n{left}")
+        work_off(caches)
+    caches.index.check_integrity()
+    assert moved and max(moved) <= MOVED_PER_BLOCK * (SLICE_BLOCKS + 2) + LEAST_MOVED

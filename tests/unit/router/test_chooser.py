@@ -76,6 +76,17 @@ def test_asking_has_no_effect() -> None:
     assert choice == dry and choice.candidates == dry.candidates
 
 
+def test_what_is_expected_counts_as_cached_where_it_is_more_but_cannot_be_fetched() -> None:
+    job = make_job()
+    blocks = len(job.hashes_so_far()) // 16
+    expected = {"d1-boot": blocks - 1, "p0-boot": blocks}
+    query = make_chooser(expected=lambda hashes: expected).query(job, 0.0, NODES)
+    tokens = job.chain.block_tokens
+    assert query.held == {"d1-boot": blocks * tokens} and query.cached == {"d1-boot": blocks * tokens, "p0-boot": blocks * tokens}
+    nothing = make_chooser(expected=lambda hashes: {}).query(job, 0.0, NODES)
+    assert nothing.held is None and nothing.cached == {"d1-boot": blocks * tokens}
+
+
 class Broken:
     name = "broken"
 
