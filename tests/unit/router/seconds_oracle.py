@@ -224,20 +224,21 @@ class PlainSeconds:
         stations = _stations(view, view.accepting)
         computing = [station for station in stations if station.node.role != "decode"]
         return Market(
-            price=self._price(computing or stations),
+            price=self._price(computing or stations, query.num_held),
             harm=self._harm,
             share=max(_share_now(computing), _share_later(stations, computing, query)),
             local_share=_share_now([station for station in stations if station.node.role == "decode"]),
             source=max(view.accepting, key=query.held_on, default=None),
         )
 
-    def _price(self, stations: Sequence[Station]) -> float:
+    def _price(self, stations: Sequence[Station], num_held: int) -> float:
         """Rule 1: the shortest queue in average prompts, times alpha."""
         shortest = min((station.pace.wait_s for station in stations), default=0.0)
         if shortest <= 0.0:
             return 0.0
         prompts = sum(station.node.num_prompts for station in stations)
-        return self._alpha * shortest * max(prompts, 1) / sum(station.pace.backlog_s for station in stations)
+        queue = shortest * max(prompts, 1) / sum(station.pace.backlog_s for station in stations)
+        return self._alpha * (queue + num_held / len(stations))
 
     def _remote(self, found: Pools, query: Query, view: ClusterView, market: Market) -> tuple[Ranked, Ranked] | None:
         """The best prefill node that has a partner, and its best partner."""

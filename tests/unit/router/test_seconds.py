@@ -1,0 +1,251 @@
+"""The rules of `seconds`, each over a few nodes whose costs can be worked out by hand; the numbers of the rules are those of its docstring.
+
+Unless a test says otherwise: a prompt token costs 0.1 ms, a step has no fixed cost, a lone row takes 10 ms a token, KV is 1,000 bytes a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from policy_cases import batch, make_load, make_node, queue, view
+
+from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster.messages import Load, Role
+from pdcluster_router.policy.base import Choice, Query
+from pdcluster_router.policy.estimates import COMFORT, HANDOVER_S, LAST_GROUP, STRAIN, UNMEASURED_BYTES_S
+from pdcluster_router.policy.seconds import Seconds
+from pdcluster_router.view import ClusterView, NodeView
+
+TOKEN_S, STEP_S, ROW_S = 1e-4, 0.01, 0.001
+COST = NodeCost(PrefillCost(0.0, TOKEN_S, 0.0, 0, 100), DecodeCost(STEP_S, ROW_S, 0.0, 100))
+PAIR = Query(1000, expected_output=100, fallback="deny")
+
+
+def node(name: str, role: Role, load: Load | None = None, cost: NodeCost = COST, **changes: object) -> NodeView:
+    return make_node(name, role, load, cost, **{"kv_bytes_per_token": 1000, **changes})
+
+
+def choose(query: Query, *nodes: NodeView, **constants: float) -> Choice:
+    return Seconds(**constants).choose(query, view(*nodes))
+
+
+def terms(choice: Choice, leg: str, name: str) -> dict[str, float]:
+    (found,) = [c for c in choice.candidates if c.leg == leg and c.node.name == name]
+    assert found.cost == pytest.approx(sum(value for _, value in found.terms))
+    return dict(found.terms)
+
+
+def two_prefills(first: Load, second: Load, **query: object) -> tuple[Choice, Query]:
+    asked = replace(PAIR, **query)  # type: ignore[arg-type]
+    return choose(asked, node("p0", "prefill", first), node("p1", "prefill", second), node("d0", "decode")), asked
+
+
+# ---------------------------------------------------------------- 1. the prefill leg
+
+
+def test_rule_1_wait_is_what_waits_and_compute_what_is_not_cached() -> None:
+    choice, _ = two_prefills(queue(5000), make_load(), cached={"p0-boot": 400})
+    assert terms(choice, "prefill", "p0") == pytest.approx({"wait": 0.5, "compute": 0.06, "fetch": 0, "price": 0, "slowed": 0})
+    assert terms(choice, "prefill", "p1")["compute"] == pytest.approx(0.1)
+    assert choice.prefill is not None and choice.prefill.name == "p1", "0.1 s are less than 0.56 s"
+    assert choice.predicted.ttft_s == pytest.approx(0.1)
+
+
+def test_rule_1_at_least_one_token_is_computed() -> None:
+    choice, _ = two_prefills(make_load(), make_load(), cached={"p0-boot": 1000})
+    assert terms(choice, "prefill", "p0")["compute"] == pytest.approx(TOKEN_S)
+
+
+def test_rule_1_work_has_no_price_while_a_node_is_idle() -> None:
+    choice, _ = two_prefills(queue(5000), make_load())
+    assert terms(choice, "prefill", "p0")["price"] == 0.0
+
+
+def test_rule_1_the_price_is_alpha_times_the_shortest_queue_in_average_prompts() -> None:
+    """0.2 s and 0.4 s wait, in 2 + 4 requests and the two that are under way: 8 prompts of 0.075 s, so the shortest queue is 2.67 prompts."""
+    choice, _ = two_prefills(queue(2000, 2), queue(4000, 4))
+    assert terms(choice, "prefill", "p0")["price"] == pytest.approx(3.0 * (0.2 / (0.6 / 8)) * 0.1)
+
+
+def test_rule_1_those_who_wait_in_the_router_are_part_of_the_queue() -> None:
+    choice, _ = two_prefills(queue(2000, 2), queue(4000, 4), num_held=5)
+    assert terms(choice, "prefill", "p0")["price"] == pytest.approx(3.0 * (0.2 / (0.6 / 8) + 5 / 2) * 0.1)
+
+
+def test_rule_1_in_a_queue_saving_work_is_worth_more_than_a_shorter_queue() -> None:
+    """p1 waits 0.05 s longer and saves 0.04 s of work."""
+    cached = {"p1-boot": 400}
+    choice, _ = two_prefills(queue(2000, 2), queue(2500, 2), cached=cached)
+    assert choice.prefill is not None and choice.prefill.name == "p1"
+    idle, _ = two_prefills(make_load(), queue(500, 1), cached=cached)
+    assert idle.prefill is not None and idle.prefill.name == "p0", "nobody waits, so the sooner start wins"
+
+
+def test_rule_1_rows_that_run_lose_what_the_prompt_takes() -> None:
+    choice = choose(PAIR, node("m0", "mixed", batch(3)), node("p1", "prefill"), node("d0", "decode"), harm=2.0)
+    assert terms(choice, "prefill", "m0")["slowed"] == pytest.approx(2.0 * 3 * (0.1 - STEP_S)), "a step would have come anyway"
+
+
+@pytest.mark.parametrize(("bytes_s", "is_fetched"), [(1e8, True), (1e6, False), (0.0, False)])
+def test_rule_1_a_prefix_is_fetched_where_that_is_sooner(bytes_s: float, is_fetched: bool) -> None:
+    """900 tokens are 0.9 MB: 9 ms and the handing over, instead of 90 ms of computing; or 0.9 s."""
+    holder = node("d0", "decode", bandwidth={"p0": bytes_s})
+    choice = choose(replace(PAIR, cached={"d0-boot": 900}), node("p0", "prefill"), holder)
+    found = terms(choice, "prefill", "p0")
+    assert (choice.pull is not None) == is_fetched
+    assert found["compute"] == pytest.approx(0.01 if is_fetched else 0.1)
+    assert found["fetch"] == pytest.approx(HANDOVER_S + 900 * 1000 / bytes_s if is_fetched else 0.0)
+
+
+def test_rule_1_a_queue_hides_the_fetching() -> None:
+    holder = node("d0", "decode", bandwidth={"p0": 1e8})
+    choice = choose(replace(PAIR, cached={"d0-boot": 900}), node("p0", "prefill", queue(5000)), holder)
+    assert terms(choice, "prefill", "p0")["fetch"] == 0.0 and choice.pull is not None
+
+
+# ---------------------------------------------------------------- 2. the decode leg
+
+
+def test_rule_2_a_transfer_is_exposed_as_far_as_computing_does_not_hide_it() -> None:
+    fast, slow = node("p0", "prefill", bandwidth={"d0": 1e8, "d1": 5e6}), make_load()
+    choice = choose(PAIR, fast, node("d0", "decode", slow), node("d1", "decode"), node("d2", "decode"))
+    assert terms(choice, "decode", "d0")["exposed"] == pytest.approx(HANDOVER_S + LAST_GROUP * 0.01), "10 ms are hidden but for the last group"
+    assert terms(choice, "decode", "d1")["exposed"] == pytest.approx(HANDOVER_S + 0.2 - 0.1)
+    assert terms(choice, "decode", "d2")["exposed"] == pytest.approx(HANDOVER_S + LAST_GROUP * 1e6 / UNMEASURED_BYTES_S), "not measured yet"
+
+
+def test_rule_2_only_what_the_decode_node_has_not_cached_is_sent() -> None:
+    choice = choose(replace(PAIR, cached={"d0-boot": 1000}), node("p0", "prefill", bandwidth={"d0": 5e6}), node("d0", "decode"))
+    assert terms(choice, "decode", "d0")["exposed"] == pytest.approx(HANDOVER_S)
+
+
+def test_rule_2_output_times_tpot_and_what_the_rows_beside_it_lose() -> None:
+    choice = choose(PAIR, node("p0", "prefill"), node("d0", "decode", batch(3)), node("d1", "decode"))
+    shared = terms(choice, "decode", "d0")
+    assert shared["decode"] == pytest.approx(100 * (STEP_S + 4 * ROW_S))
+    assert shared["others"] == pytest.approx(100 * ROW_S * 3)
+    assert choice.decode.name == "d1" and choice.predicted.tpot_s == pytest.approx(STEP_S + ROW_S)
+
+
+def test_rule_2_a_full_batch_makes_wait_for_a_row() -> None:
+    """Four of four slots are taken: one of them ends after a quarter of an answer's life."""
+    full = make_load(running=4, rows=4, slots=4, slots_used=4)
+    found = terms(choose(PAIR, node("p0", "prefill"), node("d0", "decode", full)), "decode", "d0")
+    assert found["room"] == pytest.approx(100 * (STEP_S + 5 * ROW_S) / 4)
+
+
+def test_rule_2_missing_pages_make_wait_for_those_that_rows_give_back() -> None:
+    """The row needs 1,100 tokens, 34.4 pages of 32; 10 are there, 90 are held by rows: 27 % of them must come back."""
+    tight = make_load(running=1, rows=1, slots_used=1, pages_total=100, pages_free=10)
+    found = terms(choose(PAIR, node("p0", "prefill"), node("d0", "decode", tight)), "decode", "d0")
+    assert found["room"] == pytest.approx(100 * (STEP_S + 2 * ROW_S) * (1100 / 32 - 10) / 90)
+
+
+# ---------------------------------------------------------------- 3. local
+
+
+def test_rule_3_local_has_no_transfer_and_its_work_on_a_decode_node_no_price() -> None:
+    nodes = node("p0", "prefill", queue(3000, 3)), node("d0", "decode")
+    choice = choose(replace(PAIR, fallback="conditional"), *nodes)
+    assert choice.mode == "local" and choice.decode.name == "d0", "the decode node is idle, the prefill node is not"
+    found = terms(choice, "local", "d0")
+    assert "exposed" not in found and found["price"] == found["row_price"] == 0.0
+    assert terms(choice, "local", "p0")["price"] > 0.0
+
+
+def test_rule_3_the_rows_of_a_decode_node_lose_by_a_prompt_that_it_computes_itself() -> None:
+    choice = choose(replace(PAIR, fallback="conditional"), node("p0", "prefill"), node("d0", "decode", batch(3)))
+    assert terms(choice, "local", "d0")["slowed"] == pytest.approx(3 * (0.1 - STEP_S)) and terms(choice, "local", "p0")["slowed"] == 0.0
+
+
+# ---------------------------------------------------------------- 4. the pace of rows
+
+
+def test_rule_4_prompts_beside_the_row_slow_it_down() -> None:
+    """One prompt is there on one mixed node: it computes half of the time, in steps of 512 tokens or 51.2 ms."""
+    chunked = replace(COST, prefill=replace(COST.prefill, chunk_tokens=512))
+    one = make_load(waiting=1)
+    choice = choose(replace(PAIR, force="local"), node("m0", "mixed", one, chunked), alpha=0.0)
+    quiet, busy = STEP_S + ROW_S, 0.0512 + ROW_S
+    assert choice.predicted.tpot_s == pytest.approx(1 / (0.5 / quiet + 0.5 / busy))
+
+
+def test_rule_4_a_second_weighs_more_where_rows_are_slower_than_comfortable() -> None:
+    """21 rows take 31 ms a token, a lone one 11 ms: 31 ÷ 22 of what is comfortable."""
+    found = terms(choose(PAIR, node("p0", "prefill"), node("d0", "decode", batch(20))), "decode", "d0")
+    tpot_s, alone_s = STEP_S + 21 * ROW_S, STEP_S + ROW_S
+    strain = 1 + STRAIN * (tpot_s / (COMFORT * alone_s) - 1)
+    assert found["decode"] == pytest.approx(strain * 100 * tpot_s) and found["others"] == pytest.approx(strain * 100 * ROW_S * 20)
+
+
+def test_rule_4_an_operator_may_say_what_is_comfortable() -> None:
+    found = terms(choose(replace(PAIR, itl_s=1.0), node("p0", "prefill"), node("d0", "decode", batch(20))), "decode", "d0")
+    assert found["decode"] == pytest.approx(100 * (STEP_S + 21 * ROW_S))
+
+
+# ---------------------------------------------------------------- 5. remote or local
+
+
+def test_rule_5_whichever_is_less() -> None:
+    for cached in range(0, 1001, 100):
+        nodes = node("p0", "prefill", batch(2)), node("d0", "decode", batch(4))
+        choice = choose(replace(PAIR, cached={"d0-boot": cached}, fallback="conditional"), *nodes, gap=1e9)
+        remote = sum(terms(choice, "prefill", "p0").values()) + sum(terms(choice, "decode", "d0").values())
+        local = min(sum(terms(choice, "local", name).values()) for name in ("p0", "d0"))
+        assert choice.mode == ("local" if local < remote else "remote")
+
+
+def test_rule_5_the_mode_of_the_last_choice_keeps_a_margin_of_the_time_to_first_token() -> None:
+    """One idle node alone saves the handing over, 1.25 ms; a tenth of 0.1 s is more, a tenth of 10 ms is not."""
+    nodes, query = (node("p0", "prefill"), node("d0", "decode")), replace(PAIR, fallback="conditional")
+    assert choose(query, *nodes).mode == "local" and choose(replace(query, previous="remote"), *nodes).mode == "remote"
+    assert choose(replace(query, previous="remote", num_tokens=100), *nodes).mode == "local"
+
+
+def test_rule_5_a_last_choice_of_local_keeps_it_too() -> None:
+    """The row that runs on p0 makes local 4 ms dearer, in two halves; the handing over costs 1.25 ms."""
+    light = replace(COST, decode=replace(COST.decode, row_s=2e-5))
+    slow = replace(light, prefill=replace(light.prefill, token_s=2 * TOKEN_S))
+    nodes = node("p0", "prefill", batch(1), light), node("d0", "decode", cost=slow)
+    query = replace(PAIR, fallback="conditional")
+    assert choose(query, *nodes, harm=0.0).mode == "remote"
+    assert choose(replace(query, previous="local"), *nodes, harm=0.0).mode == "local"
+
+
+def test_rule_5_a_prompt_that_holds_rows_up_goes_elsewhere_while_a_pair_can_take_it() -> None:
+    query = replace(PAIR, num_tokens=1000, fallback="conditional")
+    busy = node("p0", "prefill", queue(60_000, 60)), node("d0", "decode", batch(2))
+    assert choose(replace(query, itl_s=1.0), *busy).mode == "local", "the prefill node has a queue of six seconds"
+    held = choose(replace(query, itl_s=0.05), *busy)
+    assert held.mode == "remote", "0.1 s are more than the rows may be held up"
+    assert choose(replace(query, itl_s=0.05), busy[1]).mode == "local", "there is no pair"
+
+
+def test_rule_5_without_a_limit_rows_may_be_held_up_for_some_times_their_own_pace() -> None:
+    busy = node("p0", "prefill", queue(60_000, 60)), node("d0", "decode", batch(2))
+    query = replace(PAIR, fallback="conditional")
+    assert choose(query, *busy, gap=9.0).mode == "local" and choose(query, *busy, gap=8.0).mode == "remote", "0.1 s and 2 ms are 8.5 times 12 ms"
+
+
+# ---------------------------------------------------------------- 6. cold start
+
+
+def test_rule_6_the_product_score_while_nobody_has_run_enough_steps() -> None:
+    cold = replace(COST, decode=replace(COST.decode, samples=7))
+    nodes = node("p0", "prefill", cost=cold, in_flight=1), node("p1", "prefill", cost=cold), node("d0", "decode", cost=cold)
+    choice = choose(replace(PAIR, cached={"p0-boot": 400}), *nodes)
+    assert choice.policy == "seconds" and choice.predicted.ttft_s is None
+    assert terms_of_product(choice, "p0") == (601.0, 2.0) and choice.prefill is not None and choice.prefill.name == "p1"
+
+
+def terms_of_product(choice: Choice, name: str) -> tuple[float, ...]:
+    (found,) = [c for c in choice.candidates if c.leg == "prefill" and c.node.name == name]
+    return tuple(value for _, value in found.terms)
+
+
+def test_rule_6_a_node_that_has_not_run_a_kind_of_step_is_judged_by_the_one_that_ran_most() -> None:
+    unknown = replace(COST, prefill=replace(COST.prefill, token_s=1.0, samples=7))
+    nodes: ClusterView = view(node("p0", "prefill", queue(5000)), node("p1", "prefill", cost=unknown), node("d0", "decode"))
+    choice = Seconds().choose(PAIR, nodes)
+    assert terms(choice, "prefill", "p1")["compute"] == pytest.approx(0.1)
