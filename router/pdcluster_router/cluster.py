@@ -255,8 +255,8 @@ class Cluster:
         """One slice a turn of the loop, so that requests go on between them."""
         self._is_taking = self.caches.has_pieces
         if self._is_taking:
-            self.caches.take_piece()
             asyncio.get_running_loop().call_soon(self._take_piece)
+            self.caches.take_piece()
 
     def _ask_cache(self, state: NodeState) -> None:
         if state.link is None:
