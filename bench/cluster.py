@@ -37,6 +37,7 @@ class Client:
     def __init__(self, address: str, api_key: str | None = None) -> None:
         self.address = address
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self.address = address
         host, _, port = address.rpartition(":")
         self._connection = http.client.HTTPConnection(host, int(port), timeout=120)
         self._wait_ready()

@@ -1,13 +1,17 @@
 """Routing policies over traces in simulated time: who is best where, how far `seconds` is from it, and whether choosing P/D per request pays.
 
     python -m bench.routing [--quick] [--trace FILE] [--processes N] [--json FILE]
+    python -m bench.routing --real MODEL [--rounds N] [--seed S] [--json FILE]
 
  1. cells: all policies × 5 loads × 2 cache sizes on the recorded trace and on each generated kind. Load 1.0: the work that one pooled LRU cache would
     leave equals what the prefill nodes can do.
  2. imperfect: the best three again behind feeds that are 100 and 500 ms late and lose 1 % of messages, through the production index.
  3. seeds: the best three on generated kinds, seeds 0 to 4.
  4. modes: `seconds` choosing P/D per request, against every static split (remote always) and against colocated nodes (local always, two chunk sizes).
+    Every way gets its best layout and load: goodput(way) is the maximum over layouts and loads of the mean over seeds, on the same traces at the same
+    speeds; auto has the layouts of both others together. All run behind the same gate, with `seconds` choosing the nodes.
 
+Traces are samples (MOST_RECORDED requests of the recorded one, MOST_GENERATED of each kind), so that all ends within half an hour on two cores.
 Decode, transfers and quadratic prefill are modelled (`pdcluster_router.replay`); seconds are those of the model, so ratios are what counts. Rows with
 a goal are printed, and every cell that misses it; --json has all figures of all policies.
 """
@@ -20,25 +24,36 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from statistics import fmean
+from typing import Literal
 
+from bench import routing_real
 from bench.report import Row, print_rows, write_json
 from bench.routing_runs import Run, Workload, execute_all, pools_for
+from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import POLICIES
 from pdcluster_router.replay.feed import FeedSpec
 from pdcluster_router.replay.report import Figures
 from pdcluster_router.replay.scenario import Layout
 
 OURS = "seconds"
-RECORDED = "/work/shared/data/conversation_trace.jsonl"
+RECORDED = str(Path(__file__).resolve().parents[2] / "shared" / "data" / "conversation_trace.jsonl")
 LOADS = (0.5, 0.7, 0.85, 1.0, 1.2)
 CACHES = (1_000_000, 4_000_000)
 NUM_NODES = 12
 CLOSE = 0.95
 """Within 5 % of the best."""
 
+Way = Literal["colocated", "static", "auto"]
+FORCED: Mapping[Way, Force] = {"colocated": "local", "static": "remote", "auto": "auto"}
+
 UNITS = {"ttft_mean_s": "s", "ttft_p90_s": "s", "ttft_p99_s": "s", "tpot_mean_s": "s", "goodput": "1/s", "token_goodput": "tokens/s"}
-MODE_LOADS = (0.7, 0.85, 1.0, 1.15, 1.3)
-MODE_NODES = (4, 8)
+MODE_LOADS = (0.7, 0.8, 0.9, 1.0, 1.15)
+MODE_NODES = 4
+MODE_SEEDS = (11, 12)
+"""Of generated mixes; a recorded one has stretches instead."""
+
+MOST_RECORDED, MOST_GENERATED, MOST_MIXED = 2500, 800, 500
 MODE_CACHE = 1_500_000
 CHUNKS = (256, 512)
 BALANCED = ("balanced", "everything", "recorded")
@@ -47,8 +62,6 @@ BALANCED = ("balanced", "everything", "recorded")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """requests: of each trace; 0: all that were recorded."""
-
     recorded: Workload
     kinds: tuple[Workload, ...]
     mixes: tuple[Workload, ...]
@@ -65,14 +78,18 @@ class Plan:
 def plan_of(path: str, *, quick: bool) -> Plan:
     kinds = ("chat", "agent", "rag", "no-reuse")
     mixes = (*kinds, "prefill-heavy", "decode-heavy", "balanced", "everything")
-    few, mode = (600, 300) if quick else (3000, 1500)
+    few, mode = (300, 300) if quick else (MOST_GENERATED, MOST_MIXED)
+    which = range(1 if quick else len(MODE_SEEDS))
     return Plan(
-        recorded=Workload("recorded", path, 2000 if quick else 0),
+        recorded=Workload("recorded", path, 800 if quick else MOST_RECORDED),
         kinds=tuple(Workload(kind, requests=few) for kind in kinds),
-        mixes=(Workload("recorded", path, mode), *(Workload(kind, requests=mode) for kind in mixes)),
+        mixes=(
+            *(Workload("recorded", path, mode, stretch) for stretch in which),
+            *(Workload(kind, requests=mode, seed=MODE_SEEDS[number]) for kind in mixes for number in which),
+        ),
         loads=(0.7, 1.0) if quick else LOADS,
         caches=CACHES[:1] if quick else CACHES,
-        mode_loads=(0.85, 1.15) if quick else MODE_LOADS,
+        mode_loads=(0.85, 1.0) if quick else MODE_LOADS,
         seeds=(0, 1) if quick else (0, 1, 2, 3, 4),
     )
 
@@ -89,7 +106,7 @@ def cells(plan: Plan) -> Iterator[Run]:
 
 
 def imperfect(plan: Plan, best: Iterable[str]) -> Iterator[Run]:
-    workload = replace(plan.recorded, requests=min(plan.recorded.requests or 5000, 5000))
+    workload = plan.recorded
     layout = pools_for(workload, NUM_NODES, plan.caches[-1], max(plan.loads))
     for policy in best:
         for feed in (FeedSpec(), FeedSpec(0.1), FeedSpec(0.5), FeedSpec(0.1, 0.01)):
@@ -104,24 +121,23 @@ def seeds(plan: Plan, best: Iterable[str]) -> Iterator[Run]:
             yield from (Run(workload, layout, policy, 0.85, seed=seed) for policy in best)
 
 
-def mode_layouts(num_nodes: int) -> Iterator[tuple[str, Layout, str]]:
-    """(name, layout, mode): colocated by chunk size, static splits, and ours on the same layouts."""
+def mode_layouts(num_nodes: int) -> Iterator[tuple[Way, Layout]]:
+    """Colocated by chunk size, static splits, and ours on the same layouts."""
     for chunk in CHUNKS:
         mixed = Layout(mixed=num_nodes, cache_tokens=MODE_CACHE, chunk_tokens=chunk)
-        yield "colocated", mixed, "local"
-        yield "auto", mixed, "auto"
+        yield "colocated", mixed
+        yield "auto", mixed
     for prefill in range(1, num_nodes):
         split = Layout(prefill=prefill, decode=num_nodes - prefill, cache_tokens=MODE_CACHE, chunk_tokens=CHUNKS[0])
-        yield "static", split, "remote"
-        yield "auto", split, "auto"
+        yield "static", split
+        yield "auto", split
 
 
 def modes(plan: Plan) -> Iterator[Run]:
     for workload in plan.mixes:
-        for num_nodes in MODE_NODES[:1] if len(plan.mode_loads) < len(MODE_LOADS) else MODE_NODES:
-            for _, layout, force in mode_layouts(num_nodes):
-                for load in plan.mode_loads:
-                    yield Run(workload, layout, OURS, load, force=force, by_all=True)  # type: ignore[arg-type]
+        for way, layout in mode_layouts(MODE_NODES):
+            for load in plan.mode_loads:
+                yield Run(workload, layout, OURS, load, force=FORCED[way], by_all=True)
 
 
 # ---------------------------------------------------------------- what is promised
@@ -172,19 +188,19 @@ def promises_on_recorded(found: Found) -> Iterator[Row]:
 
 
 def against_modes(found: Found) -> Iterator[Row]:
-    """Best goodput over loads, of each way with its best layout."""
-    best: dict[tuple[str, int], dict[str, float]] = {}
+    """Best goodput over loads and layouts, of each way."""
+    by_mix: dict[str, dict[tuple[Way, Layout, float], list[float]]] = {}
     for run, figures in found.items():
-        way = {"local": "colocated", "remote": "static", "auto": "auto"}[run.force]
-        name = "auto, all mixed" if way == "auto" and run.layout.mixed else way
-        peaks = best.setdefault((run.workload.name, run.layout.num_nodes), {})
-        for which in {way, name}:
-            peaks[which] = max(peaks.get(which, 0.0), figures.goodput)
-    for (mix, num_nodes), peaks in best.items():
+        way = next(way for way, force in FORCED.items() if force == run.force)
+        by_mix.setdefault(run.workload.name, {}).setdefault((way, run.layout, run.load), []).append(figures.goodput)
+    for mix, points in by_mix.items():
+        peaks: dict[str, float] = dict.fromkeys((*FORCED, "auto, all mixed"), 0.0)
+        for (way, layout, _), goodputs in points.items():
+            for name in (way, f"{way}, all mixed") if way == "auto" and layout.mixed else (way,):
+                peaks[name] = max(peaks[name], fmean(goodputs))
         rival = max(("colocated", "static"), key=lambda way: peaks[way])
-        least = 1.1 if mix in BALANCED else 1.0
-        yield goal("goodput auto", f"{mix}, {num_nodes} nodes", peaks["auto"], "1/s", rival, peaks[rival], least)
-        yield goal("goodput auto, all mixed", f"{mix}, {num_nodes} nodes", peaks["auto, all mixed"], "1/s", rival, peaks[rival], None)
+        yield goal("goodput auto", f"{mix}, {MODE_NODES} nodes", peaks["auto"], "1/s", rival, peaks[rival], 1.1 if mix in BALANCED else 1.0)
+        yield goal("goodput auto, all mixed", f"{mix}, {MODE_NODES} nodes", peaks["auto, all mixed"], "1/s", rival, peaks[rival], None)
 
 
 def goal(metric: str, case: str, value: float, unit: str, against: str, other: float, least: float | None, *, less_is_better: bool = False) -> Row:
@@ -223,17 +239,28 @@ def main() -> None:
     parser.add_argument("--trace", default=RECORDED, help="a Mooncake or Azure trace in place of the conversation trace")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--parts", default="cells,imperfect,seeds,modes")
+    parser.add_argument("--real", type=Path, metavar="MODEL", help="instead of replays: two real nodes with this model (see bench.routing_real)")
+    parser.add_argument("--rounds", type=int, default=5, help="of --real")
+    parser.add_argument("--seed", type=int, default=0, help="of --real")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    plan = plan_of(arguments.trace, quick=arguments.quick)
-    rows = list(measure(plan, arguments.processes, arguments.parts.split(",")))
+    if arguments.real is not None:
+        rounds, seconds = (1, 6.0) if arguments.quick else (arguments.rounds, 15.0)
+        rows = list(routing_real.measure(arguments.real, rounds, seconds, arguments.seed))
+    else:
+        rows = list(measure(plan_of(arguments.trace, quick=arguments.quick), arguments.processes, arguments.parts.split(",")))
+    report(rows, arguments.json)
+
+
+def report(rows: list[Row], path: Path | None) -> None:
     judged = [row for row in rows if row.against]
+    print_rows([row for row in rows if row.goal is None and row.case.startswith("real")])
     print_rows([row for row in judged if row.holds is not False])
     missed = [row for row in judged if row.holds is False]
     print(f"\n{len(missed)} of {sum(row.holds is not None for row in judged)} goals are missed" + (":" if missed else ""))
     print_rows(missed)
-    if arguments.json is not None:
-        write_json(rows, arguments.json)
+    if path is not None:
+        write_json(rows, path)
 
 
 def measure(plan: Plan, processes: int, parts: list[str]) -> Iterator[Row]:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from pdcluster.errors import ConfigError
 from pdcluster_router.policy.base import Force
 from pdcluster_router.replay.feed import IMMEDIATE, FeedSpec
 from pdcluster_router.replay.report import Figures, Slo, figures
 from pdcluster_router.replay.scenario import Conditions, Layout, Oracle, at_load, oracle, replay
-from pdcluster_router.replay.trace import Trace, read_trace
+from pdcluster_router.replay.trace import Trace, in_order, read_trace
 from pdcluster_router.replay.workloads import generate
 
 FULL = 0.85
@@ -22,7 +23,7 @@ FULL = 0.85
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """path: of a recorded trace, "" for a generated kind. requests: the first so many; 0: all."""
+    """path: of a recorded trace, "" for a generated kind. requests: how many; 0: all. seed: of a recorded trace, which stretch of so many."""
 
     name: str
     path: str = ""
@@ -52,7 +53,13 @@ def trace_of(workload: Workload) -> Trace:
     if not workload.path:
         return generate(workload.name, workload.requests, workload.seed)
     trace = read_trace(Path(workload.path))
-    return trace.head(workload.requests) if workload.requests else trace
+    if not workload.requests:
+        return trace
+    begin = workload.seed * workload.requests
+    stretch = trace.requests[begin : begin + workload.requests]
+    if not stretch:
+        raise ConfigError(f"{workload.path} has {len(trace.requests)} requests, too few for stretch {workload.seed} of {workload.requests}")
+    return in_order(trace.name, trace.block_tokens, list(stretch))
 
 
 @lru_cache(maxsize=16)
