@@ -106,14 +106,15 @@ async def _direct(bootstrap: str, count: int) -> list[float]:
         hashes = extend(b"", packed, root=root, block_tokens=nodes[0].block_tokens)
         for number in range(count):
             request = f"direct-{number}"
-            inbox = cluster.ledger.open_inbox(request)
+            finished = asyncio.get_running_loop().create_future()
+            cluster.ledger.open(request, lambda _, body, finished=finished: finished.set_result(None) if isinstance(body, Finished) else None)
             cluster.ledger.enter(Leg(request, 0, nodes[0].endpoint, 0))
             began = time.perf_counter()
             work = Work(request, 0, packed, NUM_PROMPT, hashes, Sampling(1, 1, temperature=0.0), 60.0, root)
             cluster.send(nodes[0].endpoint, Prefill(work, remote=False))
-            while (event := await inbox.get(10.0)) is not None and not isinstance(event.body, Finished):
-                pass
+            await finished
             taken.append(time.perf_counter() - began)
+            cluster.ledger.close(request)
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     cluster.close()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from pdcluster.tally import Spread, Tally
+
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """From a fast step to a long queue."""
 
@@ -19,14 +21,14 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
 
-        def counter(name: str, help_text: str, *labels: str) -> Counter:
-            return Counter(f"pdcluster_{name}_total", help_text, labels, registry=registry)
+        def counter(name: str, help_text: str, *labels: str) -> Tally:
+            return Tally(f"pdcluster_{name}", help_text, labels, registry=registry)
 
-        def seconds(name: str, help_text: str, *labels: str) -> Histogram:
-            return Histogram(f"pdcluster_{name}_seconds", help_text, labels, buckets=SECONDS, registry=registry)
+        def seconds(name: str, help_text: str, *labels: str) -> Spread:
+            return Spread(f"pdcluster_{name}_seconds", help_text, labels, buckets=SECONDS, registry=registry)
 
-        def tokens(name: str, help_text: str) -> Histogram:
-            return Histogram(f"pdcluster_{name}_tokens", help_text, buckets=TOKENS, registry=registry)
+        def tokens(name: str, help_text: str) -> Spread:
+            return Spread(f"pdcluster_{name}_tokens", help_text, buckets=TOKENS, registry=registry)
 
         self.http_requests = counter("http_requests", "HTTP requests by endpoint and status (499: the client left).", "endpoint", "status")
         self.http_requests_open = Gauge("pdcluster_http_requests_open", "HTTP requests being worked on.", registry=registry)
@@ -95,27 +97,27 @@ class ExplainMetrics:
     """How good the decisions were, as it turned out. Tokens of the prompt; seconds from the decision to the first token."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._regret = Histogram(
+        self._regret = Spread(
             "pdcluster_decision_regret_seconds",
             "Time to first token minus the least that another candidate was estimated to take, at least 0.",
             buckets=(0.0, *SECONDS),
             registry=registry,
         )
-        self._error = Histogram(
+        self._error = Spread(
             "pdcluster_ttft_prediction_error_seconds",
             "Difference between actual and predicted time to first token, by whether it came later or sooner.",
             ("direction",),
             buckets=SECONDS,
             registry=registry,
         )
-        self._hits = Counter(
-            "pdcluster_decision_hit_tokens_total",
+        self._hits = Tally(
+            "pdcluster_decision_hit_tokens",
             "Prompt tokens found in the cache (achieved), held by the best candidate (reachable), ever seen by this router (ideal).",
             ("kind",),
             registry=registry,
         )
-        self.shadow_decisions = Counter(
-            "pdcluster_shadow_decisions_total",
+        self.shadow_decisions = Tally(
+            "pdcluster_shadow_decisions",
             "Decisions on which the shadow policy agreed (same) or not (other).",
             ("policy", "choice"),
             registry=registry,

@@ -24,9 +24,9 @@ class Limits:
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> array[int]:
-    for index, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
-            raise BadRequest(f"{param}[{index}] is {token_id}, which is no token id of this model; ids go from 0 to {vocab_size - 1}", param)
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        index, token_id = next((index, token_id) for index, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
+        raise BadRequest(f"{param}[{index}] is {token_id}, which is no token id of this model; ids go from 0 to {vocab_size - 1}", param)
     return array("i", token_ids)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -255,8 +255,8 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
         return [prompt]
     if not prompt:
         raise BadRequest("prompt is an empty list; send a string, a list of strings, token ids, or a list of token id lists", "prompt")
-    if all(isinstance(entry, int) for entry in prompt):
-        return [[entry for entry in prompt if isinstance(entry, int)]]
+    if set(map(type, prompt)) == {int}:
+        return [cast(list[int], prompt)]
     kind = type(prompt[0])
     for index, entry in enumerate(prompt):
         if type(entry) is not kind:

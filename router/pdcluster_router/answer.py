@@ -1,46 +1,177 @@
 """Answers one generation request over HTTP, whole or as an event stream, with its route, usage and metrics.
 
 The response starts when the first token, or an error, is there: an error before the first byte is a proper HTTP status, one after it an
-`error` event. Choices run concurrently; if one fails all are cancelled and the one error answers.
+`error` event. Choices run concurrently; if one fails all are cancelled and the one error answers. An answer has no task: nodes' tokens move it, and
+while its client does not read, they wait here, MAX_UNREAD events at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
 
 from pdcluster.api import sse
 from pdcluster.api.choice import Piece
 from pdcluster.api.replies import PromptTokensDetails, RouteReport, TimelineReport, Usage
+from pdcluster.errors import Cancelled
 from pdcluster.metrics import RouterMetrics
-from pdcluster_router.asgi import JSON, NO_BUFFERING, Exchange, Header
-from pdcluster_router.choices import Choice, merge, pieces_of
-from pdcluster_router.generation import Dispatcher, Route
+from pdcluster_router.choices import Choice, advance
+from pdcluster_router.generation import Chunk, Dispatcher, Done, Route, Running
+from pdcluster_router.http_errors import ClientLeft, fail
+from pdcluster_router.http_exchange import JSON, NO_BUFFERING, Exchange, Header
+from pdcluster_router.open_requests import HANG_UP_S
 from pdcluster_router.prepare import Prepared
 
+MAX_UNREAD = 1 << 16
+"""Events that wait for a client that does not read; one that is further behind is given up."""
 
-async def answer(exchange: Exchange, prepared: Prepared, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
-    """Raises ClientLeft when the client left, and whatever a choice raised, maybe after the first byte; generations are closed by then."""
-    pieces = merge([pieces_of(choice, dispatcher) for choice in prepared.choices])
-    try:
-        async with exchange.watching(), aclosing(pieces):
-            if prepared.stream:
-                await _stream(exchange, prepared, pieces)
-            else:
-                await _whole(exchange, prepared, pieces)
-    finally:
-        record(prepared.choices, metrics)
+Event = Chunk | Done | Exception
+
+
+class Writer(Protocol):
+    """How pieces of choices become an answer."""
+
+    def add(self, index: int, piece: Piece) -> None: ...
+
+    def finish(self) -> None:
+        """All choices are done."""
+        ...
+
+
+def answer(exchange: Exchange, prepared: Prepared, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
+    """Starts the generations; from then on they move the answer."""
+    writer = _Stream(exchange, prepared) if prepared.stream else _Whole(exchange, prepared)
+    Answer(exchange, prepared.choices, writer, metrics).start(dispatcher)
+
+
+class Answer:
+    """Lives from its start until its exchange is over; the generations are cancelled by then."""
+
+    __slots__ = ("_choices", "_exchange", "_is_over", "_metrics", "_num_open", "_running", "_unread", "_writer")
+
+    def __init__(self, exchange: Exchange, choices: Sequence[Choice], writer: Writer, metrics: RouterMetrics) -> None:
+        self._exchange, self._choices, self._writer, self._metrics = exchange, choices, writer, metrics
+        self._num_open = len(choices)
+        self._running: list[Running] = []
+        self._unread: deque[tuple[int, Event]] = deque()
+        self._is_over = False
+
+    def start(self, dispatcher: Dispatcher) -> None:
+        self._exchange.on_gone = self._left
+        self._exchange.on_resume = self._read_on
+        for index, choice in enumerate(self._choices):
+            running = dispatcher.start(choice.generation, _ChoiceSink(self, index))
+            self._running.append(running)
+            if self._is_over:
+                running.cancel("another choice failed")
+                return
+            if choice.text.stopped:
+                running.cancel("a stop string came")
+
+    def take(self, index: int, event: Event) -> None:
+        """An event of a choice's generation. Whatever goes wrong with it answers the client."""
+        if self._is_over:
+            return
+        if self._unread or self._exchange.is_paused:
+            self._keep(index, event)
+            return
+        try:
+            self._apply(index, event)
+        except Exception as error:  # the top of what happens to an answer
+            self._end(error)
+
+    def _apply(self, index: int, event: Event) -> None:
+        if isinstance(event, Exception):
+            raise event
+        choice = self._choices[index]
+        piece = advance(choice, event)
+        self._writer.add(index, piece)
+        if choice.finish is None:
+            return
+        if choice.text.stopped and index < len(self._running):
+            self._running[index].cancel("a stop string came")
+        self._num_open -= 1
+        if not self._num_open:
+            self._writer.finish()
+            self._end(None)
+
+    def _keep(self, index: int, event: Event) -> None:
+        if len(self._unread) >= MAX_UNREAD:
+            self._end(ClientLeft(f"the client is {MAX_UNREAD} events behind"))
+            return
+        self._unread.append((index, event))
+        if isinstance(event, Cancelled):
+            asyncio.get_running_loop().call_later(HANG_UP_S, self._hang_up_if_stuck, len(self._unread))
+
+    def _hang_up_if_stuck(self, num_unread: int) -> None:
+        """The request is over; whoever does not read on now is not waited for."""
+        if not self._is_over and len(self._unread) == num_unread:
+            self._end(ClientLeft("the client did not read what it was sent"))
+
+    def _read_on(self) -> None:
+        """The client reads again."""
+        try:
+            while self._unread and not self._is_over and not self._exchange.is_paused:
+                self._apply(*self._unread.popleft())
+        except Exception as error:  # the top of what happens to an answer
+            self._end(error)
+
+    def _left(self, why: str) -> None:
+        if not self._is_over:
+            self._end(ClientLeft(why))
+
+    def _end(self, error: Exception | None) -> None:
+        self._is_over = True
+        self._unread.clear()
+        if error is not None:
+            for running in self._running:
+                running.cancel("client left" if isinstance(error, ClientLeft) else str(error))
+        self._running = []  # who is done with each other lets go, so that no garbage collector has to find it out
+        self._exchange.on_gone = self._exchange.on_resume = None
+        record(self._choices, self._metrics)
+        if error is not None:
+            fail(self._exchange, error, self._metrics)
+
+
+class _ChoiceSink:
+    """Implements generation.Sink for one choice."""
+
+    __slots__ = ("_answer", "_index")
+
+    def __init__(self, answer: Answer, index: int) -> None:
+        self._answer, self._index = answer, index
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        self._answer.take(self._index, chunk)
+
+    def on_done(self, done: Done) -> None:
+        self._answer.take(self._index, done)
+
+    def on_error(self, error: Exception) -> None:
+        self._answer.take(self._index, error)
 
 
 # ---------------------------------------------------------------- whole
 
 
-async def _whole(exchange: Exchange, prepared: Prepared, pieces: AsyncGenerator[tuple[int, Piece], None]) -> None:
-    collected = [Piece() for _ in prepared.choices]
-    async for index, piece in pieces:
-        _append(collected[index], piece)
-    body = prepared.format.whole(collected, usage_of(prepared))
-    await exchange.reply(200, body, (JSON, *_route_headers(prepared.choices[0].route)))
+class _Whole:
+    def __init__(self, exchange: Exchange, prepared: Prepared) -> None:
+        self._exchange, self._prepared = exchange, prepared
+        self._collected: list[Piece | None] = [None] * len(prepared.choices)
+
+    def add(self, index: int, piece: Piece) -> None:
+        whole = self._collected[index]
+        if whole is None:
+            self._collected[index] = piece
+        else:
+            _append(whole, piece)
+
+    def finish(self) -> None:
+        prepared = self._prepared
+        body = prepared.format.whole([piece or Piece() for piece in self._collected], usage_of(prepared))
+        self._exchange.reply(200, body, (JSON, *_route_headers(prepared.choices[0].route)))
 
 
 def _append(whole: Piece, piece: Piece) -> None:
@@ -55,21 +186,28 @@ def _append(whole: Piece, piece: Piece) -> None:
 # ---------------------------------------------------------------- stream
 
 
-async def _stream(exchange: Exchange, prepared: Prepared, pieces: AsyncGenerator[tuple[int, Piece], None]) -> None:
-    opened: set[int] = set()
-    async for index, piece in pieces:
-        if not exchange.started:
-            await exchange.start(200, (*NO_BUFFERING, *_route_headers(prepared.choices[index].route)))
-        data = b""
-        if index not in opened:
-            opened.add(index)
-            data = prepared.format.opening(index)
+class _Stream:
+    def __init__(self, exchange: Exchange, prepared: Prepared) -> None:
+        self._exchange, self._prepared, self._format = exchange, prepared, prepared.format
+        self._opened: set[int] = set()
+
+    def add(self, index: int, piece: Piece) -> None:
+        data = b"" if index in self._opened else self._open(index)
         if piece.text or piece.tokens or piece.finish or piece.prompt_token_ids is not None:
-            data += prepared.format.chunk(index, piece)
+            data += self._format.chunk(index, piece)
         if data:
-            await exchange.write(data)
-    ending = prepared.format.usage_chunk(usage_of(prepared)) if prepared.include_usage else b""
-    await exchange.write(ending + sse.DONE, last=True)
+            self._exchange.write(data)
+
+    def _open(self, index: int) -> bytes:
+        if not self._opened:
+            self._exchange.start(200, (*NO_BUFFERING, *_route_headers(self._prepared.choices[index].route)))
+        self._opened.add(index)
+        return self._format.opening(index)
+
+    def finish(self) -> None:
+        prepared = self._prepared
+        ending = prepared.format.usage_chunk(usage_of(prepared)) if prepared.include_usage else b""
+        self._exchange.write(ending + sse.DONE, last=True)
 
 
 # ---------------------------------------------------------------- route and usage

@@ -1,14 +1,17 @@
 """The OpenAI-compatible HTTP application: which path does what, how many requests at a time, and what becomes of errors.
 
-A raw ASGI application without a framework. Preparing and answering generations is in `prepare` and `answer`, running it under a server in `server`.
+It hears of requests from connections (`http_connection.Application`) and answers through their exchanges, without a framework. Preparing and
+answering generations is in `prepare` and `answer`, listening in `server`.
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
+from typing import TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -16,19 +19,20 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pdcluster.api import limits, openai
 from pdcluster.api.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
 from pdcluster.api.validate import closest
-from pdcluster.errors import PdclusterError, Unavailable
+from pdcluster.errors import Unavailable
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.answer import answer
-from pdcluster_router.asgi import ClientLeft, Exchange, MethodNotAllowed, NotFound, Receive, Scope, Send
 from pdcluster_router.generation import Dispatcher, ModelInfo
+from pdcluster_router.http_connection import DISCARD_FACTOR
+from pdcluster_router.http_errors import ClientLeft, MethodNotAllowed, NotFound, SlowRequest, UnsupportedMediaType, answer_error, fail, too_large
+from pdcluster_router.http_exchange import Exchange
 from pdcluster_router.places import Places
-from pdcluster_router.prepare import Terms, deadline_of, encode, encode_chat, find_model, mode_of, prepare_chat, prepare_completion
-from pdcluster_router.tenants import Tenant
+from pdcluster_router.prepare import Prepared, Terms, deadline_of, encode, encode_chat, find_model, is_long, mode_of, prepare_chat, prepare_completion
 
-log = logging.getLogger(__name__)
-
-Handler = Callable[[Exchange], Awaitable[None]]
+Handler = Callable[[Exchange], None]
 Exposition = Callable[[], Awaitable[bytes]]
+
+T = TypeVar("T")
 
 MODELS_PREFIX = "/v1/models/"
 AUTHORIZATION = b"authorization"
@@ -58,16 +62,17 @@ def create_app(
 
 
 class App:
-    """Lives in one event loop, as all its exchanges do."""
+    """Implements http_connection.Application. Lives in one event loop, as all its exchanges do."""
 
     def __init__(
         self, dispatcher: Dispatcher, settings: HttpSettings, metrics: RouterMetrics, places: Places, exposition: Exposition | None = None
     ) -> None:
         self._exposed = exposition
+        self.settings = settings
         self._dispatcher = dispatcher
-        self._settings = settings
         self._metrics = metrics
         self._places = places
+        self._preparing: set[asyncio.Task[None]] = set()
         self._get: Mapping[str, Handler] = {
             "/health": self._health,
             "/ready": self._ready,
@@ -81,51 +86,67 @@ class App:
             "/detokenize": self._detokenize,
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise RuntimeError(f"{scope['type']} is not served; run the server with lifespan and websockets off")
-        exchange = Exchange(scope, receive, send, self._settings.stall_s, self._settings.id_prefix)
+    # ------------------------------------------------ what connections tell
+
+    def begin(self, exchange: Exchange) -> None:
+        """What can be told from the head alone: who asks, whether there is a place, and whether the body is worth waiting for."""
         self._metrics.http_requests_open.inc()
         try:
-            await self._answered(exchange)
-        finally:
-            exchange.close()
-            self._metrics.http_requests_open.dec()
-            endpoint = self._endpoint(exchange.path)
-            self._metrics.http_requests.labels(endpoint, str(exchange.status)).inc()
-            self._metrics.request_seconds.labels(endpoint).observe(monotonic() - exchange.arrived)
+            _, methods = self._route(exchange.path)
+            if exchange.method not in methods:
+                raise MethodNotAllowed(f"{exchange.method} {exchange.path} is not possible; use {' or '.join(methods)}")
+            if exchange.path in self._post:
+                exchange.tenant = self._places.take(exchange.header(AUTHORIZATION))
+                _check_media_type(exchange)
+                self._check_declared_length(exchange)
+        except Exception as error:  # the top of a request
+            fail(exchange, error, self._metrics)
 
-    async def _answered(self, exchange: Exchange) -> None:
+    def complete(self, exchange: Exchange) -> None:
         try:
-            await self._handle(exchange)
-        except ClientLeft as error:
-            exchange.status = error.http_status
-            self._metrics.disconnects.inc()
-            log.info("request %s: %s", exchange.id, error)
-            exchange.drop()
-        except PdclusterError as error:
-            await self._fail(exchange, error)
-        except Exception:  # the top of a request: a bug of ours, which must not take the others with it
-            log.exception("request %s to %s failed", exchange.id, exchange.path)
-            await self._fail(exchange, PdclusterError(f"internal error; the server's log has it under request {exchange.id}"))
+            if exchange.is_too_large:
+                raise too_large(exchange.body_bytes, self.settings.max_body_bytes)
+            self._route(exchange.path)[0](exchange)
+        except Exception as error:  # the top of a request: a bug of ours must not take the others with it
+            fail(exchange, error, self._metrics)
 
-    async def _fail(self, exchange: Exchange, error: PdclusterError) -> None:
-        self._metrics.errors.labels(error.code).inc()
-        if exchange.started:
-            log.warning("request %s failed after its first byte: %s", exchange.id, error)
-        try:
-            await exchange.fail(error)
-        except ClientLeft as gone:
-            log.info("request %s: %s", exchange.id, gone)
-            exchange.drop()
+    def late(self, exchange: Exchange) -> None:
+        if exchange.is_too_large:
+            self.complete(exchange)
+        else:
+            fail(exchange, SlowRequest(f"the body did not arrive within {self.settings.body_s:g} s; send it faster"), self._metrics)
+
+    def stalled(self, exchange: Exchange) -> None:
+        self._leave(exchange, f"the client read nothing for {self.settings.stall_s:g} s")
+
+    def gone(self, exchange: Exchange) -> None:
+        self._leave(exchange, "the client closed the connection")
+
+    def _leave(self, exchange: Exchange, why: str) -> None:
+        if exchange.on_gone is not None:
+            exchange.on_gone(why)
+        if not exchange.finished:
+            fail(exchange, ClientLeft(why), self._metrics)
+
+    def over(self, exchange: Exchange) -> None:
+        if exchange.tenant is not None:
+            self._places.give_back(exchange.tenant)
+            exchange.tenant = None
+        self._metrics.http_requests_open.dec()
+        endpoint = self._endpoint(exchange.path)
+        self._metrics.http_requests.labels(endpoint, str(exchange.status)).inc()
+        self._metrics.request_seconds.labels(endpoint).observe(monotonic() - exchange.arrived)
+
+    def _check_declared_length(self, exchange: Exchange) -> None:
+        """A client that waits for 100-continue, or declares far too much, is answered before it sends the body."""
+        declared = exchange.headers.get(b"content-length")
+        limit = self.settings.max_body_bytes
+        if declared is None or not declared.isdigit() or int(declared) <= limit:
+            return
+        if b"expect" in exchange.headers or int(declared) > limit * DISCARD_FACTOR:
+            raise too_large(int(declared), limit)
 
     # ------------------------------------------------ routing
-
-    async def _handle(self, exchange: Exchange) -> None:
-        handler, methods = self._route(exchange.path)
-        if exchange.method not in methods:
-            raise MethodNotAllowed(f"{exchange.method} {exchange.path} is not possible; use {' or '.join(methods)}")
-        await handler(exchange)
 
     def _route(self, path: str) -> tuple[Handler, tuple[str, ...]]:
         if path in self._post:
@@ -147,75 +168,113 @@ class App:
 
     # ------------------------------------------------ generations
 
-    async def _chat(self, exchange: Exchange) -> None:
-        with self._places.taken(exchange.header(AUTHORIZATION)) as tenant:
-            request = openai.decode_chat(await self._body(exchange))
-            prepared = await prepare_chat(request, self._dispatcher, self._terms(exchange, tenant))
-            await answer(exchange, prepared, self._dispatcher, self._metrics)
+    def _chat(self, exchange: Exchange) -> None:
+        request = openai.decode_chat(exchange.body())
+        prepare = partial(prepare_chat, request, self._dispatcher, self._terms(exchange))
+        self._prepare(exchange, prepare, in_thread=is_long(request))
 
-    async def _completion(self, exchange: Exchange) -> None:
-        with self._places.taken(exchange.header(AUTHORIZATION)) as tenant:
-            request = openai.decode_completion(await self._body(exchange))
-            prepared = await prepare_completion(request, self._dispatcher, self._terms(exchange, tenant))
-            await answer(exchange, prepared, self._dispatcher, self._metrics)
+    def _completion(self, exchange: Exchange) -> None:
+        request = openai.decode_completion(exchange.body())
+        prepare = partial(prepare_completion, request, self._dispatcher, self._terms(exchange))
+        self._prepare(exchange, prepare, in_thread=is_long(request))
 
-    def _terms(self, exchange: Exchange, tenant: Tenant) -> Terms:
-        deadline_s = deadline_of(exchange.header(DEADLINE), self._settings.deadline_s)
+    def _prepare(self, exchange: Exchange, prepare: Callable[[], Prepared], *, in_thread: bool) -> None:
+        if in_thread:
+            self._later(exchange, lambda: asyncio.to_thread(prepare), lambda prepared: answer(exchange, prepared, self._dispatcher, self._metrics))
+        else:
+            answer(exchange, prepare(), self._dispatcher, self._metrics)
+
+    def _later(self, exchange: Exchange, work: Callable[[], Awaitable[T]], then: Callable[[T], None]) -> None:
+        """What takes long has a task, and mostly a thread, so that one of them does not hold up everybody's streams."""
+        task = asyncio.create_task(self._run(exchange, work, then), name=f"prepare {exchange.id}")
+        self._preparing.add(task)
+        task.add_done_callback(self._preparing.discard)
+        exchange.on_gone = task.cancel
+
+    async def _run(self, exchange: Exchange, work: Callable[[], Awaitable[T]], then: Callable[[T], None]) -> None:
+        try:
+            found = await work()
+            exchange.on_gone = None
+            then(found)
+        except Exception as error:  # the top of a task
+            fail(exchange, error, self._metrics)
+
+    def _terms(self, exchange: Exchange) -> Terms:
+        tenant = exchange.tenant
+        assert tenant is not None  # taken with the head
+        deadline_s = deadline_of(exchange.header(DEADLINE), self.settings.deadline_s)
         mode = mode_of(exchange.header(MODE))
-        return Terms(exchange.id, exchange.arrived, self._settings.max_choices, deadline_s, tenant, mode, exchange.client_id, exchange.hang_up)
-
-    async def _body(self, exchange: Exchange) -> bytes:
-        return await exchange.read_json(self._settings.max_body_bytes, self._settings.body_s)
+        return Terms(exchange.id, exchange.arrived, self.settings.max_choices, deadline_s, tenant, mode, exchange.client_id)
 
     # ------------------------------------------------ tokens
 
-    async def _tokenize(self, exchange: Exchange) -> None:
-        with self._places.taken(exchange.header(AUTHORIZATION)):
-            request = openai.decode_tokenize(await self._body(exchange))
-            model = find_model(self._dispatcher, request.model)
-            if request.prompt is not None:
-                token_ids = await encode(model.text, request.prompt, add_special_tokens=request.add_special_tokens is not False)
-            else:
-                openai.check_template_kwargs(request.chat_template_kwargs)
-                token_ids = await encode_chat(model.text, request, bool(request.add_special_tokens))
-            reply = TokenizeReply(len(token_ids), model.info.max_len, token_ids.tolist())
-            if request.return_token_strs:
-                reply.token_strs = [model.text.pieces.of(token_id).decode(errors="replace") for token_id in token_ids]
-            await exchange.reply(200, msgspec.json.encode(reply))
+    def _tokenize(self, exchange: Exchange) -> None:
+        request = openai.decode_tokenize(exchange.body())
+        work = partial(self._tokens, request)
+        if is_long(request):
+            self._later(exchange, lambda: asyncio.to_thread(work), lambda body: exchange.reply(200, body))
+        else:
+            exchange.reply(200, work())
 
-    async def _detokenize(self, exchange: Exchange) -> None:
-        with self._places.taken(exchange.header(AUTHORIZATION)):
-            request = openai.decode_detokenize(await self._body(exchange))
-            model = find_model(self._dispatcher, request.model)
-            token_ids = limits.check_token_ids(request.tokens, model.info.vocab_size, "tokens")
-            text = model.text.decode(token_ids, skip_special_tokens=bool(request.skip_special_tokens))
-            await exchange.reply(200, msgspec.json.encode(DetokenizeReply(text)))
+    def _tokens(self, request: openai.TokenizeRequest) -> bytes:
+        model = find_model(self._dispatcher, request.model)
+        if request.prompt is not None:
+            token_ids = encode(model.text, request.prompt, add_special_tokens=request.add_special_tokens is not False)
+        else:
+            openai.check_template_kwargs(request.chat_template_kwargs)
+            token_ids = encode_chat(model.text, request, bool(request.add_special_tokens))
+        reply = TokenizeReply(len(token_ids), model.info.max_len, token_ids.tolist())
+        if request.return_token_strs:
+            reply.token_strs = [model.text.pieces.of(token_id).decode(errors="replace") for token_id in token_ids]
+        return msgspec.json.encode(reply)
+
+    def _detokenize(self, exchange: Exchange) -> None:
+        request = openai.decode_detokenize(exchange.body())
+        model = find_model(self._dispatcher, request.model)
+        token_ids = limits.check_token_ids(request.tokens, model.info.vocab_size, "tokens")
+        text = model.text.decode(token_ids, skip_special_tokens=bool(request.skip_special_tokens))
+        exchange.reply(200, msgspec.json.encode(DetokenizeReply(text)))
 
     # ------------------------------------------------ state
 
-    async def _health(self, exchange: Exchange) -> None:
-        await exchange.reply(200, b'{"status":"ok"}')
+    def _health(self, exchange: Exchange) -> None:
+        exchange.reply(200, b'{"status":"ok"}')
 
-    async def _ready(self, exchange: Exchange) -> None:
+    def _ready(self, exchange: Exchange) -> None:
         if self._dispatcher.is_ready():
-            await exchange.reply(200, b'{"status":"ready"}')
+            exchange.reply(200, b'{"status":"ready"}')
         else:  # answered here: a probe that waits is no failed request
-            await exchange.fail(Unavailable("not ready: no route exists yet; it needs a prefill and a decode node, or a mixed one"))
+            answer_error(exchange, Unavailable("not ready: no route exists yet; it needs a prefill and a decode node, or a mixed one"))
 
-    async def _exposition(self, exchange: Exchange) -> None:
-        body = await self._exposed() if self._exposed is not None else generate_latest(self._metrics.registry)
-        await exchange.reply(200, body, ((b"content-type", CONTENT_TYPE_LATEST.encode()),))
+    def _exposition(self, exchange: Exchange) -> None:
+        if self._exposed is None:
+            _expose(exchange, generate_latest(self._metrics.registry))
+        else:
+            self._later(exchange, self._exposed, partial(_expose, exchange))
 
-    async def _models(self, exchange: Exchange) -> None:
+    def _models(self, exchange: Exchange) -> None:
         self._places.identify(exchange.header(AUTHORIZATION))
         reply = ModelList([_card(model) for model in self._dispatcher.models()])
-        await exchange.reply(200, msgspec.json.encode(reply))
+        exchange.reply(200, msgspec.json.encode(reply))
 
-    async def _model(self, exchange: Exchange) -> None:
+    def _model(self, exchange: Exchange) -> None:
         self._places.identify(exchange.header(AUTHORIZATION))
         model = find_model(self._dispatcher, exchange.path.removeprefix(MODELS_PREFIX))
-        await exchange.reply(200, msgspec.json.encode(_card(model.info)))
+        exchange.reply(200, msgspec.json.encode(_card(model.info)))
+
+
+def _expose(exchange: Exchange, body: bytes) -> None:
+    exchange.reply(200, body, ((b"content-type", CONTENT_TYPE_LATEST.encode()),))
 
 
 def _card(model: ModelInfo) -> ModelCard:
     return ModelCard(model.id, model.created, model.max_len)
+
+
+def _check_media_type(exchange: Exchange) -> None:
+    given = exchange.header(b"content-type")
+    if given is not None and given != "application/json" and given.partition(";")[0].strip().lower() not in ("application/json", ""):
+        raise UnsupportedMediaType(f"content-type is {given[:100]}; send JSON with content-type: application/json")
+    encoding = exchange.header(b"content-encoding")
+    if encoding not in (None, "", "identity"):
+        raise UnsupportedMediaType(f"content-encoding {encoding[:100]} is not supported; send the body uncompressed")

@@ -13,7 +13,7 @@ What may happen, and what follows (P is the prefill leg, D the decode leg):
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -42,7 +42,7 @@ from pdcluster.messages import (
 from pdcluster_router.chooser import Chooser
 from pdcluster_router.generation import Chunk, Route
 from pdcluster_router.job import Job
-from pdcluster_router.legs import FromNode, Ledger, Leg, Lost, Rewelcomed, attempt_of, error_of, refusal
+from pdcluster_router.legs import Body, Ledger, Leg, Lost, Rewelcomed, attempt_of, error_of, refusal
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.view import ClusterView, NodeView
 
@@ -121,7 +121,10 @@ class Attempt:
         self._decode_spoke = False
         self._decode_failures = 0
         self._clocks: dict[Stage, float] = {}
-        self.prefill_timings = Timings()
+        self.due = job.deadline
+        """Not later than the first clock that runs out; earlier when a clock was stopped or moved since."""
+        self._route: Route | None = None
+        self._prefill_timings = Timings()
         self.finished: Finished | None = None
         self._finished_by: Leg | None = None
         self.first_token_at: float | None = None
@@ -155,8 +158,22 @@ class Attempt:
             if leg is not None:
                 self._cluster.ledger.leave(leg)
 
+    @property
+    def prefill_timings(self) -> Timings:
+        return self._prefill_timings
+
+    def _note_timings(self, timings: Timings) -> None:
+        self._prefill_timings = timings
+        self._route = None
+
     def route(self) -> Route:
-        backend = self.prefill_timings.backend or self._ticket_backend
+        """Asked for with every token, so made anew only when some part of it is another."""
+        if self._route is None:
+            self._route = self._route_now()
+        return self._route
+
+    def _route_now(self) -> Route:
+        backend = self._prefill_timings.backend or self._ticket_backend
         if self._mode == "local":
             return Route("local", None, self._decode_node.name if self._decode_node else None, "")
         return Route(
@@ -177,7 +194,8 @@ class Attempt:
 
     def next_deadline(self) -> float:
         """The moment at which `expire` has something to do."""
-        return min((self._job.deadline, *self._clocks.values()))
+        self.due = min((self._job.deadline, *self._clocks.values()))
+        return self.due
 
     def expire(self) -> None:
         """Act on the clocks that ran out; raises RetryAttempt or DeadlineExceeded."""
@@ -208,7 +226,9 @@ class Attempt:
                 self._decode_leg_failed(errors.DeadlineExceeded(f"no token from node {name} for {self._stages.liveness_s:g} s", "liveness"))
 
     def _start_clock(self, stage: Stage, seconds: float) -> None:
-        self._clocks[stage] = self._clock() + seconds
+        self._clocks[stage] = moment = self._clock() + seconds
+        if moment < self.due:
+            self.due = moment
 
     def _stop_clocks(self, *stages: Stage) -> None:
         for stage in stages:
@@ -216,18 +236,17 @@ class Attempt:
 
     # ------------------------------------------------------------ events
 
-    def handle(self, event: FromNode) -> list[Chunk]:
-        """What the client may see because of `event`. Answers of legs that are over are ignored, and after the last token all but a report."""
-        body = event.body
-        leg = self._leg_of(event.incarnation, body)
+    def handle(self, incarnation: str, body: Body) -> Sequence[Chunk]:
+        """What the client may see because of what the node said. Answers of legs that are over are ignored, after the last token all but a report."""
+        leg = self._leg_of(incarnation, body)
         if leg is None or (self.is_done and not isinstance(body, Delivered)):
-            return []
+            return ()
         if isinstance(body, TokenRow):
             return self._on_tokens(leg, body)
         if isinstance(body, Finished):
             self.finished, self._finished_by = body, leg
             if leg is self._prefill:
-                self.prefill_timings = body.timings
+                self._note_timings(body.timings)
             if leg is self._prefill or self._mode == "local":
                 self._job.note_cached(body.timings.cached_tokens)
             return self._emit_held()
@@ -239,7 +258,7 @@ class Attempt:
             if self._decode is None and Stage.ROOM not in self._clocks:
                 self._reserve_anywhere()
         elif isinstance(body, Delivered):
-            self.prefill_timings = body.timings
+            self._note_timings(body.timings)
             self._is_delivered = True
             self._stop_clocks(Stage.TRANSFER)
             if not self.is_done and not self._decode_spoke:
@@ -253,7 +272,7 @@ class Attempt:
             self._say_again(leg)
         elif isinstance(body, Lost):
             self._on_leg_lost(leg, errors.NodeLost(f"node {leg.endpoint.node}: {body.reason}"))
-        return []
+        return ()
 
     def _leg_of(self, incarnation: str, body: object) -> Leg | None:
         if isinstance(body, Refused) and body.leg == "deliver":
@@ -264,9 +283,9 @@ class Attempt:
                 return leg
         return None
 
-    def _on_tokens(self, leg: Leg, row: TokenRow) -> list[Chunk]:
+    def _on_tokens(self, leg: Leg, row: TokenRow) -> Sequence[Chunk]:
         if not row.tokens:
-            return []  # a node says again what was lost, and nothing was
+            return ()  # a node says again what was lost, and nothing was
         self._stop_clocks(Stage.QUEUE)
         if leg is not self._prefill:
             self._decode_spoke = True
@@ -275,12 +294,12 @@ class Attempt:
             return self._emit(row)
         self._has_token = True
         if self._decode_spoke:
-            return []
+            return ()
         if not self._is_reserved:
             self._held = row
             if self._decode is None and Stage.ROOM not in self._clocks:
                 self._reserve_anywhere()  # its Scheduled was lost
-            return []
+            return ()
         self._start_transfer_clock()
         return self._emit(row)
 
@@ -289,12 +308,13 @@ class Attempt:
         if self._has_token and not self._is_delivered:
             self._start_clock(Stage.TRANSFER, self._stages.transfer_s)
 
-    def _on_reserved(self, leg: Leg, message: Reserved) -> list[Chunk]:
+    def _on_reserved(self, leg: Leg, message: Reserved) -> Sequence[Chunk]:
         if leg is not self._decode or self._prefill is None:
-            return []
+            return ()
         self._stop_clocks(Stage.HANDSHAKE)
         self._is_reserved = True
         self._ticket_backend = message.ticket.reader.adverts[0][0] if message.ticket.reader.adverts else ""
+        self._route = None
         self._ticket = message.ticket
         self._deliver(message.ticket)
         self._start_transfer_clock()
@@ -379,12 +399,12 @@ class Attempt:
         return self._chooser.choose_decode(self._job, now, self._prefill_node, self._avoid)
 
     def _wait_for_room(self, seconds: float) -> None:
-        self._decode_node = None
+        self._decode_node = self._route = None
         self._start_clock(Stage.ROOM, seconds)
 
     def _reserve(self, node: NodeView) -> None:
         assert self._prefill is not None
-        self._decode_node = node
+        self._decode_node, self._route = node, None
         self._decode = self._enter(node.endpoint, self._job.next_attempt())
         self._start_clock(Stage.HANDSHAKE, self._stages.handshake_s)
         writer = self._prefill.endpoint
@@ -421,18 +441,17 @@ class Attempt:
         except errors.NodeLost:
             return  # a node that is gone holds nothing; if it comes back, its Hello shows that we no longer wait for it
 
-    def _emit_held(self) -> list[Chunk]:
+    def _emit_held(self) -> Sequence[Chunk]:
         row, self._held = self._held, None
-        return self._emit(row) if row is not None else []
+        return self._emit(row) if row is not None else ()
 
-    def _emit(self, row: TokenRow) -> list[Chunk]:
+    def _emit(self, row: TokenRow) -> Sequence[Chunk]:
         """The part of `row` (and of rows that came early) that continues the stream; what was emitted before is dropped."""
+        if not self._early and row.position <= len(self._job.emitted):
+            chunk = self._continue(row)
+            return () if chunk is None else (chunk,)
         self._early.append(row)
-        chunks: list[Chunk] = []
-        for early in sorted(self._early, key=lambda r: r.position):
-            chunk = self._continue(early)
-            if chunk is not None:
-                chunks.append(chunk)
+        chunks = [chunk for early in sorted(self._early, key=lambda r: r.position) if (chunk := self._continue(early)) is not None]
         self._early = [r for r in self._early if r.position > len(self._job.emitted)]
         return chunks
 
@@ -441,7 +460,7 @@ class Attempt:
         seen = emitted - row.position
         if seen < 0 or seen >= len(row.tokens):
             return None
-        tokens = row.tokens[seen:]
+        tokens = row.tokens[seen:] if seen else row.tokens
         self._job.emitted.extend(tokens)
         self._note_times(emitted)
         for leg in (self._prefill, self._decode):

@@ -9,14 +9,17 @@ import asyncio
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import monotonic
+
+import msgspec
 
 from pdcluster.api.choice import ChoiceText, Piece, Token
 from pdcluster.api.detokenize import Detokenizer
 from pdcluster.errors import IntegrityError
 from pdcluster.messages import TokenLogprobs
 from pdcluster_router.generation import Chunk, Dispatcher, Done, Generation, Route, Timeline
+from pdcluster_router.streaming import events_of
 
 FINISH_REASONS = {"stop": "stop", "eos": "stop", "length": "length"}
 
@@ -75,23 +78,26 @@ class Choice:
 
 async def pieces_of(choice: Choice, dispatcher: Dispatcher) -> AsyncGenerator[Piece, None]:
     """Ends with the piece whose `finish` is set; closing it early, or a stop string, closes the generation."""
-    async with aclosing(dispatcher.generate(choice.generation)) as events:
+    async with aclosing(events_of(dispatcher, choice.generation)) as events:
         async for event in events:
-            if choice.finish is not None:
-                raise IntegrityError(f"the generation of {choice.generation.request} went on after its end")
-            if isinstance(event, Done):
-                yield _finished(choice, event)
-                continue  # to the generator's own end: closing it now would look like a cancel
-            piece = _advance(choice, event)
-            choice.clock.tick(choice.text.num_tokens)
+            yield advance(choice, event)
             if choice.text.stopped:
-                _finish(choice, piece, "stop")
-                choice.timeline = choice.clock.timeline(choice.text.num_tokens)
-                yield piece
                 return
-            yield piece
-    if choice.finish is None:
-        raise IntegrityError(f"the generation of {choice.generation.request} ended without saying how")
+
+
+def advance(choice: Choice, event: Chunk | Done) -> Piece:
+    """What an event of its generation adds to the choice. `choice.finish` is set with its last piece; a stop string may set it before the generation
+    ended: it is cancelled then."""
+    if choice.finish is not None:
+        raise IntegrityError(f"the generation of {choice.generation.request} went on after its end")
+    if isinstance(event, Done):
+        return _finished(choice, event)
+    piece = _advance(choice, event)
+    choice.clock.tick(choice.text.num_tokens)
+    if choice.text.stopped:
+        _finish(choice, piece, "stop")
+        choice.timeline = choice.clock.timeline(choice.text.num_tokens)
+    return piece
 
 
 def _advance(choice: Choice, chunk: Chunk) -> Piece:
@@ -148,7 +154,7 @@ def _with_clock(timeline: Timeline, clock: Clock) -> Timeline:
     """The dispatcher's own times where it gives them, ours where it does not."""
     first = clock.since_start(clock.first) if timeline.ttft_s is None else timeline.ttft_s
     second = clock.since_start(clock.second) if timeline.ttst_s is None else timeline.ttst_s
-    return replace(timeline, ttft_s=first, ttst_s=second)
+    return msgspec.structs.replace(timeline, ttft_s=first, ttst_s=second)
 
 
 def _finish(choice: Choice, piece: Piece, reason: str) -> None:

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
 
-from pdcluster.errors import PdclusterError
 from pdcluster.messages import HASH_BYTES
 from pdcluster.metrics import ExplainMetrics
 from pdcluster_router.chooser import Decision
@@ -196,24 +194,25 @@ class Explainer:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    @contextmanager
-    def entered(self, request: str, standing: Standing, now: float, client_id: str = "") -> Iterator[Record]:
-        """A record for as long as the block runs; how it ends is noted."""
+    def open(self, request: str, standing: Standing, now: float, client_id: str = "") -> Record:
+        """A record, until `close`. client_id: what its client calls it, "" for nothing."""
         record = Record(self, Explanation(request, self._wall(), standing.tenant, standing.priority, [], client_id=client_id), now)
         self._open[request] = record
         if client_id:
             self._by_client.setdefault(client_id, {})[request] = None
             self._client_of[request] = client_id
-        error: str | None = "cancelled"  # also when the block is closed from outside
-        try:
-            yield record
-            error = None
-        except PdclusterError as failure:
-            error = failure.code
-            raise
-        finally:
-            del self._open[request]
-            self._close(record.end(error))
+        return record
+
+    def close(self, record: Record, error: str | None) -> None:
+        """error: the code of the error that it ended with, None for a good end."""
+        explanation = record.end(error)
+        del self._open[explanation.request]
+        judged = explanation.hindsight
+        if judged is not None:
+            self._metrics.judged(judged.error_s, judged.regret_s)
+        if judged is not None and judged.hit is not None:
+            self._metrics.hits(judged.hit.achieved, judged.hit.reachable, judged.hit.ideal)
+        self._keep(explanation.request, self._encoder.encode(explanation))
 
     # ------------------------------------------------------------ what operators ask
 
@@ -280,14 +279,6 @@ class Explainer:
             ttft_s=self._headroom.ttft_s(candidate.node, query) if is_first else None,
             rejected_by=candidate.rejected_by,
         )
-
-    def _close(self, explanation: Explanation) -> None:
-        judged = explanation.hindsight
-        if judged is not None:
-            self._metrics.judged(judged.error_s, judged.regret_s)
-        if judged is not None and judged.hit is not None:
-            self._metrics.hits(judged.hit.achieved, judged.hit.reachable, judged.hit.ideal)
-        self._keep(explanation.request, self._encoder.encode(explanation))
 
     def _keep(self, request: str, encoded: bytes) -> None:
         self._num_bytes -= len(self._ended.pop(request, b""))

@@ -2,19 +2,22 @@
 
 Plain values. Nothing here knows HTTP, JSON, sockets or how a pair of nodes is chosen.
 
-The contract of `Dispatcher.generate`:
-  1. The first event is a Chunk and carries the route that was known when the first token came; the last event is a Done.
+The contract of `Dispatcher.start`, whose Sink hears of the generation as it goes, without a task or a queue between:
+  1. First `on_chunk`, with the route that was known when the first token came; last `on_done`.
   2. Chunks come strictly by position, each output token once, whatever attempts ran behind them.
-  3. Failure is an exception of `errors`, before or after the first Chunk; nothing comes after it.
-  4. `aclose()` before the end, or cancelling the task that waits in it, cancels the request on both legs.
+  3. Failure is `on_error`, with an error of `errors` unless there is a bug, before or after the first Chunk; nothing comes after it.
+  4. The sink may be called before `start` returns. `Running.cancel` cancels the request on both legs; the sink hears nothing more.
+
+`streaming.events_of` makes the same a stream of events, for who prefers to wait for them.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
 
 from pdcluster.messages import FinishReason, Sampling, TokenLogprobs
 
@@ -26,8 +29,7 @@ Force = Literal["auto", "remote", "local"]
 HangUp = Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """In whose name a request runs and how urgent it is. priority: lower goes first."""
 
     tenant: str = ""
@@ -38,8 +40,7 @@ class Standing:
 ANYBODY = Standing()
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(msgspec.Struct, frozen=True):
     """One choice of one API request, ready to run.
 
     request: id, unique per choice; token_ids: the prompt, array('i'); deadline_s: seconds the caller gives it;
@@ -61,8 +62,7 @@ class Generation:
     hang_up: HangUp | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """Where a request runs: mode local has no prefill leg of its own, so `prefill` is None there; backend names the transfer ("" for none)."""
 
     mode: Mode
@@ -71,8 +71,7 @@ class Route:
     backend: str
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
+class Timeline(msgspec.Struct, frozen=True):
     """Seconds of one request's life, as far as they are known; None where there is no such moment (no second token)."""
 
     queue_s: float = 0.0
@@ -87,8 +86,7 @@ class Timeline:
     pulled_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """New output tokens, the first of them at `position`. prompt_logprobs come with the first chunk, one per prompt token but the first."""
 
     position: int
@@ -98,8 +96,7 @@ class Chunk:
     route: Route
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(msgspec.Struct, frozen=True):
     """The end of a generation that went well. stop_token: the id that ended it, if one did (it is among the emitted tokens)."""
 
     reason: FinishReason
@@ -110,8 +107,7 @@ class Done:
     timeline: Timeline
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
+class ModelInfo(msgspec.Struct, frozen=True):
     """What the router knows of a model that some node serves. created: Unix seconds; max_len: prompt and output tokens together."""
 
     id: str
@@ -121,9 +117,25 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
 
 
+class Sink(Protocol):
+    """Whoever wants the tokens. Called in the router's event loop; it neither blocks nor raises."""
+
+    def on_chunk(self, chunk: Chunk) -> None: ...
+
+    def on_done(self, done: Done) -> None: ...
+
+    def on_error(self, error: Exception) -> None: ...
+
+
+class Running(Protocol):
+    def cancel(self, reason: str) -> None:
+        """End it on the nodes; nobody wants its tokens any more. Idempotent, also after its end."""
+        ...
+
+
 class Dispatcher(Protocol):
-    def generate(self, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
-        """Run it; see the module's contract. Raises subclasses of errors.PdclusterError."""
+    def start(self, generation: Generation, sink: Sink) -> Running:
+        """Run it; see the module's contract. What keeps it from running at all is told to the sink, too."""
         ...
 
     def models(self) -> Sequence[ModelInfo]:

@@ -32,7 +32,7 @@ from pdcluster_router.answer import record, route_report, usage_of
 from pdcluster_router.choices import Choice, merge, pieces_of
 from pdcluster_router.generation import Dispatcher
 from pdcluster_router.places import Places
-from pdcluster_router.prepare import MANY_MESSAGES, Prepared, Terms, find_model, mode_of, prepare_chat, prepare_completion
+from pdcluster_router.prepare import MANY_MESSAGES, Prepared, Terms, find_model, is_long, mode_of, prepare_chat, prepare_completion
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +112,10 @@ class Inference(stubs.InferenceServicer):
         convert_it = partial(convert.request_from_proto, request, find_model(self._dispatcher, request.model or None).info.id)
         asked = await asyncio.to_thread(convert_it) if len(request.chat.messages) > MANY_MESSAGES else convert_it()
         if isinstance(asked, ChatRequest):
-            return await prepare_chat(asked, self._dispatcher, terms)
-        return await prepare_completion(asked, self._dispatcher, terms)
+            prepare = partial(prepare_chat, asked, self._dispatcher, terms)
+        else:
+            prepare = partial(prepare_completion, asked, self._dispatcher, terms)
+        return await asyncio.to_thread(prepare) if is_long(asked) else prepare()
 
     async def _stream(
         self, prepared: Prepared, pieces: AsyncGenerator[tuple[int, Piece], None], context: grpc.aio.ServicerContext, reader: _Reader

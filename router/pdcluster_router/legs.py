@@ -1,4 +1,4 @@
-"""Where requests run right now: the router's own ledger of legs, and the inbox through which nodes answer a request.
+"""Where requests run right now: the router's own ledger of legs, and who reads what nodes answer to a request.
 
 One Leg is one attempt of one request on one boot of one node. The ledger gives a node's in-flight count to the view, tells a reconnecting
 link what is still open there, and tells every request behind a lost node that it was lost. Owned by the router's event loop.
@@ -7,11 +7,11 @@ link what is still open there, and tells every request behind a lost node that i
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdcluster import errors
 from pdcluster.messages import Delivered, Endpoint, Failed, Finished, Message, Refused, Reserved, Scheduled, TokenRow
-from pdcluster_router.inbox import Inbox
 from pdcluster_router.pending import PendingWork
 
 
@@ -41,19 +41,14 @@ class Rewelcomed:
 Body = Message | TokenRow | Lost | Rewelcomed
 
 
-@dataclass(frozen=True, slots=True)
-class FromNode:
-    incarnation: str
-    body: Body
-
-
-Letters = Inbox[FromNode]
+Read = Callable[[str, Body], None]
+"""Takes what a node, named by its incarnation, says of a request. It may be called while the reader itself sends something."""
 
 
 class Ledger:
     def __init__(self) -> None:
         self._legs: defaultdict[str, dict[str, Leg]] = defaultdict(dict)
-        self._inboxes: dict[str, Letters] = {}
+        self._readers: dict[str, Read] = {}
         self.pending = PendingWork()
         self._changed: set[str] = set()
 
@@ -64,16 +59,13 @@ class Ledger:
         self.pending.changed.clear()
         return changed
 
-    def open_inbox(self, request: str) -> Letters:
-        """The queue of one request; bounded in effect by its max_tokens, because nodes send each token once."""
-        inbox: Letters = Inbox()
-        self._inboxes[request] = inbox
-        return inbox
+    def open(self, request: str, read: Read) -> None:
+        """What nodes answer to this request goes to `read`, until `close`."""
+        self._readers[request] = read
 
-    def close_inbox(self, request: str) -> None:
-        inbox = self._inboxes.pop(request, None)
-        if inbox is not None:
-            inbox.close()
+    def close(self, request: str) -> None:
+        """Idempotent."""
+        self._readers.pop(request, None)
 
     def enter(self, leg: Leg) -> None:
         self._legs[leg.endpoint.incarnation][leg.request] = leg
@@ -94,7 +86,7 @@ class Ledger:
         return len(self._legs.get(incarnation, ()))
 
     def num_requests(self) -> int:
-        return len(self._inboxes)
+        return len(self._readers)
 
     def open_attempts(self, incarnation: str) -> tuple[tuple[str, int, int], ...]:
         """What a Hello to this node says is open: (request, attempt, next position)."""
@@ -102,10 +94,10 @@ class Ledger:
 
     def deliver(self, request: str, incarnation: str, body: Body) -> bool:
         """False when nobody waits for it (any more): a late frame of a request that ended."""
-        inbox = self._inboxes.get(request)
-        if inbox is None:
+        read = self._readers.get(request)
+        if read is None:
             return False
-        inbox.put(FromNode(incarnation, body))
+        read(incarnation, body)
         return True
 
     def rewelcome(self, incarnation: str) -> None:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -67,8 +68,7 @@ class Models:
         self._find(model)
         for card in self._nodes.cards():
             if card.model == model:
-                root = chain_root(block_tokens=card.hash_block_tokens, salt=salt, weights=card.weights)
-                return HashChain(root, card.hash_block_tokens)
+                return _chain(card.hash_block_tokens, salt, card.weights)
         raise Unavailable(f"no node that serves {model} is connected now; retry later")
 
     def _find(self, model: str) -> Loaded:
@@ -123,3 +123,9 @@ class Models:
                 return bytes(data)
             if not chunk.data:
                 raise ModelError(f"{name}: the node stopped at {len(data)} of {chunk.total_bytes} bytes; pass --tokenizer DIR instead")
+
+
+@lru_cache(maxsize=1024)
+def _chain(block_tokens: int, salt: bytes, weights: str) -> HashChain:
+    """Asked for with every request, and mostly the same."""
+    return HashChain(chain_root(block_tokens=block_tokens, salt=salt, weights=weights), block_tokens)

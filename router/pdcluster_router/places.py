@@ -27,16 +27,24 @@ class Places:
         """Raises Unauthorized."""
         return self._tenants.identify(authorization)
 
-    @contextmanager
-    def taken(self, authorization: str | None = None) -> Iterator[Tenant]:
-        """One place while the block runs, for the tenant with that key; raises Unauthorized, and Overloaded when there is none."""
+    def take(self, authorization: str | None = None) -> Tenant:
+        """One place for the tenant with that key, until `give_back`; raises Unauthorized, and Overloaded when there is none."""
         tenant = self.identify(authorization)
         self._check(tenant)
         self._shares.take(tenant.name)
+        return tenant
+
+    def give_back(self, tenant: Tenant) -> None:
+        self._shares.give_back(tenant.name)
+
+    @contextmanager
+    def taken(self, authorization: str | None = None) -> Iterator[Tenant]:
+        """One place while the block runs."""
+        tenant = self.take(authorization)
         try:
             yield tenant
         finally:
-            self._shares.give_back(tenant.name)
+            self.give_back(tenant)
 
     def _check(self, tenant: Tenant) -> None:
         own = self._shares.taken_by(tenant.name)

@@ -1,18 +1,16 @@
 """From a checked request to its choices, ready to run: template, tokens, lengths, seeds, one Generation per choice.
 
-Long prompts are tokenized in a thread, so that one of them does not hold up everybody's streams.
+Long prompts (`is_long`) take long: whoever prepares them does so in a thread, so that one of them does not hold up everybody's streams.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
 import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import msgspec
@@ -35,7 +33,7 @@ from pdcluster_router.tenants import ANYBODY, Tenant
 SEED_BITS = 63
 
 MANY_MESSAGES = 256
-"""As many as a body may hold take a third of a second to check and seconds to render: beyond these it is done in a thread."""
+"""As many as a body may hold take a third of a second to check and seconds to render."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +114,30 @@ def find_model(dispatcher: Dispatcher, name: str | None) -> Model:
     raise UnknownModel(f"model {name[:200] if name else name!r} is not served here{closest(name or '', known)}; served: {', '.join(known)}", "model")
 
 
-async def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
+def is_long(request: openai.ChatRequest | openai.CompletionRequest | openai.TokenizeRequest) -> bool:
+    """Whether it takes so long to render and tokenize that a thread is worth its price. Token ids are nothing to tokenize."""
+    prompt = None if isinstance(request, openai.ChatRequest) else request.prompt
+    if isinstance(prompt, str):
+        return len(prompt) > SHORT_CHARACTERS
+    if isinstance(prompt, list):
+        if prompt and not isinstance(prompt[0], str):
+            return False  # one kind in a list, or it is refused
+        return sum(len(part) for part in prompt if isinstance(part, str)) > SHORT_CHARACTERS
+    messages = None if isinstance(request, openai.CompletionRequest) else request.messages
+    return messages is not None and (len(messages) > MANY_MESSAGES or sum(map(_num_characters, messages)) > SHORT_CHARACTERS)
+
+
+def _num_characters(message: openai.ChatMessage) -> int:
+    content = message.content
+    if isinstance(content, list):
+        return sum(len(part.text or "") for part in content)
+    return len(content or "") + sum(len(call.function.arguments) for call in message.tool_calls or ())
+
+
+def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
     model = find_model(dispatcher, request.model)
     openai.check_template_kwargs(request.chat_template_kwargs)
-    token_ids = await encode_chat(model.text, request, bool(request.add_special_tokens))
+    token_ids = encode_chat(model.text, request, bool(request.add_special_tokens))
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     limits.check_prompt(len(token_ids), model.limits, "messages")
@@ -130,7 +148,7 @@ async def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, term
     return build.prepared([Prompt(token_ids)], [sampling], ChatFormat(head))
 
 
-async def prepare_completion(request: openai.CompletionRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
+def prepare_completion(request: openai.CompletionRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
     model = find_model(dispatcher, request.model)
     build = _Builder(request, model, terms, at_start=False)
     given = openai.prompts_of(request)
@@ -138,7 +156,7 @@ async def prepare_completion(request: openai.CompletionRequest, dispatcher: Disp
     prompts, samplings = [], []
     for index, prompt in enumerate(given):
         param = "prompt" if len(given) == 1 else f"prompt[{index}]"
-        prompts.append(await _encode_prompt(prompt, request, model, param))
+        prompts.append(_encode_prompt(prompt, request, model, param))
         num_prompt = len(prompts[-1].token_ids)
         limits.check_prompt(num_prompt, model.limits, param)
         max_tokens = limits.output_tokens(request.max_tokens, limits.DEFAULT_COMPLETION_TOKENS, num_prompt, model.limits, "max_tokens")
@@ -147,36 +165,27 @@ async def prepare_completion(request: openai.CompletionRequest, dispatcher: Disp
     return build.prepared(prompts, samplings, CompletionFormat(head))
 
 
-async def encode_chat(text: TextModel, request: openai.ChatRequest | openai.TokenizeRequest, add_special_tokens: bool) -> array[int]:
+def encode_chat(text: TextModel, request: openai.ChatRequest | openai.TokenizeRequest, add_special_tokens: bool) -> array[int]:
     """The template writes the special tokens itself, so none are added unless the request insists."""
-    given = request.messages or []
-    is_long = len(given) > MANY_MESSAGES
-    messages: Sequence[Message] = await asyncio.to_thread(openai.messages_of, given) if is_long else openai.messages_of(given)
+    messages: Sequence[Message] = openai.messages_of(request.messages or [])
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise BadRequest("add_generation_prompt and continue_final_message contradict each other; set one of them", "continue_final_message")
     generation_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     kwargs = request.chat_template_kwargs
-    render = partial(text.render_chat, messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=kwargs)
-    rendered = await asyncio.to_thread(render) if is_long else render()
-    if add_special_tokens:
-        return await encode(text, rendered, add_special_tokens=True)
-    if len(rendered) <= SHORT_CHARACTERS:
-        return text.encode_chat(rendered)
-    return await asyncio.to_thread(text.encode_chat, rendered)
+    rendered = text.render_chat(messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=kwargs)
+    return text.encode(rendered, add_special_tokens=True) if add_special_tokens else text.encode_chat(rendered)
 
 
-async def encode(text: TextModel, prompt: str, *, add_special_tokens: bool) -> array[int]:
-    if len(prompt) <= SHORT_CHARACTERS:
-        return text.encode(prompt, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(text.encode, prompt, add_special_tokens=add_special_tokens)
+def encode(text: TextModel, prompt: str, *, add_special_tokens: bool) -> array[int]:
+    return text.encode(prompt, add_special_tokens=add_special_tokens)
 
 
-async def _encode_prompt(prompt: str | list[int], request: openai.CompletionRequest, model: Model, param: str) -> Prompt:
+def _encode_prompt(prompt: str | list[int], request: openai.CompletionRequest, model: Model, param: str) -> Prompt:
     if isinstance(prompt, str):
         if not prompt:
             raise BadRequest(f"{param} is empty; send at least one character", param)
-        token_ids = await encode(model.text, prompt, add_special_tokens=request.add_special_tokens is not False)
+        token_ids = encode(model.text, prompt, add_special_tokens=request.add_special_tokens is not False)
         return Prompt(token_ids, prompt if request.echo else None)
     limits.check_prompt(len(prompt), model.limits, param)  # before looking at what may be millions of ids
     token_ids = limits.check_token_ids(prompt, model.info.vocab_size, param)

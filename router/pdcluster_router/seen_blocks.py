@@ -13,15 +13,31 @@ from pdcluster.messages import HASH_BYTES
 TABLE_BLOCKS = 1 << 20
 """8 MiB; 33 million tokens in blocks of 32."""
 
+FEW_BLOCKS = 24
+
 
 class SeenBlocks:
     """Owned by one thread."""
 
     def __init__(self, num_blocks: int = TABLE_BLOCKS) -> None:
         self._table = np.zeros(num_blocks, dtype=np.uint64)
+        self._places = self._table.data
+        """The same memory, for chains so short that calling numpy costs more than what it does."""
 
     def note(self, hashes: bytes) -> int:
         """Leading blocks of the chain that were seen before; from now on all of them are."""
+        return self._note_few(hashes) if len(hashes) <= FEW_BLOCKS * HASH_BYTES else self._note_many(hashes)
+
+    def _note_few(self, hashes: bytes) -> int:
+        places, num_places, num_seen, is_known = self._places, len(self._places), 0, True
+        for word in memoryview(hashes).cast("Q")[:: HASH_BYTES // 8].tolist():
+            place = word % num_places
+            is_known = is_known and places[place] == word
+            num_seen += is_known
+            places[place] = word
+        return num_seen
+
+    def _note_many(self, hashes: bytes) -> int:
         words = np.frombuffer(hashes, dtype=np.uint64)[:: HASH_BYTES // 8]
         if not len(words):
             return 0

@@ -1,47 +1,24 @@
-"""Runs the HTTP application under uvicorn in the caller's event loop. Signals and flags are the caller's."""
+"""Listens for HTTP in the caller's event loop, looks after the deadlines of connections, and drains them. Signals and flags are the caller's."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from time import monotonic
 
-import uvicorn
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdcluster.config import RouterConfig
 from pdcluster.errors import ConfigError
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.app import App, HttpSettings
-from pdcluster_router.asgi import ABORT
+from pdcluster_router.http_connection import Connection, Connections, LineLimits
 
 BACKLOG = 2048
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to whoever owns the process, and says when it is up."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.up = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.up.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _Protocol(HttpToolsProtocol):
-    """Lets the application close a connection whose client does not read: uvicorn's own way waits until it has read everything."""
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["extensions"] = {ABORT: {"call": self.transport.abort}}
+SWEEP_S = 0.1
+"""How late a connection's deadline may be seen."""
 
 
 def http_settings(config: RouterConfig) -> HttpSettings:
@@ -61,37 +38,47 @@ async def listening(app: App, address: str, *, drain_s: float, is_port_shared: b
     """Serves while the block runs and gives HOST:PORT (the real port, when 0 was asked for). Leaving it takes no new connections, lets open
     requests finish for at most drain_s, then cancels them. is_port_shared: other workers of this router listen there, too."""
     bound = _bind(address, is_port_shared=is_port_shared)
-    config = uvicorn.Config(
-        app,
-        loop="none",
-        http=_Protocol,
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(1, round(drain_s)),
-    )
-    server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[bound]), name="http")
+    own = app.settings
+    limits = LineLimits(own.max_body_bytes, own.body_s, own.stall_s, id_prefix=own.id_prefix)
+    connections = Connections()
+    server = await asyncio.get_running_loop().create_server(lambda: Connection(app, limits, connections), sock=bound, backlog=BACKLOG)
+    sweeper = asyncio.create_task(_sweep(connections), name="http deadlines")
     try:
-        await server.up.wait()
         host, port = bound.getsockname()[:2]
         yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     finally:
-        server.should_exit = True
-        await task
+        server.close()
+        await _drain(connections, drain_s)
+        sweeper.cancel()
+        await asyncio.gather(sweeper, return_exceptions=True)
         bound.close()
+
+
+async def _sweep(connections: Connections) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        now = monotonic()
+        for connection in [connection for connection in connections if connection.deadline <= now]:
+            connection.expire()
+
+
+async def _drain(connections: Connections, drain_s: float) -> None:
+    for connection in list(connections):
+        connection.drain()
+    try:
+        async with asyncio.timeout(drain_s):
+            await connections.wait_until_none()
+    except TimeoutError:
+        for connection in list(connections):
+            connection.abort()
+        await connections.wait_until_none()  # the loop tells them in its next turn
 
 
 def _bind(address: str, *, is_port_shared: bool) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio switches Nagle's algorithm off only where the socket says TCP; with it, head and body of every answer are 40 ms apart.
+    # asyncio switches Nagle's algorithm off only where the socket says TCP; with it, events of one answer may be 40 ms apart.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if is_port_shared:

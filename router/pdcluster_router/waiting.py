@@ -1,4 +1,4 @@
-"""Requests that wait at the gate, as coroutines: a thin asyncio adapter over `gate`. Who goes when is decided there.
+"""Requests that wait at the gate, each with the function that hears when it may go: a thin asyncio adapter over `gate`, which decides who goes when.
 
 One task, alive only while requests wait, offers places whenever it is poked (a node reported, a request ended) and when a wait is over; and now and
 then besides, because a node that asked to be left alone for a while does not say when the while is over. It releases one request at a time and lets
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from pdcluster import errors
@@ -22,6 +23,16 @@ logger = logging.getLogger(__name__)
 
 Decide = Callable[[float], Decision]
 """What the policy would do with one request, at a moment."""
+
+Answer = Callable[[Decision | errors.PdclusterError], None]
+"""Hears where a request that waited goes, or why it cannot go anywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    decide: Decide
+    answer: Answer
+    since: float
 
 
 class Nodes(Protocol):
@@ -40,8 +51,7 @@ class Waiting:
         self._metrics = metrics
         self._clock = clock
         self._tick_s = tick_s
-        self._deciders: dict[str, Decide] = {}
-        self._places: dict[str, asyncio.Future[Decision]] = {}
+        self._waiters: dict[str, Waiter] = {}
         self._poked = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
 
@@ -51,7 +61,7 @@ class Waiting:
 
     def poke(self) -> None:
         """Something may have freed."""
-        if self._places:
+        if self._waiters:
             self._poked.set()
 
     async def follow(self, nodes: Nodes) -> None:
@@ -60,40 +70,34 @@ class Waiting:
             await nodes.wait_for_change(nodes.version)
             self.poke()
 
-    async def place(self, held: Held, decide: Decide) -> Decision:
-        """Where the request goes, at once or when it is its turn. Raises Overloaded, Unavailable, BadRequest or DeadlineExceeded; cancelling it
-        gives up the place in the queue at once."""
+    def place(self, held: Held, decide: Decide, answer: Answer) -> Decision | None:
+        """Where the request goes at once; None: it waits, and `answer` hears of it when it is its turn, unless it leaves before. Raises Overloaded,
+        Unavailable, BadRequest or DeadlineExceeded."""
         now = self._clock()
         try:
             decision = self._gate.knock(held, lambda _: decide(now), now)
-            if decision is not None:
-                return decision
-            return await self._wait(held, decide)
         except errors.Overloaded as error:
             self._metrics.refused(error.reason, held.tenant)
             raise
-
-    async def _wait(self, held: Held, decide: Decide) -> Decision:
-        started = self._clock()
-        place: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
-        self._deciders[held.request], self._places[held.request] = decide, place
-        self._metrics.held.set(self.num_held)
-        outcome = "left"
-        try:
-            self._keep_pumping()
-            decision = await place
-            outcome = "placed"
-            return decision
-        except errors.PdclusterError:
-            outcome = "refused"
-            raise
-        finally:
-            del self._deciders[held.request], self._places[held.request]
-            self._gate.leave(held.request, self._clock())
-            if outcome == "left":
-                self.poke()  # it may have been given a place that it does not use
+        if decision is None:
+            self._waiters[held.request] = Waiter(decide, answer, now)
             self._metrics.held.set(self.num_held)
-            self._metrics.wait_seconds.labels(outcome).observe(self._clock() - started)
+            self._keep_pumping()
+        return decision
+
+    def leave(self, request: str) -> None:
+        """Its client left: the place in the queue is given up at once. Idempotent."""
+        if request in self._waiters:
+            self._gone(request, "left")
+            self.poke()
+
+    def _gone(self, request: str, outcome: str) -> Waiter:
+        waiter = self._waiters.pop(request)
+        now = self._clock()
+        self._gate.leave(request, now)
+        self._metrics.held.set(self.num_held)
+        self._metrics.wait_seconds.labels(outcome).observe(now - waiter.since)
+        return waiter
 
     # ------------------------------------------------------------ the pump
 
@@ -104,36 +108,36 @@ class Waiting:
 
     async def _run(self) -> None:
         try:
-            while self._places:
+            while self._waiters:
                 self._poked.clear()
                 await self._release_all()
-                if self._places:
+                if self._waiters:
                     await self._pause()
         except Exception as error:  # the top of this task: a bug of ours, which everyone who waits must hear of
             logger.exception("the hold queue failed")
-            for place in self._places.values():
-                if not place.done():
-                    place.set_exception(errors.PdclusterError(f"internal error in the hold queue: {error}"))
+            for request in list(self._waiters):
+                self._gone(request, "refused").answer(errors.PdclusterError(f"internal error in the hold queue: {error}"))
 
     async def _release_all(self) -> None:
         for late in self._gate.expire(self._clock()):
             self._tell(late)
         while self.num_held:
             now = self._clock()
-            released = self._gate.release(lambda held, now=now: self._deciders[held.request](now), now)  # type: ignore[misc]
+            released = self._gate.release(lambda held, now=now: self._waiters[held.request].decide(now), now)  # type: ignore[misc]
             if not released:
                 return
             self._tell(released[0])
-            await asyncio.sleep(0)  # it starts now: its future's callbacks run before this task does
+            await asyncio.sleep(0)  # it has started; others may want to do something, too
 
     def _tell(self, released: Released) -> None:
-        place = self._places[released.held.request]
-        if place.done():
-            return  # it was cancelled, and its coroutine has not run yet
-        if released.error is not None:
-            place.set_exception(released.error)
-        elif released.decision is not None:
-            place.set_result(released.decision)
+        request = released.held.request
+        if released.error is None:
+            assert released.decision is not None
+            self._gone(request, "placed").answer(released.decision)
+            return
+        if isinstance(released.error, errors.Overloaded):
+            self._metrics.refused(released.error.reason, released.held.tenant)
+        self._gone(request, "refused").answer(released.error)
 
     async def _pause(self) -> None:
         moment = self._gate.queue.next_expiry()

@@ -21,6 +21,7 @@ LEVELS: dict[str, float] = {
     "pdcluster.flags": 1.5,
     "pdcluster.log": 1.5,
     "pdcluster.metrics": 1.5,
+    "pdcluster.tally": 1,
     "pdcluster.ready": 1.5,
     "pdcluster.api": 1.5,
     # 2: pure logic, no torch and no I/O

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from pdcluster.api.text import TextModel
 from pdcluster.errors import PdclusterError, UnknownModel
 from pdcluster.messages import FinishReason, TokenLogprobs
 from pdcluster_router.app import HttpSettings, create_app
-from pdcluster_router.generation import Chunk, Done, Generation, ModelInfo, Route, Timeline
+from pdcluster_router.generation import Chunk, Done, Generation, ModelInfo, Route, Sink, Timeline
 from pdcluster_router.places import Places
 from pdcluster_router.server import listening, router_metrics
 from tests.unit.api.tiny_tokenizers import byte_level_files
@@ -53,6 +53,27 @@ def logprobs_of(token_id: int, wanted: int) -> TokenLogprobs:
     return TokenLogprobs(-0.5, others, tuple(-0.5 - distance for distance in range(wanted)))
 
 
+class Played:
+    """Implements generation.Running: tells a sink what a stream of events says, in a task of its own."""
+
+    def __init__(self, events: AsyncGenerator[Chunk | Done, None], sink: Sink) -> None:
+        self._task = asyncio.create_task(self._tell(events, sink))
+
+    def cancel(self, reason: str) -> None:
+        self._task.cancel()
+
+    async def _tell(self, events: AsyncGenerator[Chunk | Done, None], sink: Sink) -> None:
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, Done):
+                        sink.on_done(event)
+                    else:
+                        sink.on_chunk(event)
+        except Exception as error:
+            sink.on_error(error)
+
+
 @dataclass
 class ScriptedDispatcher:
     script: Callable[[Generation], Iterable[Step]] = lambda _: says("hello world")
@@ -63,6 +84,9 @@ class ScriptedDispatcher:
     started: list[Generation] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+
+    def start(self, generation: Generation, sink: Sink) -> Played:
+        return Played(self.generate(generation), sink)
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
         self.started.append(generation)

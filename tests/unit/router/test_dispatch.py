@@ -13,10 +13,11 @@ from pdcluster import errors
 from pdcluster import messages as m
 from pdcluster.kv.hashing import block_hashes, chain_root
 from pdcluster_router.attempt import RetryAttempt, StageDeadlines
-from pdcluster_router.dispatch import Dispatch, DispatchSettings, RetryBudget
+from pdcluster_router.dispatch import Dispatch, DispatchSettings
 from pdcluster_router.generation import Chunk, Done, Generation
 from pdcluster_router.job import HashChain, Job
 from pdcluster_router.policy.base import Force
+from pdcluster_router.retries import RetryBudget
 
 
 class NoModels:
@@ -384,9 +385,9 @@ async def test_a_policy_with_a_bug_answers_its_request_and_no_other() -> None:
             raise ZeroDivisionError("a bug of the policy's author")
 
     *_, dispatch = make_pair()
-    works, dispatch._chooser.holder.live = dispatch._chooser.holder.live, Broken()
+    works, dispatch._shared.chooser.holder.live = dispatch._shared.chooser.holder.live, Broken()
     with pytest.raises(errors.PdclusterError, match="routing policy failed"):
         await collect(dispatch, make_generation())
-    dispatch._chooser.holder.live = works
+    dispatch._shared.chooser.holder.live = works
     tokens, _ = await collect(dispatch, make_generation("r2"))
     assert len(tokens) == 4

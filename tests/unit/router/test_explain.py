@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -20,7 +20,7 @@ from pdcluster.messages import pack_tokens
 from pdcluster.metrics import ExplainMetrics
 from pdcluster_router.chooser import Decision
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.explain import MAX_ALIKE, MAX_CANDIDATES, MAX_DECISIONS, Explainer, Explanation, Kept
+from pdcluster_router.explain import MAX_ALIKE, MAX_CANDIDATES, MAX_DECISIONS, Explainer, Explanation, Kept, Record
 from pdcluster_router.explain_text import text_of
 from pdcluster_router.generation import ANYBODY, Done, Generation, Standing
 from pdcluster_router.headroom import Headroom
@@ -49,6 +49,18 @@ def make_explainer(kept: Kept | None = None) -> tuple[Explainer, CollectorRegist
     return Explainer(Headroom(), ExplainMetrics(registry), lambda: 1_700_000_000.0, kept), registry
 
 
+@contextmanager
+def entered(explainer: Explainer, request: str, standing: Standing, now: float, client_id: str = "") -> Iterator[Record]:
+    """A request that runs as long as the block does."""
+    record = explainer.open(request, standing, now, client_id)
+    try:
+        yield record
+    except errors.PdclusterError as error:
+        explainer.close(record, error.code)
+        raise
+    explainer.close(record, None)
+
+
 def hashes_of(tokens: list[int]) -> bytes:
     return extend(b"", pack_tokens(tokens), root=chain_root(block_tokens=4), block_tokens=4)
 
@@ -58,7 +70,7 @@ def test_a_decision_is_kept_with_its_candidates_terms_and_filters() -> None:
     nodes = make_nodes(3, m1=200)
     nodes[2] = replace(nodes[2], is_cordoned=True)
     query = Query(100, cached={"m0-boot": 60})
-    with explainer.entered("r1", Standing("acme", 1.0, -1), 10.0) as record:
+    with entered(explainer, "r1", Standing("acme", 1.0, -1), 10.0) as record:
         record.decided(decide(nodes, query, predicted=Predicted(0.07, 0.01)), asked=10.0, now=10.5)
     found = explainer.explain("r1")
     assert found is not None and (found.tenant, found.priority, found.arrived) == ("acme", -1, 1_700_000_000.0)
@@ -74,12 +86,12 @@ def test_a_decision_is_kept_with_its_candidates_terms_and_filters() -> None:
 def test_hindsight_tells_error_regret_and_hits() -> None:
     explainer, registry = make_explainer()
     tokens = list(range(100))
-    with explainer.entered("r0", ANYBODY, 0.0) as record:
+    with entered(explainer, "r0", ANYBODY, 0.0) as record:
         record.decided(decide(make_nodes(), Query(80, hashes_of(tokens[:80]))), 0.0, 0.0)
     query = Query(100, hashes_of(tokens), cached={"m0-boot": 20, "m1-boot": 60})
     nodes = make_nodes(2, m1=5)
     nodes[1] = replace(nodes[1], in_flight=3)
-    with explainer.entered("r1", ANYBODY, 1.0) as record:
+    with entered(explainer, "r1", ANYBODY, 1.0) as record:
         record.decided(decide(nodes, query), 1.0, 2.0)
         record.first_token(2.2)
         record.first_token(9.9)
@@ -97,7 +109,7 @@ def test_hindsight_tells_error_regret_and_hits() -> None:
 
 def test_a_request_that_is_decided_again_and_again_keeps_the_first_decisions_and_the_last() -> None:
     explainer, _ = make_explainer()
-    with explainer.entered("r1", ANYBODY, 0.0) as record:
+    with entered(explainer, "r1", ANYBODY, 0.0) as record:
         for number in range(10 * MAX_DECISIONS):
             record.decided(decide(make_nodes(), Query(100)), float(number), float(number))
     found = explainer.explain("r1")
@@ -107,7 +119,7 @@ def test_a_request_that_is_decided_again_and_again_keeps_the_first_decisions_and
 
 def test_a_decision_that_nothing_could_beat_has_no_regret() -> None:
     explainer, _ = make_explainer()
-    with explainer.entered("r1", ANYBODY, 0.0) as record:
+    with entered(explainer, "r1", ANYBODY, 0.0) as record:
         record.decided(decide(make_nodes(2, m1=500), Query(100)), 0.0, 0.0)
         record.first_token(0.1)
         record.cached_tokens = 0
@@ -118,7 +130,7 @@ def test_a_decision_that_nothing_could_beat_has_no_regret() -> None:
 def test_the_shadow_is_compared_with_what_was_done() -> None:
     explainer, registry = make_explainer()
     nodes = make_nodes()
-    with explainer.entered("r1", ANYBODY, 0.0) as record:
+    with entered(explainer, "r1", ANYBODY, 0.0) as record:
         record.decided(decide(nodes, Query(100), shadow=Choice("local", None, nodes[0], policy="random")), 0.0, 0.0)
         record.decided(decide(nodes, Query(100), shadow=Choice("remote", nodes[1], nodes[2], policy="random")), 0.0, 0.0)
     found = explainer.explain("r1")
@@ -132,7 +144,7 @@ def test_what_is_kept_is_bounded_by_count_and_by_bytes() -> None:
     for kept in (Kept(requests=50), Kept(size_bytes=20_000)):
         explainer, _ = make_explainer(kept)
         for number in range(200):
-            with explainer.entered(f"r{number}", ANYBODY, 0.0) as record:
+            with entered(explainer, f"r{number}", ANYBODY, 0.0) as record:
                 record.decided(decide(make_nodes(), Query(100)), 0.0, 0.0)
         ids = [found.request for found in explainer.recent(1000)]
         assert 10 < len(ids) <= 50 and ids[0] == "r199" and explainer.num_bytes <= kept.size_bytes
@@ -142,7 +154,7 @@ def test_what_is_kept_is_bounded_by_count_and_by_bytes() -> None:
 def test_of_a_large_cluster_the_best_candidates_are_kept_and_the_rest_is_counted() -> None:
     explainer, _ = make_explainer()
     nodes = [replace(node, in_flight=index, is_cordoned=index % 2 == 1) for index, node in enumerate(make_nodes(400))]
-    with explainer.entered("r1", ANYBODY, 0.0) as record:
+    with entered(explainer, "r1", ANYBODY, 0.0) as record:
         record.decided(decide(nodes, Query(100)), 0.0, 0.0)
     found = explainer.explain("r1")
     assert found is not None
@@ -154,11 +166,11 @@ def test_of_a_large_cluster_the_best_candidates_are_kept_and_the_rest_is_counted
 
 def test_a_request_is_found_while_it_runs_and_by_its_id_without_the_choice() -> None:
     explainer, _ = make_explainer()
-    with explainer.entered("abc-0", ANYBODY, 0.0) as record:
+    with entered(explainer, "abc-0", ANYBODY, 0.0) as record:
         record.decided(decide(make_nodes(), Query(100)), 0.0, 0.0)
         running = explainer.explain("abc-0")
         assert running is not None and len(running.decisions) == 1
-        with explainer.entered("abc-1", ANYBODY, 0.0):
+        with entered(explainer, "abc-1", ANYBODY, 0.0):
             assert [found.request for found in explainer.explain_all("abc")] == ["abc-0", "abc-1"]
     assert [found.request for found in explainer.explain_all("abc-1")] == ["abc-1"]
     assert explainer.explain_all("xyz") == []
@@ -166,10 +178,9 @@ def test_a_request_is_found_while_it_runs_and_by_its_id_without_the_choice() -> 
 
 def test_how_a_request_ended_is_noted() -> None:
     explainer, _ = make_explainer()
-    with pytest.raises(errors.Overloaded), explainer.entered("r1", ANYBODY, 0.0):
+    with pytest.raises(errors.Overloaded), entered(explainer, "r1", ANYBODY, 0.0):
         raise errors.Overloaded("full")
-    with pytest.raises(asyncio.CancelledError), explainer.entered("r2", ANYBODY, 0.0):
-        raise asyncio.CancelledError
+    explainer.close(explainer.open("r2", ANYBODY, 0.0), "cancelled")
     found = [explainer.explain(request) for request in ("r1", "r2")]
     assert [one.error for one in found if one is not None] == ["overloaded", "cancelled"]
 
@@ -177,7 +188,7 @@ def test_how_a_request_ended_is_noted() -> None:
 def test_an_explanation_is_json_and_reads_back_and_is_a_table_for_people() -> None:
     explainer, _ = make_explainer()
     nodes = make_nodes(2)
-    with explainer.entered("r1", Standing("acme"), 0.0) as record:
+    with entered(explainer, "r1", Standing("acme"), 0.0) as record:
         record.decided(decide(nodes, Query(100), shadow=Choice("local", None, nodes[1], policy="random")), 0.0, 0.25)
         record.first_token(0.4)
         record.cached_tokens = 0
@@ -242,7 +253,7 @@ async def test_dispatch_records_every_attempt_and_what_came_of_it() -> None:
 def test_a_request_is_found_by_what_its_client_calls_it_while_it_is_kept() -> None:
     explainer, _ = make_explainer(Kept(requests=3))
     for number in range(5):
-        with explainer.entered(f"r{number}-0", ANYBODY, 0.0, "mine" if number != 1 else "other"):
+        with entered(explainer, f"r{number}-0", ANYBODY, 0.0, "mine" if number != 1 else "other"):
             assert explainer.explain_all("mine" if number != 1 else "other")[0].request == f"r{number}-0", "while it runs, too"
     assert [found.request for found in explainer.explain_all("mine")] == ["r4-0", "r3-0", "r2-0"], "the latest first; r0 is forgotten"
     assert explainer.explain_all("other") == [] and explainer.explain_all("") == []
@@ -252,7 +263,7 @@ def test_a_request_is_found_by_what_its_client_calls_it_while_it_is_kept() -> No
 def test_what_clients_call_alike_is_told_up_to_a_bound() -> None:
     explainer, _ = make_explainer()
     for number in range(MAX_ALIKE + 5):
-        with explainer.entered(f"r{number}-0", ANYBODY, 0.0, "same"):
+        with entered(explainer, f"r{number}-0", ANYBODY, 0.0, "same"):
             pass
     found = explainer.explain_all("same")
     assert len(found) == MAX_ALIKE and found[0].request == f"r{MAX_ALIKE + 4}-0"

@@ -1,4 +1,5 @@
-"""Any JSON in any field, any bytes as a body: an answer or a 4xx in OpenAI's shape, never a 500. Straight through the ASGI application."""
+"""Any JSON in any field, any bytes as a body: an answer or a 4xx in OpenAI's shape, never a 500. Straight through a connection, without a
+socket."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from scripted_dispatcher import MODEL, ScriptedDispatcher
 
 from pdcluster.api.openai import ChatRequest, CompletionRequest
 from pdcluster_router.app import HttpSettings, create_app
+from pdcluster_router.http_connection import Connection, Connections, LineLimits
 from pdcluster_router.server import router_metrics
 
 SCALARS = (
@@ -23,23 +25,32 @@ CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content":
 PLAIN: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 4}
 
 
+class Wire:
+    """A transport that keeps what was written."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.closed = asyncio.Event()
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def is_closing(self) -> bool:
+        return self.closed.is_set()
+
+
 async def call(path: str, body: bytes) -> tuple[int, bytes]:
     app = create_app(ScriptedDispatcher(), HttpSettings(), router_metrics())
-    sent: list[dict[str, Any]] = []
-    asked = False
-
-    async def receive() -> dict[str, Any]:
-        nonlocal asked
-        if asked:
-            await asyncio.Event().wait()
-        asked = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(event: Any) -> None:
-        sent.append(event)
-
-    await app({"type": "http", "method": "POST", "path": path, "headers": [(b"content-type", b"application/json")]}, receive, send)
-    return sent[0]["status"], b"".join([event.get("body", b"") for event in sent])
+    connection, wire = Connection(app, LineLimits(1 << 20), Connections()), Wire()
+    connection.connection_made(wire)  # type: ignore[arg-type]
+    request = f"POST {path} HTTP/1.1\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection.data_received(request.encode() + body)
+    await wire.closed.wait()
+    head, _, reply = wire.written.partition(b"\r\n\r\n")
+    return int(head.split()[1]), reply
 
 
 def check(path: str, body: bytes) -> None:

@@ -1,44 +1,46 @@
-"""Preparing a request holds up nobody else: what may take long is done beside the event loop."""
+"""What is prepared beside the event loop, because it takes long."""
 
 from __future__ import annotations
-
-import threading
-from array import array
-from collections.abc import Sequence
 
 import pytest
 
 from pdcluster.api import openai
-from pdcluster.api.template import Message
-from pdcluster.api.text import TextModel
-from pdcluster_router.prepare import MANY_MESSAGES, encode_chat
-from tests.unit.api.tiny_tokenizers import byte_level_files
+from pdcluster.api.segments import SHORT_CHARACTERS
+from pdcluster_router.prepare import MANY_MESSAGES, is_long
+
+LONG = "a" * (SHORT_CHARACTERS + 1)
 
 
-class WatchedText(TextModel):
-    """rendered_in: threads that a template ran in, and that messages were checked in."""
-
-    def __init__(self) -> None:
-        super().__init__(byte_level_files())
-        self.rendered_in: list[threading.Thread] = []
-
-    def render_chat(self, messages: Sequence[Message], **options: object) -> str:
-        self.rendered_in.append(threading.current_thread())
-        return super().render_chat(messages, **options)  # type: ignore[arg-type]
+def chat(*contents: str | list[openai.ContentPart]) -> openai.ChatRequest:
+    return openai.ChatRequest(model="tiny", messages=[openai.ChatMessage(role="user", content=content) for content in contents])
 
 
-@pytest.mark.parametrize(("num_messages", "is_beside"), [(2, False), (MANY_MESSAGES + 1, True)])
-async def test_many_messages_are_checked_and_rendered_beside_the_event_loop(
-    num_messages: int, is_beside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, messages_of = WatchedText(), openai.messages_of
+@pytest.mark.parametrize(
+    "request_",
+    [
+        chat(*["a"] * (MANY_MESSAGES + 1)),
+        chat(LONG[: SHORT_CHARACTERS // 2], LONG[: SHORT_CHARACTERS // 2 + 2]),
+        chat([openai.ContentPart(type="text", text=LONG)]),
+        openai.CompletionRequest(model="tiny", prompt=LONG),
+        openai.CompletionRequest(model="tiny", prompt=["a", LONG]),
+        openai.TokenizeRequest(prompt=LONG),
+    ],
+    ids=["many messages", "long messages", "long part", "long prompt", "long prompt of several", "tokenize"],
+)
+def test_what_takes_long_is_prepared_in_a_thread(request_) -> None:
+    assert is_long(request_)
 
-    def watched(messages: list[openai.ChatMessage]) -> list[dict[str, object]]:
-        text.rendered_in.append(threading.current_thread())
-        return messages_of(messages)
 
-    monkeypatch.setattr(openai, "messages_of", watched)
-    request = openai.ChatRequest(model="tiny", messages=[openai.ChatMessage(role="user", content="a")] * num_messages)
-    ids = await encode_chat(text, request, add_special_tokens=False)
-    assert ids == array("i", text.encode_chat(TextModel.render_chat(text, messages_of(request.messages or []))))
-    assert [thread is not threading.current_thread() for thread in text.rendered_in] == [is_beside] * 2
+@pytest.mark.parametrize(
+    "request_",
+    [
+        chat(*["a"] * MANY_MESSAGES),
+        openai.CompletionRequest(model="tiny", prompt=LONG[1:]),
+        openai.CompletionRequest(model="tiny", prompt=[1] * 100_000),
+        openai.CompletionRequest(model="tiny", prompt=[[1] * 100_000]),
+        openai.TokenizeRequest(messages=[openai.ChatMessage(role="user", content="a")]),
+    ],
+    ids=["messages", "prompt", "token ids", "lists of token ids", "tokenize"],
+)
+def test_what_is_short_or_given_as_token_ids_costs_no_thread(request_) -> None:
+    assert not is_long(request_)

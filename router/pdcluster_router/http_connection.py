@@ -1,0 +1,319 @@
+"""HTTP/1.1 over one TCP connection: bytes into exchanges, one answered at a time, in their order. `httptools` parses; what is asked is not decided
+here.
+
+1. A request is begun when its head is there and the one before it has its answer; the application may answer at once, before the body came.
+2. A body is kept up to the application's limit, and beyond that read and dropped up to DISCARD_FACTOR times of it, so that the client sees its
+   answer instead of a broken connection; a client that says what it would send, and waits for 100-continue, is answered before it does.
+3. While an answer is not complete no more is read than what came with it: requests that came early wait here, at most one read's worth.
+4. One sweep of the server looks at the deadlines of all connections (`deadline`): for a request to arrive, for the client to read, for the next one.
+5. When the server drains, a connection ends with its answer, or at once when it has none.
+"""
+
+from __future__ import annotations
+
+import math
+from asyncio import BaseTransport, Event, Protocol, Transport
+from collections import deque
+from dataclasses import dataclass
+from time import monotonic
+from typing import Protocol as Seam
+from typing import cast
+from urllib.parse import unquote
+
+import httptools
+
+from pdcluster_router.http_exchange import Asked, Exchange
+
+MAX_HEAD_BYTES = 64 * 1024
+DISCARD_FACTOR = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LineLimits:
+    """request_s: for a request to arrive, once it began; stall_s: for a client to read what it was sent; idle_s: between two requests; id_prefix:
+    begins the ids of requests."""
+
+    max_body_bytes: int
+    request_s: float = 30.0
+    stall_s: float = 60.0
+    idle_s: float = 75.0
+    id_prefix: str = ""
+
+
+class Application(Seam):
+    """What a connection does with requests. None of these may raise or wait."""
+
+    def begin(self, exchange: Exchange) -> None:
+        """A request's head is here. It may be answered now."""
+        ...
+
+    def complete(self, exchange: Exchange) -> None:
+        """Its body is here, too, unless it was too large (`is_too_large`)."""
+        ...
+
+    def late(self, exchange: Exchange) -> None:
+        """Its body did not arrive in time."""
+        ...
+
+    def stalled(self, exchange: Exchange) -> None:
+        """Its client reads nothing. The connection ends after this."""
+        ...
+
+    def gone(self, exchange: Exchange) -> None:
+        """Its client left before the end of the answer."""
+        ...
+
+    def over(self, exchange: Exchange) -> None:
+        """Once for each that was begun, when nothing more is sent."""
+        ...
+
+
+class Connections(set["Connection"]):
+    """Those that are open, of one server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._none: Event | None = None
+
+    def ended(self, connection: Connection) -> None:
+        self.discard(connection)
+        if self._none is not None and not self:
+            self._none.set()
+
+    async def wait_until_none(self) -> None:
+        if self:
+            self._none = Event()
+            await self._none.wait()
+
+
+class Connection(Protocol):
+    """Implements http_exchange.Line. Belongs to the server's loop."""
+
+    def __init__(self, application: Application, limits: LineLimits, open_ones: Connections) -> None:
+        self._application, self._limits, self._open_ones = application, limits, open_ones
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: Transport | None = None
+        self._url = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._head_bytes = 0
+        self._parsing: Exchange | None = None
+        self._current: Exchange | None = None
+        self._early: deque[Exchange] = deque()
+        self._ends_soon = False
+        self._is_reading = True
+        self._is_settling = False
+        self.is_paused = False
+        self.deadline = math.inf
+
+    # ------------------------------------------------------------ transport
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        self._transport = cast(Transport, transport)  # uvloop's are no subclasses
+        self._open_ones.add(self)
+        self.deadline = monotonic() + self._limits.idle_s
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._open_ones.ended(self)
+        self._early.clear()
+        current = self._current
+        if current is not None and not current.finished:
+            self._application.gone(current)
+
+    def pause_writing(self) -> None:
+        self.is_paused = True
+        self.deadline = monotonic() + self._limits.stall_s
+
+    def resume_writing(self) -> None:
+        self.is_paused = False
+        current = self._current
+        if current is None:
+            self._settle()
+            return
+        self.deadline = math.inf if current.is_complete else monotonic() + self._limits.request_s
+        if current.on_resume is not None:
+            current.on_resume()
+
+    def data_received(self, data: bytes) -> None:
+        if self._parsing is None:
+            self._head_bytes += len(data)
+            if self._current is None:
+                self.deadline = monotonic() + self._limits.request_s
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._no_more_requests()  # what follows is no HTTP
+        except httptools.HttpParserError:
+            self._refuse(b"400 Bad Request", b"invalid HTTP request")
+        if self._parsing is None and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large", b"the request's head has more than %d bytes" % MAX_HEAD_BYTES)
+
+    # ------------------------------------------------------------ parser
+
+    def on_message_begin(self) -> None:
+        self._url = b""
+        self._headers = {}
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._parsing is None:  # trailers of a chunked body are of no use
+            self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        parser = self._parser
+        keeps_alive = parser.should_keep_alive() and not self._ends_soon
+        is_http_1_0 = parser.get_http_version() == "1.0"
+        method = parser.get_method().decode("ascii")
+        exchange = Exchange(self, Asked(method, _path(self._url), self._headers, keeps_alive, is_http_1_0), self._limits.id_prefix)
+        self._parsing = exchange
+        self._head_bytes = 0
+        if self._current is None and not self.is_paused:
+            self._begin(exchange)
+        else:
+            self._early.append(exchange)
+            self._read(False)
+
+    def on_body(self, data: bytes) -> None:
+        exchange = self._parsing
+        assert exchange is not None  # the parser gives bodies after heads
+        exchange.body_bytes += len(data)
+        limit = self._limits.max_body_bytes
+        if exchange.body_bytes <= limit and not exchange.is_too_large:
+            exchange.parts.append(data)
+            return
+        exchange.is_too_large = True
+        exchange.parts.clear()
+        if exchange.body_bytes > limit * DISCARD_FACTOR:
+            if exchange is self._current and not exchange.finished:
+                self._application.complete(exchange)
+            self.close()
+
+    def on_message_complete(self) -> None:
+        exchange, self._parsing = self._parsing, None
+        if exchange is None:
+            return
+        exchange.is_complete = True
+        if exchange is not self._current:
+            return
+        if exchange.finished:
+            self._settle()
+        else:
+            self.deadline = math.inf
+            self._application.complete(exchange)
+
+    # ------------------------------------------------------------ one after the other
+
+    def _begin(self, exchange: Exchange) -> None:
+        self._current = exchange
+        self._application.begin(exchange)
+        expects = exchange.headers.get(b"expect")
+        if expects is not None and expects.lower() == b"100-continue" and not exchange.finished and not exchange.is_complete:
+            self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def end(self, exchange: Exchange) -> None:
+        """Implements Line."""
+        self._application.over(exchange)
+        if not exchange.keeps_alive:
+            self.close()
+        elif exchange.is_complete:
+            self._settle()
+        # else the rest of its body is dropped as it comes, in the time that a body has
+
+    def _settle(self) -> None:
+        """The current request is over: the next ones, as far as they are here already. Those that are answered at once come back here, so that
+        this is a loop and not as deep as the line of requests is long."""
+        self._current = None
+        if self._is_settling:
+            return
+        self._is_settling = True
+        while self._current is None and self._early and not self._is_closing and not self.is_paused:
+            self._next()
+        self._is_settling = False
+        if self._current is None and not self._early and not self._is_closing:
+            self.deadline = monotonic() + self._limits.idle_s
+            self._read(True)
+
+    def _next(self) -> None:
+        exchange = self._early.popleft()
+        exchange.keeps_alive = exchange.keeps_alive and not self._ends_soon
+        self.deadline = math.inf if exchange.is_complete else monotonic() + self._limits.request_s
+        self._begin(exchange)
+        if not exchange.is_complete:
+            self._read(True)
+        elif not exchange.finished:
+            self._application.complete(exchange)
+
+    @property
+    def _is_closing(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
+    def _read(self, wanted: bool) -> None:
+        if wanted is not self._is_reading and self._transport is not None and not self._is_closing:
+            self._is_reading = wanted
+            if wanted:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
+
+    def send(self, data: bytes) -> None:
+        """Implements Line."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """After what was sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # ------------------------------------------------------------ what the server asks
+
+    def expire(self) -> None:
+        """Its deadline passed."""
+        self.deadline = monotonic() + self._limits.stall_s
+        current = self._current
+        if self._is_closing:
+            self.abort()  # it does not even read the end
+        elif current is None or current.finished:
+            self.close()
+        elif self.is_paused:
+            self._application.stalled(current)
+        elif not current.is_complete:
+            self._application.late(current)
+
+    def drain(self) -> None:
+        """No more requests; the one that is being answered goes on to its end."""
+        self._ends_soon = True
+        if self._current is None:
+            self.close()
+        else:
+            self._current.keeps_alive = False
+
+    def abort(self) -> None:
+        """Implements Line."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _no_more_requests(self) -> None:
+        self._read(False)
+        self.drain()
+
+    def _refuse(self, status: bytes, words: bytes) -> None:
+        """The bytes are no request: said when nothing else is being said, and the connection ends."""
+        if self._current is None or not self._current.started:
+            body = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":"invalid_request"}}' % words
+            head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % (status, len(body))
+            self.send(head + body)
+        self.close()
+
+
+def _path(url: bytes) -> str:
+    """Of a request target; what no parser understands names no endpoint."""
+    if not url.startswith(b"/"):
+        try:
+            url = httptools.parse_url(url).path or b"/"
+        except httptools.HttpParserInvalidURLError:
+            return url.decode("latin-1")
+    path = url.partition(b"?")[0].partition(b"#")[0].decode("latin-1")
+    return unquote(path) if "%" in path else path

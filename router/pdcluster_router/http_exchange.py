@@ -1,0 +1,170 @@
+"""One HTTP request and its answer, as the application sees them: what the client asked, and bytes on their way back. Knows no endpoint and no parser.
+
+Nothing here waits. What the client does not read stays in the transport's buffer; whoever writes more than once looks at `is_paused` first.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from email.utils import formatdate
+from http import HTTPStatus
+from time import monotonic, time
+from typing import NamedTuple, Protocol
+
+from pdcluster_router.tenants import Tenant
+
+Header = tuple[bytes, bytes]
+
+JSON: Header = (b"content-type", b"application/json")
+NO_BUFFERING: tuple[Header, ...] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+"""For event streams: nothing between us and the client may collect them."""
+
+STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus} | {499: b"HTTP/1.1 499 \r\n"}
+
+
+class Line(Protocol):
+    """The connection under an exchange."""
+
+    is_paused: bool
+
+    def send(self, data: bytes) -> None: ...
+
+    def end(self, exchange: Exchange) -> None:
+        """The last byte of its answer was sent, or there will be none."""
+        ...
+
+    def abort(self) -> None:
+        """The connection is cut, whatever its client has not read."""
+        ...
+
+
+class Asked(NamedTuple):
+    """A request's head. headers: names in lower case, the last of equal ones."""
+
+    method: str
+    path: str
+    headers: Mapping[bytes, bytes]
+    keeps_alive: bool
+    is_http_1_0: bool
+
+
+class Exchange:
+    """Owned by its connection, in the server's loop. tenant: in whose name it holds a place, None while it holds none; on_gone, on_resume: called
+    when the client left (with the reason), and when it reads again."""
+
+    __slots__ = (
+        "_is_chunked", "_line", "arrived", "body_bytes", "finished", "headers", "id", "is_complete", "is_http_1_0", "is_too_large", "keeps_alive",
+        "method", "on_gone", "on_resume", "parts", "path", "started", "status", "tenant", "trace",
+    )  # fmt: skip
+
+    def __init__(self, line: Line, asked: Asked, id_prefix: str) -> None:
+        self._line = line
+        self.method, self.path, self.headers = asked.method, asked.path, asked.headers
+        self.keeps_alive, self.is_http_1_0 = asked.keeps_alive, asked.is_http_1_0
+        self.arrived = monotonic()
+        self.id = id_prefix + secrets.token_hex(12)
+        self.trace = self._trace_id()
+        self.tenant: Tenant | None = None
+        self.status = 0
+        self.started = self.finished = self.is_complete = self.is_too_large = self._is_chunked = False
+        self.parts: list[bytes] = []
+        self.body_bytes = 0
+        self.on_gone: Callable[[str], object] | None = None
+        self.on_resume: Callable[[], None] | None = None
+
+    def header(self, name: bytes) -> str | None:
+        """name: lower case. The last one wins."""
+        found = self.headers.get(name)
+        return None if found is None else found.decode("latin-1")
+
+    @property
+    def client_id(self) -> str:
+        """What the client calls this request, "" when it did not say."""
+        trace = self.trace.decode("ascii")
+        return trace if trace != self.id else ""
+
+    def _trace_id(self) -> bytes:
+        """x-request-id: the client's own when it is short and plain, else ours. Echoed, and explained by; inside, `id` names the request."""
+        given = self.headers.get(b"x-request-id")
+        if given and len(given) <= 128 and given.isascii() and given.decode("ascii").isprintable():
+            return given
+        return self.id.encode()
+
+    def body(self) -> bytes:
+        return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the client has more to read than it likes."""
+        return self._line.is_paused
+
+    # ------------------------------------------------ answering
+
+    def reply(self, status: int, body: bytes, headers: Iterable[Header] = (JSON,)) -> None:
+        """The whole answer in one write."""
+        head = self._head(status, headers, b"content-length: %d\r\n" % len(body))
+        self.started = self.finished = True
+        self._line.send(head if self.method == "HEAD" else head + body)
+        self._line.end(self)
+
+    def start(self, status: int, headers: Iterable[Header]) -> None:
+        """The head of an answer whose length is not known yet. To a client of HTTP/1.0 the connection's end is the answer's."""
+        if self.is_http_1_0:
+            self.keeps_alive = False
+        else:
+            self._is_chunked = True
+        self.started = True
+        self._line.send(self._head(status, headers, b"transfer-encoding: chunked\r\n" if self._is_chunked else b""))
+
+    def write(self, data: bytes, *, last: bool = False) -> None:
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n%b" % (len(data), data, b"0\r\n\r\n" if last else b"")
+        self._line.send(data)
+        if last:
+            self.finished = True
+            self._line.end(self)
+
+    def abandon(self) -> None:
+        """There is nobody to answer, and nobody reads what was written."""
+        if not self.finished:
+            self.finished = True
+            self.keeps_alive = False
+            self._line.end(self)
+            self._line.abort()
+
+    def _head(self, status: int, headers: Iterable[Header], framing: bytes) -> bytes:
+        self.status = status
+        parts = [STATUS_LINES[status], _date.line(), framing, b"x-request-id: ", self.trace, b"\r\n"]
+        for name, value in headers:
+            if name == b"connection":
+                self.keeps_alive = False  # said below
+            else:
+                parts += (name, b": ", value, b"\r\n")
+        if not self.keeps_alive:
+            parts.append(b"connection: close\r\n")
+        elif self.is_http_1_0:
+            parts.append(b"connection: keep-alive\r\n")
+        parts.append(b"\r\n")
+        return b"".join(parts)
+
+
+class _Date:
+    """The date header, made once a second."""
+
+    def __init__(self) -> None:
+        self._second = 0
+        self._line = b""
+
+    def line(self) -> bytes:
+        now = int(time())
+        if now != self._second:
+            self._second, self._line = now, b"date: " + formatdate(now, usegmt=True).encode() + b"\r\n"
+        return self._line
+
+
+_date = _Date()

@@ -1,0 +1,324 @@
+"""One request's life, as a state machine without a task: choose nodes, run attempts until one ends well, tell the sink what the client may see, give
+exactly one answer.
+
+`attempt` is the state machine of one attempt; this one holds a place at the gate, retries, watches the clocks and cancels on the way out. It is moved
+by what nodes say (`read`, straight from their links), by alarms, by the gate and by whoever cancels. Each of these may happen while it is at work (a
+node that answers at once, a sink that has enough): what nodes say then waits its turn, a cancel is seen before the next of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdcluster import errors
+from pdcluster.messages import Finished, Timings
+from pdcluster_router.admission import check_fits
+from pdcluster_router.alarms import Alarms
+from pdcluster_router.attempt import Attempt, Cluster, RetryAttempt
+from pdcluster_router.chooser import Chooser, Decision
+from pdcluster_router.explain import Explainer
+from pdcluster_router.fairness import Held
+from pdcluster_router.generation import Done, Generation, Sink, Timeline
+from pdcluster_router.job import Job
+from pdcluster_router.legs import Body
+from pdcluster_router.open_requests import OpenRequest, OpenRequests
+from pdcluster_router.retries import DispatchSettings, RetryBudget, Shut
+from pdcluster_router.serving import Models
+from pdcluster_router.waiting import Waiting
+
+logger = logging.getLogger(__name__)
+
+BYTES_PER_TOKEN = 16
+"""What a prompt's token takes while it waits: in a list, packed, and its share of the hashes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all requests of one router share."""
+
+    cluster: Cluster
+    models: Models
+    chooser: Chooser
+    settings: DispatchSettings
+    waiting: Waiting
+    explainer: Explainer
+    clock: Callable[[], float] = time.monotonic
+    open: OpenRequests = field(default_factory=OpenRequests)
+    shut: Shut = field(default_factory=Shut)
+    alarms: Alarms = field(default_factory=Alarms)
+
+
+class Run:
+    """Implements generation.Running. Owned by the router's event loop. One answer: the sink hears `on_done` or `on_error` once, or nothing after a
+    cancel."""
+
+    __slots__ = (
+        "_alarm",
+        "_attempt",
+        "_budget",
+        "_due",
+        "_entry",
+        "_first_token_at",
+        "_generation",
+        "_is_at_work",
+        "_is_over",
+        "_is_placed",
+        "_job",
+        "_letters",
+        "_pause",
+        "_record",
+        "_report_by",
+        "_second_token_at",
+        "_shared",
+        "_sink",
+        "_started",
+    )  # fmt: skip
+
+    def __init__(self, shared: Shared, generation: Generation, sink: Sink) -> None:
+        self._shared, self._generation, self._sink = shared, generation, sink
+        self._started = started = shared.clock()
+        self._budget = RetryBudget(shared.settings)
+        self._attempt: Attempt | None = None
+        self._letters: deque[tuple[str, Body]] = deque()
+        self._first_token_at: float | None = None
+        self._second_token_at: float | None = None
+        self._report_by: float | None = None
+        self._is_at_work = self._is_over = self._is_placed = False
+        self._alarm: int | None = None
+        self._due = 0.0
+        self._pause: asyncio.TimerHandle | None = None
+        self._job = Job(
+            request=generation.request,
+            prompt=generation.token_ids,
+            sampling=generation.sampling,
+            deadline=started + generation.deadline_s,
+            chain=shared.models.chain(generation.model, generation.salt),
+            force=generation.mode,
+            session=generation.session,
+        )
+        self._entry = OpenRequest(generation.request, generation.model, len(generation.token_ids), started, self._fail)
+        self._record = shared.explainer.open(generation.request, generation.standing, started, generation.client_id)
+
+    def start(self) -> None:
+        self._shared.open.enter(self._entry)
+        self._shared.cluster.ledger.open(self._job.request, self.read)
+        self._step(self._place)
+
+    # ------------------------------------------------------------ what moves it
+
+    def read(self, incarnation: str, body: Body) -> None:
+        """A node said something."""
+        self._letters.append((incarnation, body))
+        if not self._is_at_work and self._attempt is not None:
+            self._step(_nothing)
+
+    def cancel(self, reason: str) -> None:
+        """Implements generation.Running."""
+        if not self._is_over:
+            self._close("cancelled", reason)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._is_over:
+            self._close(error.code if isinstance(error, errors.PdclusterError) else "internal", str(error))
+            self._sink.on_error(error)
+
+    def _step(self, action: Callable[[], None]) -> None:
+        """One thing that happened, and whatever nodes said meanwhile. Of an attempt that fails in it becomes another one, or the answer."""
+        self._is_at_work = True
+        try:
+            while not self._is_over:
+                try:
+                    action()
+                    self._read_letters()
+                    break
+                except RetryAttempt as failure:
+                    action = self._after(failure)
+            if not self._is_over:
+                self._watch()
+        except Exception as error:  # the top of what happens to a request: its sink hears of it
+            if self._is_over:
+                logger.exception("request %s: something failed after its end", self._job.request)
+            self._fail(error)
+        finally:
+            self._is_at_work = False
+
+    def _read_letters(self) -> None:
+        while self._letters and self._attempt is not None and not self._is_over:
+            attempt = self._attempt
+            incarnation, body = self._letters.popleft()
+            for chunk in attempt.handle(incarnation, body):
+                if self._first_token_at is None and attempt.first_token_at is not None:
+                    self._first_token_at = attempt.first_token_at
+                    self._record.first_token(attempt.first_token_at)
+                self._entry.num_output = chunk.position + len(chunk.token_ids)
+                self._sink.on_chunk(chunk)
+                if self._is_over:
+                    return
+            if attempt.is_done:
+                self._done_or_wait(attempt)
+
+    # ------------------------------------------------------------ clocks
+
+    def _watch(self) -> None:
+        """Have an alarm that is not later than what comes next."""
+        if self._attempt is None:
+            return  # the gate has its own clocks, a pause is one
+        due = self._attempt.due if self._report_by is None else self._report_by
+        if self._alarm is None or due < self._due:
+            self._drop_alarm()
+            self._due = due
+            self._alarm = self._shared.alarms.set(max(due - self._shared.clock(), 0.0), self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        if not self._is_over and self._attempt is not None:
+            self._step(self._look)
+
+    def _look(self) -> None:
+        attempt, now = self._attempt, self._shared.clock()
+        assert attempt is not None
+        if self._report_by is not None:
+            if now >= self._report_by:
+                logger.debug("no report of the prefill leg within %s s", self._shared.settings.late_report_s)
+                self._finish(attempt)
+        elif now >= attempt.next_deadline():
+            attempt.expire()
+            attempt.next_deadline()
+
+    def _drop_alarm(self) -> None:
+        if self._alarm is not None:
+            self._shared.alarms.drop(self._alarm, self._ring)
+            self._alarm = None
+
+    # ------------------------------------------------------------ places
+
+    def _place(self) -> None:
+        """Nodes for the next attempt, at once or when it is the request's turn."""
+        self._pause = None
+        job, standing, now = self._job, self._generation.standing, self._shared.clock()
+        if now >= job.deadline:
+            raise errors.DeadlineExceeded(f"request {job.request} found no room by its deadline", "request")
+        size_bytes = BYTES_PER_TOKEN * len(job.prompt)
+        held = Held(job.request, standing.tenant, 0.0, size_bytes, now, job.deadline, standing.weight, standing.priority, self._is_placed)
+        decision = self._shared.waiting.place(held, self._decide, lambda answer: self._placed(answer, now))
+        if decision is not None:
+            self._begin(decision, now)
+
+    def _placed(self, answer: Decision | errors.PdclusterError, asked: float) -> None:
+        """The gate's answer to a request that waited."""
+        if isinstance(answer, Decision):
+            self._step(lambda: self._begin(answer, asked))
+        else:
+            self._fail(answer)
+
+    def _begin(self, decision: Decision, asked: float) -> None:
+        shared = self._shared
+        self._is_placed = True
+        self._entry.place(decision.choice)
+        self._record.decided(decision, asked, shared.clock())
+        self._attempt = Attempt(self._job, decision.choice, shared.cluster, shared.chooser, shared.settings.stages, shared.clock)
+        self._attempt.start()
+
+    def _decide(self, now: float) -> Decision:
+        job, shared = self._job, self._shared
+        shared.shut.apply(job, now)
+        try:
+            return shared.chooser.choose(job, now)
+        except errors.Unavailable:
+            check_fits(len(job.prompt) + len(job.emitted), shared.cluster.view())
+            raise
+        except errors.PdclusterError:
+            raise
+        except Exception as error:  # a policy's bug, which must not take those with it that wait beside this request
+            logger.exception("the routing policy %s failed on request %s", shared.chooser.holder.live.name, job.request)
+            raise errors.PdclusterError(f"internal error: the routing policy failed ({type(error).__name__}); see the router's log") from error
+
+    # ------------------------------------------------------------ ends of attempts
+
+    def _after(self, failure: RetryAttempt) -> Callable[[], None]:
+        """The attempt is over without an answer: what to do next. Raises the cause when there is nothing."""
+        attempt = self._attempt
+        assert attempt is not None
+        self._second_token_at = self._second_token_at or attempt.second_token_at
+        attempt.stop(str(failure))
+        self._attempt = None
+        attempt.finished = attempt.finished or self._ending()
+        if attempt.is_done:
+            return lambda: self._finish(attempt)
+        now = self._shared.clock()
+        self._shared.shut.note(failure, now)
+        pause_s = min(self._budget.spend(failure, self._job, now), max(self._job.deadline - now, 0.0))
+        return self._place if pause_s <= 0.0 else lambda: self._place_in(pause_s)
+
+    def _place_in(self, seconds: float) -> None:
+        self._pause = asyncio.get_running_loop().call_later(seconds, self._step, self._place)
+
+    def _ending(self) -> Finished | None:
+        """The last word that a lost node did not get out, when its tokens came before it."""
+        job = self._job
+        info = next((info for info in self._shared.models.models() if info.id == self._generation.model), None)
+        ending = job.ending(info.eos_token_ids, info.max_len) if info is not None else job.ending((), None)
+        return None if ending is None else Finished(job.request, 0, ending[0], len(job.emitted), Timings(), ending[1])
+
+    def _done_or_wait(self, attempt: Attempt) -> None:
+        """The prefill node's timings may come a moment after the decode node's last word."""
+        if not attempt.awaits_report:
+            self._finish(attempt)
+        elif self._report_by is None:
+            self._report_by = self._shared.clock() + self._shared.settings.late_report_s
+
+    def _finish(self, attempt: Attempt) -> None:
+        self._second_token_at = self._second_token_at or attempt.second_token_at
+        done = self._done(attempt)
+        self._close(None, "done")
+        self._sink.on_done(done)
+
+    def _done(self, attempt: Attempt) -> Done:
+        finished, started, route = attempt.finished, self._started, attempt.route()
+        assert finished is not None
+        self._shared.chooser.note_output(finished.num_output)
+        prefill = attempt.prefill_timings if route.mode == "remote" else finished.timings
+        timeline = Timeline(
+            queue_s=prefill.queue_s,
+            prefill_s=prefill.prefill_s,
+            transfer_s=prefill.transfer_s,
+            exposed_s=prefill.exposed_s,
+            ttft_s=self._first_token_at - started if self._first_token_at is not None else None,
+            ttst_s=self._second_token_at - started if self._second_token_at is not None else None,
+            decode_s=finished.timings.decode_s,
+            decode_tokens=finished.timings.decode_tokens,
+            transfer_bytes=prefill.transfer_bytes,
+            pulled_tokens=prefill.pulled_tokens,
+        )
+        return Done(finished.reason, finished.stop_token, self._job.cached_tokens or 0, self._budget.attempts, route, timeline)
+
+    def _close(self, error: str | None, reason: str) -> None:
+        """However it ended: nothing of it is left on the nodes, in the queue or in the books. error: its code, None for a good end."""
+        shared, request = self._shared, self._job.request
+        self._is_over = True
+        self._drop_alarm()
+        if self._pause is not None:
+            self._pause.cancel()
+        if self._attempt is not None:
+            self._attempt.stop(reason)
+        else:
+            shared.waiting.leave(request)
+        shared.cluster.ledger.close(request)
+        shared.open.leave(request)
+        self._entry.end = _over
+        self._record.attempts, self._record.cached_tokens = self._budget.attempts, self._job.cached_tokens
+        shared.explainer.close(self._record, error)
+        shared.waiting.poke()
+
+
+def _over(error: Exception) -> None:
+    """It has its answer: there is nothing to end."""
+
+
+def _nothing() -> None:
+    """What happened is among the letters."""

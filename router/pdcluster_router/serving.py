@@ -1,0 +1,22 @@
+"""What the router knows of the models behind it, as dispatch asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from pdcluster_router.generation import ModelInfo
+from pdcluster_router.job import HashChain
+
+if TYPE_CHECKING:
+    from pdcluster.api.text import TextModel
+
+
+class Models(Protocol):
+    def models(self) -> Sequence[ModelInfo]: ...
+
+    def text(self, model: str) -> TextModel: ...
+
+    def chain(self, model: str, salt: bytes) -> HashChain:
+        """How the model's nodes name KV for this tenant; raises UnknownModel or Unavailable."""
+        ...

@@ -1,0 +1,72 @@
+"""A generation as a stream of events, for who prefers to wait for them: gRPC, tests. HTTP hears of them directly (`generation.Sink`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+
+from pdcluster.errors import Cancelled
+from pdcluster_router.generation import Chunk, Dispatcher, Done, Generation, HangUp, Running
+from pdcluster_router.open_requests import HANG_UP_S
+
+MAX_UNREAD = 1 << 16
+"""Events that wait for a reader; one that is further behind is given up."""
+
+
+class Events:
+    """Implements generation.Sink as a queue for one reader. hang_up: see Generation; called when the request was cancelled and nobody reads."""
+
+    def __init__(self, hang_up: HangUp | None = None) -> None:
+        self.running: Running | None = None
+        self._hang_up = hang_up
+        self._events: deque[Chunk | Done | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        if len(self._events) < MAX_UNREAD:
+            self._put(chunk)
+        elif self.running is not None:
+            self._put(Cancelled(f"the client is {MAX_UNREAD} events behind"))
+            self.running.cancel("the client does not read")
+
+    def on_done(self, done: Done) -> None:
+        self._put(done)
+
+    def on_error(self, error: Exception) -> None:
+        self._put(error)
+        if isinstance(error, Cancelled) and self._hang_up is not None:
+            asyncio.get_running_loop().call_later(HANG_UP_S, self._hang_up_if_stuck, self._hang_up, len(self._events))
+
+    def _hang_up_if_stuck(self, hang_up: HangUp, num_unread: int) -> None:
+        if len(self._events) == num_unread:
+            hang_up()
+
+    async def next(self) -> Chunk | Done:
+        """Raises the error that ended the generation. Its deadline is that of the generation, which always ends."""
+        while not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        event = self._events.popleft()
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    def _put(self, event: Chunk | Done | Exception) -> None:
+        self._events.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+async def events_of(dispatcher: Dispatcher, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
+    """Chunks, then one Done, or the error. Closing it before its end, or cancelling the task that waits in it, cancels the request on the nodes."""
+    events = Events(generation.hang_up)
+    running = events.running = dispatcher.start(generation, events)
+    try:
+        while True:
+            event = await events.next()
+            yield event
+            if isinstance(event, Done):
+                return
+    finally:
+        running.cancel("client left")

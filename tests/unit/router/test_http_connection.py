@@ -1,0 +1,260 @@
+"""HTTP/1.1 as clients send it, byte by byte or all at once: framing, order, keep-alive, limits, deadlines. Over real sockets, by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from scripted_dispatcher import MODEL, ScriptedDispatcher, Wait, says, served, until
+
+from pdcluster_router.app import HttpSettings
+from pdcluster_router.http_connection import MAX_HEAD_BYTES, LineLimits
+
+PLAIN = "/v1/completions"
+BODY = json.dumps({"model": MODEL, "prompt": "hi"}).encode()
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def request(body: bytes = BODY, *headers: str, length: int | None = None, version: str = "1.1") -> bytes:
+    lines = [f"POST {PLAIN} HTTP/{version}", "host: x", f"content-length: {len(body) if length is None else length}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
+    return int(lines[0].split()[1]), headers, await reader.readexactly(int(headers.get("content-length", 0)))
+
+
+@pytest.fixture
+def dispatcher() -> ScriptedDispatcher:
+    return ScriptedDispatcher()
+
+
+@pytest.fixture
+async def wire(dispatcher: ScriptedDispatcher) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async with served(dispatcher) as url, opened(url) as streams:
+        yield streams
+
+
+async def test_a_request_that_comes_byte_by_byte_is_as_good_as_one_in_one_piece(wire) -> None:
+    reader, writer = wire
+    for byte in request():
+        writer.write(bytes([byte]))
+        await asyncio.sleep(0)
+    status, headers, body = await answer(reader)
+    assert status == 200 and json.loads(body)["choices"][0]["text"] == "hello world" and "date" in headers
+
+
+async def test_pipelined_requests_are_answered_in_their_order_and_run_one_after_the_other(wire, dispatcher: ScriptedDispatcher) -> None:
+    reader, writer = wire
+    gate = asyncio.Event()
+    dispatcher.script = lambda generation: [Wait(gate), *says("a")] if len(dispatcher.started) == 1 else says("b")
+    writer.write(request() + HEALTH + request() + HEALTH)
+    await until(lambda: len(dispatcher.started) == 1)
+    await asyncio.sleep(0.02)
+    assert len(dispatcher.started) == 1
+    gate.set()
+    bodies = [(await answer(reader))[2] for _ in range(4)]
+    assert [json.loads(bodies[at])["choices"][0]["text"] for at in (0, 2)] == ["a", "b"]
+    assert bodies[1] == bodies[3] == b'{"status":"ok"}'
+    writer.write(HEALTH)
+    assert (await answer(reader))[0] == 200, "the connection goes on"
+
+
+async def test_a_long_line_of_pipelined_requests_is_answered(wire, dispatcher: ScriptedDispatcher) -> None:
+    reader, writer = wire
+    gate = asyncio.Event()
+    dispatcher.script = lambda generation: [Wait(gate), *says("a")]
+    writer.write(request() + HEALTH * 2000)
+    await until(lambda: len(dispatcher.started) == 1)
+    gate.set()
+    assert [(await answer(reader))[0] for _ in range(2001)] == [200] * 2001
+
+
+async def test_a_pipelined_request_whose_body_comes_later_is_answered(wire, dispatcher: ScriptedDispatcher) -> None:
+    reader, writer = wire
+    gate = asyncio.Event()
+    dispatcher.script = lambda generation: [Wait(gate), *says("a")]
+    writer.write(request() + request()[:-5])
+    await until(lambda: len(dispatcher.started) == 1)
+    gate.set()
+    assert (await answer(reader))[0] == 200
+    writer.write(BODY[-5:])
+    assert (await answer(reader))[0] == 200
+
+
+async def test_a_chunked_body_with_trailers_is_taken(wire) -> None:
+    reader, writer = wire
+    head = f"POST {PLAIN} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (BODY[:7], BODY[7:]))
+    writer.write(head + chunks + b"0\r\ncontent-type: text/plain\r\n\r\n" + HEALTH)
+    assert [(await answer(reader))[0] for _ in range(2)] == [200, 200]
+
+
+async def test_who_expects_100_continue_gets_it_or_the_error_before_the_body(dispatcher: ScriptedDispatcher) -> None:
+    async with served(dispatcher, HttpSettings(max_body_bytes=1000)) as url:
+        async with opened(url) as (reader, writer):
+            writer.write(request(b"", "expect: 100-continue", length=len(BODY)))
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(BODY)
+            assert (await answer(reader))[0] == 200
+        async with opened(url) as (reader, writer):
+            writer.write(request(b"", "expect: 100-continue", length=1001))
+            status, headers, _ = await answer(reader)
+            assert status == 413 and headers["connection"] == "close" and await reader.read() == b""
+
+
+@pytest.mark.parametrize("size", [1001, 8000])
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_a_body_that_is_too_large_is_read_and_dropped_so_that_the_answer_is_seen(
+    dispatcher: ScriptedDispatcher, size: int, is_chunked: bool
+) -> None:
+    async with served(dispatcher, HttpSettings(max_body_bytes=1000)) as url, opened(url) as (reader, writer):
+        if is_chunked:
+            writer.write(f"POST {PLAIN} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+            writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (size, b"x" * size))
+        else:
+            writer.write(request(b"x" * size))
+        assert (await answer(reader))[0] == 413
+        assert dispatcher.started == []
+
+
+async def test_a_body_far_too_large_ends_the_connection(dispatcher: ScriptedDispatcher) -> None:
+    async with served(dispatcher, HttpSettings(max_body_bytes=1000)) as url, opened(url) as (reader, writer):
+        writer.write(request(b"", length=8001))
+        assert (await answer(reader))[0] == 413 and await reader.read() == b""
+
+
+async def test_an_error_before_the_body_came_does_not_cost_the_connection(wire) -> None:
+    reader, writer = wire
+    writer.write(request(b"", "content-type: text/plain", length=len(BODY)))
+    assert (await answer(reader))[0] == 415
+    writer.write(BODY + HEALTH)
+    assert (await answer(reader))[2] == b'{"status":"ok"}'
+
+
+async def test_head_has_a_length_and_no_body(wire) -> None:
+    reader, writer = wire
+    writer.write(b"HEAD /health HTTP/1.1\r\nhost: x\r\n\r\n" + HEALTH)
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert b"content-length: 15\r\n" in head
+    assert (await answer(reader))[2] == b'{"status":"ok"}'
+
+
+async def test_a_client_of_http_1_0_gets_its_stream_up_to_the_connections_end(wire) -> None:
+    reader, writer = wire
+    writer.write(request(json.dumps({"model": MODEL, "prompt": "hi", "stream": True}).encode(), version="1.0"))
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert b"chunked" not in head and b"connection: close" in head
+    assert (await reader.read()).endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(("header", "stays"), [("connection: close", False), ("connection: keep-alive", True)])
+async def test_a_client_decides_whether_its_connection_stays(wire, header: str, stays: bool) -> None:
+    reader, writer = wire
+    for _ in range(2):
+        writer.write(request(BODY, header))
+        status, headers, _ = await answer(reader)
+        assert status == 200 and ("connection" not in headers) is stays
+        if not stays:
+            assert await reader.read() == b""
+            return
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"not http at all\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\ncontent-length: -1\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nx: " + b"a" * MAX_HEAD_BYTES, 431),
+    ],
+)
+async def test_bytes_that_are_no_request_are_refused_and_the_connection_ends(wire, data: bytes, status: int) -> None:
+    reader, writer = wire
+    writer.write(data)
+    assert (await answer(reader))[0] == status and await reader.read() == b""
+
+
+async def test_an_upgrade_is_not_made_and_the_request_is_answered(wire) -> None:
+    reader, writer = wire
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
+    assert (await answer(reader))[2] == b'{"status":"ok"}'
+    assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("target", ["/health?x=1", "http://host/health", "/%68ealth", "/health#part"])
+async def test_targets_name_their_path(wire, target: str) -> None:
+    reader, writer = wire
+    writer.write(f"GET {target} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+    assert (await answer(reader))[0] == 200
+
+
+async def test_a_head_that_does_not_arrive_ends_the_connection(dispatcher: ScriptedDispatcher) -> None:
+    async with served(dispatcher, HttpSettings(body_s=0.1)) as url, opened(url) as (reader, writer):
+        writer.write(b"GET /health HTTP/1.1\r\n")
+        assert await reader.read() == b""
+
+
+async def test_an_idle_connection_is_closed_when_its_time_is_over(dispatcher: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdcluster_router.server.LineLimits", lambda *given, **named: LineLimits(*given, idle_s=0.1, **named))
+    async with served(dispatcher) as url, opened(url) as (reader, writer):
+        writer.write(HEALTH)
+        assert (await answer(reader))[0] == 200
+        assert await reader.read() == b""
+
+
+async def test_a_drain_ends_idle_connections_at_once_and_says_so_on_busy_ones(dispatcher: ScriptedDispatcher) -> None:
+    gate = asyncio.Event()
+    dispatcher.script = lambda _: [Wait(gate), *says("done")]
+    server = served(dispatcher)
+    url = await server.__aenter__()
+    async with opened(url) as (idle, _), opened(url) as (busy, writer):
+        writer.write(request())
+        await until(lambda: len(dispatcher.started) == 1)
+        leaving = asyncio.create_task(server.__aexit__(None, None, None))
+        assert await idle.read() == b""
+        gate.set()
+        status, headers, _ = await answer(busy)
+        assert status == 200 and headers["connection"] == "close"
+        await leaving
+
+
+async def test_a_client_that_reads_again_gets_all_that_it_left_unread(dispatcher: ScriptedDispatcher) -> None:
+    """Far more than sockets and transports hold, so that the answer had to wait for its client."""
+    dispatcher.max_len = 2**20
+    words = (says("word " * 100, "length") * 1000)[:50_000]
+    dispatcher.script = lambda _: words
+    async with served(dispatcher) as url, opened(url) as (reader, writer):
+        writer.write(request(json.dumps({"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": len(words)}).encode()))
+        await until(lambda: len(dispatcher.ended) == 1)
+        num_events, tail = 0, b""
+        while not tail.endswith(b"0\r\n\r\n"):
+            data = tail + await reader.read(1 << 16)
+            num_events += data.count(b"finish_reason") - tail.count(b"finish_reason")
+            tail = data[-40:]
+        assert num_events >= len(words)
+
+
+async def test_a_client_that_is_too_far_behind_is_given_up(dispatcher: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdcluster_router.answer.MAX_UNREAD", 100)
+    dispatcher.max_len = 2**20
+    words = says("word " * 100, "length") * 1000
+    dispatcher.script = lambda _: words
+    async with served(dispatcher) as url, opened(url) as (_, writer):
+        writer.write(request(json.dumps({"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": len(words)}).encode()))
+        await until(lambda: len(dispatcher.cancelled) == 1)
