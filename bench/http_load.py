@@ -13,7 +13,7 @@ from typing import cast
 import uvloop
 
 HEAD_END = b"\r\n\r\n"
-STREAM_END = b"0\r\n\r\n"
+STREAM_END = b"\r\n0\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
