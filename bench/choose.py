@@ -117,10 +117,11 @@ def measure(case: Case, num_calls: int) -> list[Row]:
         choose(turn)
 
     def explain(turn: int) -> None:
-        with explainer.entered(f"r{turn}", ANYBODY, 0.0) as record:
-            record.decided(Decision(case.query, views[-1], choices[0]), 0.0, 0.0)
-            record.first_token(0.1)
-            record.cached_tokens = SYSTEM_TOKENS
+        record = explainer.open(f"r{turn}", ANYBODY, 0.0)
+        record.decided(Decision(case.query, views[-1], choices[0]), 0.0, 0.0)
+        record.first_token(0.1)
+        record.cached_tokens = SYSTEM_TOKENS
+        explainer.close(record, None)
 
     rows = [_row("choose", case, microseconds(choose, num_calls, renew))]
     measured: list[tuple[str, Callable[[int], object]]] = [
