@@ -125,6 +125,7 @@ async def test_a_chat_goes_through_the_template(client: api.AsyncClient, dispatc
 
 
 async def test_a_stop_string_ends_and_cancels_the_generation(client: api.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+    dispatcher.script = lambda _: [*says("hello world", "length"), Wait(asyncio.Event())]
     done = await client.complete("hi", stop=["wor"], max_tokens=50)
     assert done.texts == ("hello ",) and done.finish_reasons == ("stop",)
     await until(lambda: len(dispatcher.cancelled) == 1)
