@@ -4,7 +4,6 @@ its own deadline, and everything goes on when there is room again."""
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 from local_cluster import LocalCluster, LocalNode
@@ -122,8 +121,6 @@ async def test_a_request_that_one_prefill_node_refuses_runs_on_the_other() -> No
 
 async def test_two_mixed_nodes_that_park_for_each_other_do_not_wait_for_ever() -> None:
     async with Watched({"m0": "mixed", "m1": "mixed"}, num_pages=40, force="remote") as cluster:
-        shared = cluster.dispatch._shared
-        cluster.dispatch._shared = replace(shared, settings=replace(shared.settings, hold_s=20.0))
         prompts = [prompt_of(26, seed) for seed in range(24)]
         results = await asyncio.gather(*(cluster.run(prompt, 8) for prompt in prompts))
         assert [tokens for tokens, _ in results] == [reference(prompt, 8) for prompt in prompts]

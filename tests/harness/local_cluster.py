@@ -230,7 +230,7 @@ class LocalCluster:
             self.start(name, role)
         block_tokens = next(iter(self.nodes.values())).kit.shape.block_tokens
         self.chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.router.view, self.router.cached, force=self.force)
-        self.dispatch = Dispatch(self.router, OneModel(block_tokens), self.chooser, DispatchSettings(stages=self.stages, hold_s=5.0), self.clock)
+        self.dispatch = Dispatch(self.router, OneModel(block_tokens), self.chooser, DispatchSettings(stages=self.stages, hold_s=20.0), self.clock)
         await self.until(lambda: len(self.router.view().nodes) == len(self.roles))
 
     def make_backends(self, me: Peer) -> dict[str, Backend]:
