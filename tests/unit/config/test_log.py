@@ -64,9 +64,9 @@ def test_lines_below_the_level_are_not_written() -> None:
 def test_libraries_log_in_the_same_shape() -> None:
     stream = io.StringIO()
     configure(LogConfig(), stream, process="router")
-    logging.getLogger("uvicorn.error").warning("odd %s", "request")
+    logging.getLogger("some.library").warning("odd %s", "request")
     (line,) = lines(stream)
-    assert (line["logger"], line["event"], line["process"]) == ("uvicorn.error", "odd request", "router")
+    assert (line["logger"], line["event"], line["process"]) == ("some.library", "odd request", "router")
 
 
 def test_an_exception_stays_one_json_line_with_its_traceback() -> None:
