@@ -15,7 +15,7 @@ from typing import Protocol
 from pdcluster.api import sse
 from pdcluster.api.choice import Piece
 from pdcluster.api.replies import PromptTokensDetails, RouteReport, TimelineReport, Usage
-from pdcluster.errors import Cancelled
+from pdcluster.errors import Cancelled, PdclusterError
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.choices import Choice, advance
 from pdcluster_router.generation import Chunk, Dispatcher, Done, Route, Running
@@ -59,7 +59,7 @@ class Answer:
         self._is_over = False
 
     def start(self, dispatcher: Dispatcher) -> None:
-        self._exchange.on_gone = self._left
+        self._exchange.on_gone = self._over
         self._exchange.on_resume = self._read_on
         for index, choice in enumerate(self._choices):
             running = dispatcher.start(choice.generation, _ChoiceSink(self, index))
@@ -118,9 +118,9 @@ class Answer:
         except Exception as error:  # the top of what happens to an answer
             self._end(error)
 
-    def _left(self, why: str) -> None:
+    def _over(self, error: PdclusterError) -> None:
         if not self._is_over:
-            self._end(ClientLeft(why))
+            self._end(error)
 
     def _end(self, error: Exception | None) -> None:
         self._is_over = True

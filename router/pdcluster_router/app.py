@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pdcluster.api import limits, openai
 from pdcluster.api.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
 from pdcluster.api.validate import closest
-from pdcluster.errors import Unavailable
+from pdcluster.errors import PdclusterError, Unavailable
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.answer import answer
 from pdcluster_router.generation import Dispatcher, ModelInfo
@@ -117,16 +117,19 @@ class App:
             fail(exchange, SlowRequest(f"the body did not arrive within {self.settings.body_s:g} s; send it faster"), self._metrics)
 
     def stalled(self, exchange: Exchange) -> None:
-        self._leave(exchange, f"the client read nothing for {self.settings.stall_s:g} s")
+        self._end(exchange, ClientLeft(f"the client read nothing for {self.settings.stall_s:g} s"))
 
     def gone(self, exchange: Exchange) -> None:
-        self._leave(exchange, "the client closed the connection")
+        self._end(exchange, ClientLeft("the client closed the connection"))
 
-    def _leave(self, exchange: Exchange, why: str) -> None:
+    def stopping(self, exchange: Exchange) -> None:
+        self._end(exchange, Unavailable("the router stops, and this request took longer than it waits for; send it again"))
+
+    def _end(self, exchange: Exchange, error: PdclusterError) -> None:
         if exchange.on_gone is not None:
-            exchange.on_gone(why)
+            exchange.on_gone(error)
         if not exchange.finished:
-            fail(exchange, ClientLeft(why), self._metrics)
+            fail(exchange, error, self._metrics)
 
     def over(self, exchange: Exchange) -> None:
         if exchange.tenant is not None:

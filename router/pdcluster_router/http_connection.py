@@ -6,7 +6,7 @@ here.
    answer instead of a broken connection; a client that says what it would send, and waits for 100-continue, is answered before it does.
 3. While an answer is not complete no more is read than what came with it: requests that came early wait here, at most one read's worth.
 4. One sweep of the server looks at the deadlines of all connections (`deadline`): for a request to arrive, for the client to read, for the next one.
-5. When the server drains, a connection ends with its answer, or at once when it has none.
+5. When the server drains, a connection ends with its answer, or at once when it has none. Whoever takes longer than the server waits is told so.
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ class Application(Seam):
 
     def gone(self, exchange: Exchange) -> None:
         """Its client left before the end of the answer."""
+        ...
+
+    def stopping(self, exchange: Exchange) -> None:
+        """The server has drained as long as it may: this one gets its answer now."""
         ...
 
     def over(self, exchange: Exchange) -> None:
@@ -289,6 +293,13 @@ class Connection(Protocol):
             self.close()
         else:
             self._current.keeps_alive = False
+
+    def stop(self) -> None:
+        """What is being answered is answered now, and the connection ends."""
+        current = self._current
+        if current is not None and not current.finished:
+            self._application.stopping(current)
+        self.close()
 
     def abort(self) -> None:
         """Implements Line."""

@@ -12,6 +12,7 @@ from http import HTTPStatus
 from time import monotonic, time
 from typing import NamedTuple, Protocol
 
+from pdcluster.errors import PdclusterError
 from pdcluster_router.tenants import Tenant
 
 Header = tuple[bytes, bytes]
@@ -55,7 +56,7 @@ class Asked(NamedTuple):
 
 class Exchange:
     """Owned by its connection, in the server's loop. tenant: in whose name it holds a place, None while it holds none; on_gone, on_resume: called
-    when the client left (with the reason), and when it reads again."""
+    when it is over before its time (with what it ends by), and when the client reads again."""
 
     __slots__ = (
         "_is_chunked", "_line", "arrived", "body_bytes", "finished", "headers", "id", "is_complete", "is_http_1_0", "is_too_large", "keeps_alive",
@@ -74,7 +75,7 @@ class Exchange:
         self.started = self.finished = self.is_complete = self.is_too_large = self._is_chunked = False
         self.parts: list[bytes] = []
         self.body_bytes = 0
-        self.on_gone: Callable[[str], object] | None = None
+        self.on_gone: Callable[[PdclusterError], object] | None = None
         self.on_resume: Callable[[], None] | None = None
 
     def header(self, name: bytes) -> str | None:

@@ -19,6 +19,8 @@ from pdcluster_router.http_connection import Connection, Connections, LineLimits
 BACKLOG = 2048
 SWEEP_S = 0.1
 """How late a connection's deadline may be seen."""
+LAST_WORD_S = 1.0
+"""For clients to read that the router stops."""
 
 
 def http_settings(config: RouterConfig) -> HttpSettings:
@@ -36,7 +38,8 @@ def router_metrics() -> RouterMetrics:
 @asynccontextmanager
 async def listening(app: App, address: str, *, drain_s: float, is_port_shared: bool = False) -> AsyncIterator[str]:
     """Serves while the block runs and gives HOST:PORT (the real port, when 0 was asked for). Leaving it takes no new connections, lets open
-    requests finish for at most drain_s, then cancels them. is_port_shared: other workers of this router listen there, too."""
+    requests finish for at most drain_s, then cancels them, and tells their clients. is_port_shared: other workers of this router listen there,
+    too."""
     bound = _bind(address, is_port_shared=is_port_shared)
     own = app.settings
     limits = LineLimits(own.max_body_bytes, own.body_s, own.stall_s, id_prefix=own.id_prefix)
@@ -65,13 +68,22 @@ async def _sweep(connections: Connections) -> None:
 async def _drain(connections: Connections, drain_s: float) -> None:
     for connection in list(connections):
         connection.drain()
+    if not await _are_over(connections, drain_s):
+        for connection in list(connections):
+            connection.stop()
+        if not await _are_over(connections, LAST_WORD_S):
+            for connection in list(connections):
+                connection.abort()
+            await connections.wait_until_none()  # the loop tells them in its next turn
+
+
+async def _are_over(connections: Connections, within_s: float) -> bool:
     try:
-        async with asyncio.timeout(drain_s):
+        async with asyncio.timeout(within_s):
             await connections.wait_until_none()
     except TimeoutError:
-        for connection in list(connections):
-            connection.abort()
-        await connections.wait_until_none()  # the loop tells them in its next turn
+        return False
+    return True
 
 
 def _bind(address: str, *, is_port_shared: bool) -> socket.socket:

@@ -373,16 +373,19 @@ async def test_shutdown_lets_an_open_stream_finish(dispatcher: ScriptedDispatche
     assert "".join(texts) == "first last"
 
 
-async def test_shutdown_cancels_what_outlives_the_drain(dispatcher: ScriptedDispatcher, caplog: pytest.LogCaptureFixture) -> None:
-    waits_forever(dispatcher, "text")
+async def test_shutdown_cancels_what_outlives_the_drain_and_says_so(dispatcher: ScriptedDispatcher, caplog: pytest.LogCaptureFixture) -> None:
+    never = Wait(asyncio.Event())
+    dispatcher.script = lambda generation: [never] if generation.sampling.max_tokens == 7 else [*says("text", "length"), never]
     with caplog.at_level(logging.CRITICAL):
         async with httpx.AsyncClient() as client:
             async with served(dispatcher) as url:
-                reply = asyncio.create_task(client.post(url + PLAIN, json=body(stream=True)))
-                await until(lambda: len(dispatcher.started) == 1)
-            with pytest.raises(httpx.HTTPError):
-                await reply
-    assert len(dispatcher.cancelled) == 1
+                streamed = asyncio.create_task(client.post(url + PLAIN, json=body(stream=True)))
+                whole = asyncio.create_task(client.post(url + PLAIN, json=body(max_tokens=7)))
+                await until(lambda: len(dispatcher.started) == 2)
+            begun, unbegun = await streamed, await whole
+    assert begun.status_code == 200 and "the router stops" in begun.text.split("data: ")[-1]
+    assert unbegun.status_code == 503 and "the router stops" in unbegun.json()["error"]["message"] and "retry-after" in unbegun.headers
+    assert len(dispatcher.cancelled) == 2
 
 
 async def test_an_address_in_use_is_a_config_error(dispatcher: ScriptedDispatcher) -> None:
