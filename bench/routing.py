@@ -35,6 +35,7 @@ from pdcluster_router.policy.registry import POLICIES
 from pdcluster_router.replay.feed import FeedSpec
 from pdcluster_router.replay.report import Figures
 from pdcluster_router.replay.scenario import Layout
+from pdcluster_router.replay.trace import read_trace
 
 OURS = "seconds"
 RECORDED = str(Path(__file__).resolve().parents[2] / "shared" / "data" / "conversation_trace.jsonl")
@@ -248,6 +249,7 @@ def main() -> None:
         rounds, seconds = (1, 6.0) if arguments.quick else (arguments.rounds, 15.0)
         rows = list(routing_real.measure(arguments.real, rounds, seconds, arguments.seed))
     else:
+        read_trace(Path(arguments.trace))  # a file that is not there is said now and not after half of the replays
         rows = list(measure(plan_of(arguments.trace, quick=arguments.quick), arguments.processes, arguments.parts.split(",")))
     report(rows, arguments.json)
 

@@ -70,6 +70,7 @@ class Chooser:
         self._fallback = fallback
         self._itl_s = itl_s
         self._usual_output = USUAL_OUTPUT
+        self._usual_prompt = 0.0
         self._counter = 0
         self._previous: Mode | None = None
 
@@ -91,9 +92,10 @@ class Chooser:
         fresh = live.choose_decode(replace(query, excluded=query.excluded | avoid), view, prefill)
         return fresh or live.choose_decode(replace(query, excluded=frozenset(avoid)), view, prefill)
 
-    def note_output(self, num_tokens: int) -> None:
-        """An answer ended: clients allow many more tokens than most answers take."""
-        self._usual_output += 0.02 * (num_tokens - self._usual_output)
+    def note_end(self, num_prompt: int, num_output: int) -> None:
+        """An answer ended. Its length is what most will take, far fewer tokens than clients allow."""
+        self._usual_output += 0.02 * (num_output - self._usual_output)
+        self._usual_prompt += 0.02 * (num_prompt - self._usual_prompt)
 
     def query(self, job: Job, now: float, view: ClusterView) -> Query:
         """What a policy is asked for this request; also for dry runs, since asking has no effect."""
@@ -115,6 +117,7 @@ class Chooser:
             itl_s=self._itl_s,
             counter=self._counter,
             previous=self._previous,
+            usual_tokens=self._usual_prompt,
             num_held=self.num_held(),
         )
 

@@ -281,7 +281,7 @@ class Run:
     def _done(self, attempt: Attempt) -> Done:
         finished, started, route = attempt.finished, self._started, attempt.route()
         assert finished is not None
-        self._shared.chooser.note_output(finished.num_output)
+        self._shared.chooser.note_end(len(self._job.prompt), finished.num_output)
         prefill = attempt.prefill_timings if route.mode == "remote" else finished.timings
         timeline = Timeline(
             queue_s=prefill.queue_s,

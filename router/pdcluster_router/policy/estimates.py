@@ -30,6 +30,9 @@ COMFORT = 2.0
 STRAIN = 5.0
 """How much more a second weighs for each time that a pace is beyond that."""
 
+PATIENCE = 5.0
+"""Times what a prompt takes alone, short ones given the time of a usual one, within which its first token is in time (DESIGN §11)."""
+
 TINY = 1e-300
 
 PREFILL_TERMS = ("wait", "compute", "fetch", "price", "slowed")

@@ -7,7 +7,9 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
     all have a queue, saving work (going where the prefix is cached) is worth more than a shorter queue. A prefix that another node holds is fetched
     from there where that is sooner than computing it.
  2. Decode leg: exposed transfer + output × TPOT + what the rows beside it lose + the wait for room.
- 3. Local: both on one node, without a transfer. Work that is done on a decode node delays no prompt of the others, so it has no price.
+ 3. Local: both on one node, without a transfer. Work that is done on a decode node delays no prompt of the others, so it has no price; it is paid by
+    the rows there. So between modes the price counts only as far as first tokens are nearer to being late (PATIENCE) than these rows are to being
+    slow (COMFORT): rows shall not be slowed for waits that harm nobody, and both limits are reached together.
  4. TPOT counts the prompts that will be computed beside the row while it lives. Where it is beyond COMFORT times a lone row's, a second weighs more,
     so that decode nodes take prompts while their rows stay well served, and prefill nodes take rows while they are idle enough.
  5. Remote or local, whichever is less; the mode of the last choice keeps a margin, so that a tie does not flip with every report. A prompt
@@ -52,6 +54,11 @@ class Pick:
     def ttft_s(self) -> float:
         """wait, compute and fetch are the first terms of both legs that compute a prompt."""
         return sum(self.values[:3])
+
+    @property
+    def price(self) -> float:
+        """What comes after them."""
+        return self.values[3]
 
 
 Pair = tuple[Pick, Pick]
@@ -140,7 +147,7 @@ class Seconds:
         if self._keeps_pace(remote[0].row, query, view):
             calm = self._calm(local, query, view)
         compared = *pair, local.record("" if calm is not None else "holds up running rows")
-        if calm is not None and self._is_local_better(query, remote, calm):
+        if calm is not None and self._is_local_better(query, view, weighed, remote, calm):
             return self._local_choice(calm, view, weighed, Compared(compared, rejected))
         return self._remote_choice(remote, view, weighed, Compared(compared, rejected))
 
@@ -161,12 +168,15 @@ class Seconds:
         limit_s = query.itl_s if query.itl_s > 0 else self._gap * station.tpot_s
         return seconds_of.gap_s(station, query.num_tokens - cached, cached) <= limit_s
 
-    def _is_local_better(self, query: Query, remote: Pair, local: Pick) -> bool:
-        remote_cost = remote[0].cost + remote[1].cost
+    def _is_local_better(self, query: Query, view: ClusterView, weighed: Weighed, remote: Pair, local: Pick) -> bool:
+        slowness = _slowness(local.row, weighed.tpot_s(local.row), query, view)
+        uncounted = 1.0 - min(_lateness(query, view) / max(slowness, LEAST_STRAIN), 1.0) ** SHARPNESS
+        remote_cost = remote[0].cost + remote[1].cost - uncounted * remote[0].price
+        local_cost = local.cost - uncounted * local.price
         margin = self._margin * min(remote[0].ttft_s, local.ttft_s)
         if query.previous == "remote":
-            return local.cost + margin < remote_cost
-        return local.cost < remote_cost + (margin if query.previous == "local" else 0.0)
+            return local_cost + margin < remote_cost
+        return local_cost < remote_cost + (margin if query.previous == "local" else 0.0)
 
     def _local_choice(self, local: Pick, view: ClusterView, weighed: Weighed, record: Record) -> Choice:
         predicted = Predicted(local.ttft_s, weighed.tpot_s(local.row))
@@ -191,6 +201,33 @@ class Compared:
 
 def _pull(row: int, view: ClusterView, weighed: Weighed) -> NodeView | None:
     return view.nodes[weighed.source] if weighed.source is not None and weighed.is_fetched(row) else None
+
+
+LEAST_STRAIN = 0.05
+"""Of rows that a prompt slows at all."""
+ROUNDING = 1e-9
+SHARPNESS = 3
+"""How fast the price is forgotten beyond that point: by replays of generated mixes, where 1, 2 and 5 gave less goodput."""
+
+
+def _lateness(query: Query, view: ClusterView) -> float:
+    """Of the first tokens of those that wait: 0 while a node is idle, 1 when they will just be in time."""
+    nodes = view.serving if view.serving.num_nodes else view.decoding
+    if nodes.least_wait_s <= 0.0:
+        return 0.0
+    usual_s = nodes.backlog_s / max(nodes.prompts, 1)
+    wait_s = nodes.least_wait_s + query.num_held / nodes.num_nodes * usual_s
+    node = view.stations.one(view.roster.accepting.rows[0])
+    return wait_s / max(seconds_of.PATIENCE * seconds_of.alone_s(node, max(query.num_tokens, query.usual_tokens), 0.0), seconds_of.TINY)
+
+
+def _slowness(row: int, tpot_s: float, query: Query, view: ClusterView) -> float:
+    """Of rows on a node: 0 when each is as fast as alone, 1 when they are as slow as they may be."""
+    node = view.stations.one(row)
+    alone_s = node.decode_fixed_s + node.each_row_s + node.context_s * (query.num_tokens + query.expected_output / 2)
+    limit_s = query.itl_s or seconds_of.COMFORT * alone_s
+    slower_s = tpot_s - alone_s
+    return slower_s / max(limit_s - alone_s, seconds_of.TINY) if slower_s > ROUNDING * tpot_s else 0.0
 
 
 MOST_SHARE = 0.9

@@ -24,6 +24,8 @@ class FeedSpec:
 
 
 IMMEDIATE = FeedSpec()
+REPORT_S = 0.05
+"""Least time between two load reports, as nodes have it (`node.report_s`). What the router sent since is in its own ledger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Feed:
     _deltas: deque[_Delta] = field(default_factory=deque)
     _reports: deque[tuple[float, Load]] = field(default_factory=deque)
     _snapshot_at: float | None = None
+    _report_due_s: float = -1.0
 
     def update(self, now: float) -> None:
         """The node speaks, then what has arrived by now is read."""
@@ -58,11 +61,10 @@ class Feed:
         self._speak(now)
         while self._deltas and self._deltas[0].sent_s + delay_s <= now:
             self._read(self._deltas.popleft(), now)
-        if not delay_s and not self.spec.loss:
-            self.report_s, self.report = now, self.node.load(now)
-            return
-        if not self._is_lost():
-            self._reports.append((now, self.node.load(now)))
+        if now >= self._report_due_s:
+            self._report_due_s = now + REPORT_S
+            if not self._is_lost():
+                self._reports.append((now, self.node.load(now)))
         while self._reports and self._reports[0][0] + delay_s <= now:
             self.report_s, self.report = self._reports.popleft()
 

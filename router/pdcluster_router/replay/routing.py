@@ -72,11 +72,11 @@ class _Account:
         self.in_flight -= 1
 
     def settle(self, report_s: float) -> None:
-        while self.sent and self.sent[0][0] <= report_s:
+        while self.sent and self.sent[0][0] < report_s:
             self.is_changed = True
             _, tokens, pairs = self.sent.popleft()
             self.requests, self.tokens, self.pairs = self.requests - 1, self.tokens - tokens, self.pairs - pairs
-        while self.reserved and self.reserved[0][0] <= report_s:
+        while self.reserved and self.reserved[0][0] < report_s:
             self.is_changed = True
             _, context = self.reserved.popleft()
             self.rows, self.context = self.rows - 1, self.context - context
@@ -152,7 +152,6 @@ class ReplayRouter:
         self._costs: Mapping[str, NodeCost] = {node.name: node.cost for node in nodes}
         self._paths = Paths([node.name for node in nodes], spec.bandwidth)
         self._held: dict[str, tuple[Task, Recorded]] = {}
-        self._spoken_to: set[str] = set()
         self._block_tokens = nodes[0].spec.block_tokens
         self._typical = typical_cost(list(self._costs.values()))
         self._seen = ClusterView(map(self._new_view, self.feeds.values()), self._typical)
@@ -185,11 +184,8 @@ class ReplayRouter:
             if not found:
                 return
             yield self._placed(found[0])
-            for name in self._spoken_to:
-                self.feeds[name].update(now)
 
     def _placed(self, one: Released) -> Placed:
-        self._spoken_to.clear()
         return Placed(self._held.pop(one.held.request)[0], one.decision.choice if one.decision is not None else None, one.error)
 
     def next_look(self, now: float) -> float:
@@ -240,7 +236,6 @@ class ReplayRouter:
         first, request = choice.first, task.request
         hashes = b"".join(request.blocks)
         cached = min(self.index.depth(first.name, hashes) * first.block_tokens, request.num_tokens - 1)
-        self._spoken_to.update((first.name, choice.decode.name))
         self._accounts[first.name].send_prompt(now, request.num_tokens - cached, num_pairs(request.num_tokens - cached, cached))
         if choice.prefill is not None:
             self._accounts[choice.decode.name].send_row(request.num_tokens)
@@ -262,7 +257,7 @@ class ReplayRouter:
 
     def ended(self, task: Task) -> None:
         """An answer is complete."""
-        self._chooser.note_output(task.request.num_output)
+        self._chooser.note_end(task.request.num_tokens, task.request.num_output)
 
     def _changed(self, feed: Feed) -> NodeView | None:
         """What is believed of the node now; None when that is what it was."""

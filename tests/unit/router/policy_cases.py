@@ -119,5 +119,6 @@ def queries(draw: st.DrawFn) -> Query:
         counter=draw(st.integers(0, 100)),
         previous=draw(st.sampled_from([None, "remote", "local"])),
         itl_s=draw(st.sampled_from([0.0, 0.05])),
-        num_held=draw(st.sampled_from([0, 3])),
+        num_held=draw(st.sampled_from([0, 3, 50])),
+        usual_tokens=draw(st.sampled_from([0.0, 700.5])),
     )

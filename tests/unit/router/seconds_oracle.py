@@ -209,7 +209,7 @@ class PlainSeconds:
         local = None
         if remote is None or (query.force == "auto" and (query.fallback == "conditional" or not found.is_split)):
             local = self._rank_local(_stations(view, ready(found.local, query)), query, market)
-        return self._decide(query, remote, local, market)
+        return self._decide(query, remote, local, market, _stations(view, view.accepting))
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
         if view.typical_cost is None:
@@ -232,7 +232,7 @@ class PlainSeconds:
         )
 
     def _price(self, stations: Sequence[Station], num_held: int) -> float:
-        """Rule 1: the shortest queue in average prompts, times alpha."""
+        """Rule 1: the shortest queue in average prompts, with its part of those that wait in the router, times alpha."""
         shortest = min((station.pace.wait_s for station in stations), default=0.0)
         if shortest <= 0.0:
             return 0.0
@@ -267,7 +267,9 @@ class PlainSeconds:
 
     # ------------------------------------------------------------ modes
 
-    def _decide(self, query: Query, remote: tuple[Ranked, Ranked] | None, local: Ranked | None, market: Market) -> Choice:
+    def _decide(
+        self, query: Query, remote: tuple[Ranked, Ranked] | None, local: Ranked | None, market: Market, stations: Sequence[Station]
+    ) -> Choice:
         if remote is None:
             assert local is not None
             return self._local_choice(local, market, query, local.candidates(query))
@@ -276,7 +278,7 @@ class PlainSeconds:
             return self._remote_choice(remote, market, query, record)
         calm = self._without_long_pauses(local, query) if self._keeps_pace(remote[0].best, query) else local
         record += local.candidates(query) if calm is not None else local.candidates(query, "holds up running rows")
-        if calm is not None and self._is_local_better(query, remote, calm):
+        if calm is not None and self._is_local_better(query, remote, calm, market, stations):
             return self._local_choice(calm, market, query, record)
         return self._remote_choice(remote, market, query, record)
 
@@ -292,12 +294,15 @@ class PlainSeconds:
         cached = query.cached_on(station.node)
         return pace.gap_s(query.num_tokens - cached, cached) <= limit_s
 
-    def _is_local_better(self, query: Query, remote: tuple[Ranked, Ranked], local: Ranked) -> bool:
-        remote_cost = remote[0].cost + remote[1].cost
+    def _is_local_better(self, query: Query, remote: tuple[Ranked, Ranked], local: Ranked, market: Market, stations: Sequence[Station]) -> bool:
+        """Of the price, whose term comes after those of the time to first token, only a part counts here."""
+        counted = min(_lateness(query, stations) / max(_slowness(local.best, query, market), 0.05), 1.0) ** 3
+        remote_cost = remote[0].cost + remote[1].cost - (1.0 - counted) * remote[0].values[3]
+        local_cost = local.cost - (1.0 - counted) * local.values[3]
         margin = self._margin * min(_ttft(remote[0].values), _ttft(local.values))
         if query.previous == "remote":
-            return local.cost + margin < remote_cost
-        return local.cost < remote_cost + (margin if query.previous == "local" else 0.0)
+            return local_cost + margin < remote_cost
+        return local_cost < remote_cost + (margin if query.previous == "local" else 0.0)
 
     def _local_choice(self, local: Ranked, market: Market, query: Query, record: tuple[Candidate, ...]) -> Choice:
         return Choice(
@@ -322,6 +327,26 @@ def _pull(station: Station, market: Market, query: Query) -> NodeView | None:
 def _ttft(values: Values) -> float:
     """wait, compute and fetch are the first terms of both legs that compute a prompt."""
     return sum(values[:3])
+
+
+def _lateness(query: Query, stations: Sequence[Station]) -> float:
+    """What a request has to wait, in the router and on the least loaded node, as a share of the time to its first token that is well."""
+    computing = [station for station in stations if station.node.role != "decode"] or list(stations)
+    least_s = min(station.pace.wait_s for station in computing)
+    if least_s <= 0.0:
+        return 0.0
+    usual_s = sum(station.pace.backlog_s for station in computing) / max(sum(station.node.num_prompts for station in computing), 1)
+    alone_s = stations[0].pace.prefill.seconds(max(query.num_tokens, query.usual_tokens))
+    return (least_s + query.num_held / len(computing) * usual_s) / max(5.0 * alone_s, 1e-300)
+
+
+def _slowness(station: Station, query: Query, market: Market) -> float:
+    """0: the row would be as fast as alone; 1: as slow as it may be."""
+    alone_s = station.pace.decode.fixed_s + station.pace.row_s(query.num_tokens + query.expected_output / 2)
+    tpot_s, _ = strained(station, query, share_on(station, market))
+    if tpot_s - alone_s <= 1e-9 * tpot_s:
+        return 0.0
+    return (tpot_s - alone_s) / max((query.itl_s or 2.0 * alone_s) - alone_s, 1e-300)
 
 
 def _share_now(stations: Sequence[Station]) -> float:

@@ -49,7 +49,7 @@ def test_the_expected_output_follows_what_answers_take() -> None:
     chooser = make_chooser()
     assert chooser.query(make_job(), 0.0, NODES).expected_output == 256
     for _ in range(500):
-        chooser.note_output(20)
+        chooser.note_end(300, 20)
     assert chooser.query(make_job(), 0.0, NODES).expected_output == 20
     job = make_job()
     job.emitted.extend(range(3995))

@@ -1,0 +1,59 @@
+"""When `seconds` lets a decode node compute a prompt itself: as far as first tokens are nearer to being late than its rows are to being slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from msgspec.structs import replace as with_fields
+from scripted_cluster import EMPTY_LOAD, make_node
+
+from pdcluster.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
+from pdcluster_router.policy.base import Query
+from pdcluster_router.policy.seconds import Seconds
+from pdcluster_router.view import ClusterView, NodeView
+
+COST = NodeCost(PrefillCost(0.005, 1e-4, 2e-9, 512, 100), DecodeCost(0.02, 1.5e-4, 3e-8, 100))
+QUERY = Query(num_tokens=4000, expected_output=200, usual_tokens=4000)
+
+
+def _node(name: str, role: str, *, tokens: int = 0, rows: int = 0, context: int = 0) -> NodeView:
+    load = with_fields(
+        EMPTY_LOAD,
+        waiting=int(tokens > 0),
+        waiting_tokens=tokens,
+        waiting_pairs=round(num_pairs(tokens, 0)),
+        rows=rows,
+        running=rows,
+        slots=256,
+        slots_used=rows,
+        context_tokens=context,
+        pages_total=100_000,
+        pages_free=100_000,
+    )
+    return replace(make_node(name, role), load=load, cost=COST, bandwidth={"d": 1e10, "p": 1e10}, max_len=100_000)
+
+
+def _computes(num_held: int, rows: int, **changes: float) -> str:
+    """The node that computes the prompt; rows run on the decode node."""
+    view = ClusterView((_node("p", "prefill", tokens=4000), _node("d", "decode", rows=rows, context=rows * 5000)))
+    return Seconds().choose(replace(QUERY, num_held=num_held, **changes), view).first.name  # type: ignore[arg-type]
+
+
+def test_few_rows_take_a_prompt_when_many_wait() -> None:
+    assert _computes(num_held=10, rows=5) == "d"
+
+
+def test_rows_that_are_nearly_slow_are_left_alone_while_nobody_will_be_late() -> None:
+    assert _computes(num_held=2, rows=55) == "p"
+
+
+def test_the_more_wait_the_slower_the_rows_that_still_help() -> None:
+    most_rows = [max((rows for rows in range(0, 100, 5) if _computes(num_held, rows) == "d"), default=-1) for num_held in (0, 1, 4, 16)]
+    assert most_rows == sorted(most_rows) and most_rows[0] < most_rows[-1]
+
+
+@pytest.mark.parametrize("rows", [10, 20])
+def test_a_prompt_that_may_take_longer_presses_less(rows: int) -> None:
+    nodes = [_computes(6, rows, usual_tokens=usual) for usual in (0.0, 4000.0, 400_000.0)]
+    assert nodes == sorted(nodes), "d comes before p"
