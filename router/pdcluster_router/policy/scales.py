@@ -348,5 +348,5 @@ class ManyWeighed:
         column, rows_of = np.full(len(self._scales.view.nodes), unknown), self._scales.view.roster.rows_of_name
         for name, bytes_s in source.bandwidth.items():
             if bytes_s:
-                column[rows_of.get(name, ())] = bytes_s
+                column[list(rows_of.get(name, ()))] = bytes_s
         return column
