@@ -68,6 +68,7 @@ async def test_nodes_are_listed_with_what_they_reported() -> None:
     async with LocalCluster(PAIR) as cluster, administered(cluster) as (stub, _):
         await cluster.run(prompt_of(40), 3)
         await cluster.until_idle()
+        await cluster.until(lambda: all(node.load is not None and node.load.pages_cached > 0 for node in cluster.router.view().nodes))
         nodes = {node.name: node for node in (await stub.ListNodes(pb.ListNodesRequest())).nodes}
         assert set(nodes) == {"p0", "d0"} and {node.state for node in nodes.values()} == {"ready"}
         assert nodes["p0"].role == bootstrap_pb2.ROLE_PREFILL and nodes["d0"].load.pages_cached > 0
