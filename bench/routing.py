@@ -4,7 +4,8 @@
     python -m bench.routing --real MODEL [--rounds N] [--seed S] [--json FILE]
 
  1. cells: all policies × 5 loads × 2 cache sizes on the recorded trace and on each generated kind. Load 1.0: the work that one pooled LRU cache would
-    leave equals what the prefill nodes can do.
+    leave equals what the prefill nodes can do. Rivals run twice: as published (their rule decides at once, KV is fetched from another node only where
+    the rule says so), and with this router's hold queue and pulls around their rule. Ours is judged against the best of all.
  2. imperfect: the best three again behind feeds that are 100 and 500 ms late and lose 1 % of messages, through the production index.
  3. seeds: the best three on generated kinds, seeds 0 to 4.
  4. modes: `seconds` choosing P/D per request, against every static split (remote always) and against colocated nodes (local always, two chunk sizes).
@@ -29,7 +30,7 @@ from typing import Literal
 
 from bench import routing_real
 from bench.report import Row, print_rows, write_json
-from bench.routing_runs import Run, Workload, execute_all, pools_for
+from bench.routing_runs import Contender, Run, Workload, execute_all, pools_for
 from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import POLICIES
 from pdcluster_router.replay.feed import FeedSpec
@@ -38,6 +39,8 @@ from pdcluster_router.replay.scenario import Layout
 from pdcluster_router.replay.trace import read_trace
 
 OURS = "seconds"
+RIVALS = [policy for policy in POLICIES if policy != OURS]
+CONTENDERS = [Contender(OURS), *map(Contender, RIVALS), *(Contender(policy, True) for policy in RIVALS)]
 RECORDED = str(Path(__file__).resolve().parents[2] / "shared" / "data" / "conversation_trace.jsonl")
 LOADS = (0.5, 0.7, 0.85, 1.0, 1.2)
 CACHES = (1_000_000, 4_000_000)
@@ -103,23 +106,27 @@ def cells(plan: Plan) -> Iterator[Run]:
         for cache in plan.caches:
             layout = pools_for(workload, NUM_NODES, cache, max(plan.loads))
             for load in plan.loads:
-                yield from (Run(workload, layout, policy, load) for policy in POLICIES)
+                yield from (_run_of(each, workload, layout, load) for each in CONTENDERS)
 
 
-def imperfect(plan: Plan, best: Iterable[str]) -> Iterator[Run]:
+def imperfect(plan: Plan, best: Iterable[Contender]) -> Iterator[Run]:
     workload = plan.recorded
     layout = pools_for(workload, NUM_NODES, plan.caches[-1], max(plan.loads))
-    for policy in best:
+    for each in best:
         for feed in (FeedSpec(), FeedSpec(0.1), FeedSpec(0.5), FeedSpec(0.1, 0.01)):
-            yield Run(workload, layout, policy, 0.85, feed=feed)
+            yield replace(_run_of(each, workload, layout, 0.85), feed=feed)
 
 
-def seeds(plan: Plan, best: Iterable[str]) -> Iterator[Run]:
+def seeds(plan: Plan, best: Iterable[Contender]) -> Iterator[Run]:
     for kind in plan.kinds:
         for seed in plan.seeds:
             workload = replace(kind, seed=seed)
             layout = pools_for(workload, NUM_NODES, plan.caches[-1], max(plan.loads))
-            yield from (Run(workload, layout, policy, 0.85, seed=seed) for policy in best)
+            yield from (replace(_run_of(each, workload, layout, 0.85), seed=seed) for each in best)
+
+
+def _run_of(contender: Contender, workload: Workload, layout: Layout, load: float) -> Run:
+    return Run(workload, layout, contender.policy, load, in_this_router=contender.in_this_router)
 
 
 def mode_layouts(num_nodes: int) -> Iterator[tuple[Way, Layout]]:
@@ -156,7 +163,7 @@ def name_of(run: Run) -> str:
 def all_figures(found: Found) -> Iterator[Row]:
     for run, figures in found.items():
         feed = f" late {run.feed.delay_s:g} s lost {run.feed.loss:g}" if run.feed != FeedSpec() else ""
-        case = f"{run.policy} {run.force}: {name_of(run)} chunk {run.layout.chunk_tokens}{feed}"
+        case = f"{run.contender.name} {run.force}: {name_of(run)} chunk {run.layout.chunk_tokens}{feed}"
         for field in fields(figures):
             value = getattr(figures, field.name)
             if isinstance(value, float | int):
@@ -170,10 +177,10 @@ def against_best(found: Found) -> Iterator[Row]:
         if len(cell) < 2:
             continue
         run = next(run for run in found if found[run] is ours)
-        rivals = {policy: figures for policy, figures in cell.items() if policy != OURS}
-        fastest = min(rivals, key=lambda policy: rivals[policy].ttft_mean_s)
+        rivals = {name: figures for name, figures in cell.items() if name != OURS}
+        fastest = min(rivals, key=lambda name: rivals[name].ttft_mean_s)
         yield goal("mean TTFT", name_of(run), ours.ttft_mean_s, "s", fastest, rivals[fastest].ttft_mean_s, CLOSE, less_is_better=True)
-        most = max(rivals, key=lambda policy: rivals[policy].goodput)
+        most = max(rivals, key=lambda name: rivals[name].goodput)
         yield goal("goodput", name_of(run), ours.goodput, "1/s", most, rivals[most].goodput, CLOSE)
 
 
@@ -184,6 +191,8 @@ def promises_on_recorded(found: Found) -> Iterator[Row]:
         ours, plain = cell[OURS], cell["least-load"]
         case = name_of(next(run for run in found if found[run] is ours))
         yield goal("mean TTFT", case, ours.ttft_mean_s, "s", "0.7 × least-load", 0.7 * plain.ttft_mean_s, 1.0, less_is_better=True)
+        here = cell["least-load in this router"].ttft_mean_s
+        yield goal("mean TTFT", case, ours.ttft_mean_s, "s", "0.7 × least-load in this router", 0.7 * here, None, less_is_better=True)
         yield goal("hit", case, ours.hit, "", "pooled LRU", ours.hit_oracle, 0.9)
         yield goal("max ÷ mean busy", case, ours.imbalance, "", "limit", 1.15, 1.0, less_is_better=True)
 
@@ -210,15 +219,15 @@ def goal(metric: str, case: str, value: float, unit: str, against: str, other: f
     return Row(metric, case, value, unit, against, other, ratio, None, least, holds)
 
 
-def best_three(found: Found) -> list[str]:
+def best_three(found: Found) -> list[Contender]:
     """Ours and the two whose mean TTFT is, over all cells, closest to each cell's best."""
-    distance = dict.fromkeys(POLICIES, 0.0)
+    distance = dict.fromkeys((each.name for each in CONTENDERS), 0.0)
     for cell in _by_cell(found).values():
         least = min(figures.ttft_mean_s for figures in cell.values())
-        for policy, figures in cell.items():
-            distance[policy] += min(figures.ttft_mean_s / max(least, 1e-9), 10.0)
-    ranked = sorted(distance, key=lambda policy: distance[policy])
-    return [OURS, *[policy for policy in ranked if policy != OURS][:2]]
+        for name, figures in cell.items():
+            distance[name] += min(figures.ttft_mean_s / max(least, 1e-9), 10.0)
+    ranked = sorted(CONTENDERS, key=lambda each: distance[each.name])
+    return [Contender(OURS), *[each for each in ranked if each.policy != OURS][:2]]
 
 
 Cell = tuple[Workload, Layout, float, FeedSpec]
@@ -227,7 +236,7 @@ Cell = tuple[Workload, Layout, float, FeedSpec]
 def _by_cell(found: Found) -> dict[Cell, dict[str, Figures]]:
     cells: dict[Cell, dict[str, Figures]] = {}
     for run, figures in found.items():
-        cells.setdefault((run.workload, run.layout, run.load, run.feed), {})[run.policy] = figures
+        cells.setdefault((run.workload, run.layout, run.load, run.feed), {})[run.contender.name] = figures
     return cells
 
 
@@ -266,7 +275,7 @@ def report(rows: list[Row], path: Path | None) -> None:
 
 
 def measure(plan: Plan, processes: int, parts: list[str]) -> Iterator[Row]:
-    best = [OURS, "conductor", "product"]
+    best = [Contender(OURS), Contender("conductor"), Contender("conductor", in_this_router=True)]
     if "cells" in parts:
         found = _run(cells(plan), processes, "cells")
         best = best_three(found)

@@ -32,8 +32,20 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
+class Contender:
+    """A policy as published, or with this router around it; ours is in this router in any case."""
+
+    policy: str
+    in_this_router: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy} in this router" if self.in_this_router else self.policy
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
-    """load: of the computing nodes, or of all nodes when by_all (see `whole_rate`)."""
+    """load: of the computing nodes, or of all nodes when by_all (see `whole_rate`). in_this_router: see `scenario.Conditions`."""
 
     workload: Workload
     layout: Layout
@@ -43,9 +55,14 @@ class Run:
     feed: FeedSpec = IMMEDIATE
     seed: int = 0
     by_all: bool = False
+    in_this_router: bool = False
     slo_ttft_s: float | None = None
     ttft_factor: float = 5.0
     tpot_factor: float = 2.0
+
+    @property
+    def contender(self) -> Contender:
+        return Contender(self.policy, self.in_this_router)
 
 
 @lru_cache(maxsize=4)
@@ -72,7 +89,7 @@ def execute(run: Run) -> Figures:
     known = oracle_of(run.workload, run.layout)
     loaded = trace.at_speed(run.load * whole_rate(trace, known, run.layout) * trace.span_s / len(trace.requests)) if run.by_all else None
     loaded = loaded or at_load(trace, run.layout, known, run.load)
-    conditions = Conditions(run.feed, run.force, run.seed)
+    conditions = Conditions(run.feed, run.force, run.seed, run.in_this_router)
     outcome = replay(loaded, run.layout, run.policy, conditions)
     slo = Slo(run.layout.cost, trace.mean_tokens, run.ttft_factor, run.tpot_factor)
     return figures(run.policy, outcome, slo, known.hit)

@@ -42,6 +42,14 @@ def replay(
     feed_delay_ms: Annotated[float, typer.Option(metavar="MS", help="how late the router hears of nodes")] = 0.0,
     feed_loss: Annotated[float, typer.Option(metavar="SHARE", help="share of nodes' messages that are lost")] = 0.0,
     requests: Annotated[int, typer.Option(metavar="N", help="only the first N requests; 0: all")] = 0,
+    in_this_router: Annotated[
+        bool,
+        typer.Option(
+            "--in-this-router",
+            help="with this router's hold queue and pulls around every policy, as router.policy has them; without, all but seconds run as published: "
+            "requests are sent at once, and KV is pulled only where the rule says so",
+        ),
+    ] = False,
     output: Annotated[Output, typer.Option("-o", "--output", help="how rows are printed")] = Output.TABLE,
 ) -> None:
     """Drive the production routing policies through a trace in simulated time; one row per policy. Needs no cluster."""
@@ -61,6 +69,7 @@ def replay(
             feed_delay_s=feed_delay_ms / 1000,
             feed_loss=feed_loss,
             requests=requests,
+            in_this_router=in_this_router,
         )
         command.show(command.rows(asked), output.value)
 

@@ -13,19 +13,19 @@ from typing import Literal
 from pdcluster_router.policy.base import Choice, Query
 from pdcluster_router.view import ClusterView, NodeView
 
-PullMode = Literal["always", "never"]
+PullMode = Literal["always", "chosen", "never"]
 
 
 @dataclass(frozen=True, slots=True)
 class PullRule:
-    """mode: never, or always when at least min_tokens (and a hash block) need not be computed."""
+    """mode: always when at least min_tokens (and a hash block) need not be computed; chosen: only what the policy itself chose; never."""
 
     mode: PullMode = "always"
     min_tokens: int = 1
 
     def apply(self, choice: Choice, query: Query, view: ClusterView) -> Choice:
         """The choice with its pull, the policy's own where it made one, and how much that is."""
-        holder = choice.pull or self.holder(choice.first, query, view)
+        holder = choice.pull or (self.holder(choice.first, query, view) if self.mode == "always" else None)
         if self.mode == "never" or holder is None or (choice.pull is None and _was_weighed(choice, holder)):
             return choice if choice.pull is None else replace(choice, pull=None)
         return replace(choice, pull=holder, pull_tokens=query.held_on(holder))

@@ -39,6 +39,7 @@ class Asked:
     feed_delay_s: float = 0.0
     feed_loss: float = 0.0
     requests: int = 0
+    in_this_router: bool = False
 
 
 def rows(asked: Asked) -> list[Figures]:
@@ -104,7 +105,7 @@ def _conditions(asked: Asked) -> Conditions:
         raise ConfigError(f"a share of {asked.feed_loss:g} of messages cannot be lost; give 0 to below 1")
     if asked.requests < 0:
         raise ConfigError(f"cannot replay {asked.requests} requests; give 0 for all")
-    return Conditions(FeedSpec(asked.feed_delay_s, asked.feed_loss), asked.mode, asked.seed)
+    return Conditions(FeedSpec(asked.feed_delay_s, asked.feed_loss), asked.mode, asked.seed, asked.in_this_router)
 
 
 def _cell(value: object) -> str:

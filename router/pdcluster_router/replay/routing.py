@@ -24,6 +24,7 @@ from pdcluster_router.index import PrefixIndex
 from pdcluster_router.job import HashChain, Job
 from pdcluster_router.pace import typical_cost
 from pdcluster_router.policy.base import Choice, Force, Policy
+from pdcluster_router.pull import BY_TOKENS, PullRule
 from pdcluster_router.replay.feed import IMMEDIATE, Feed, FeedSpec
 from pdcluster_router.replay.node import SimNode, Task
 from pdcluster_router.view import ClusterView, NodeView, Pending
@@ -106,7 +107,8 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """What a router's configuration says. hold: nobody is refused for waiting long unless it says so."""
+    """What a router's configuration says. hold: nobody is refused for waiting long unless it says so; is_gated: False: no gate at all, every request
+    is sent at once."""
 
     policy: Policy
     feed: FeedSpec = IMMEDIATE
@@ -114,6 +116,8 @@ class RouterSpec:
     seed: int = 0
     bandwidth: float = 1e10
     hold: HoldLimits = PATIENT
+    is_gated: bool = True
+    pulls: PullRule = BY_TOKENS
     headroom: Headroom = field(default_factory=Headroom)
     slo: Slo = field(default_factory=Slo)
 
@@ -144,8 +148,9 @@ class ReplayRouter:
         self.feeds = {node.name: Feed(node, self.index, spec.feed, chance) for node in nodes}
         self.gate = Gate(spec.hold, spec.headroom, spec.slo)
         self._headroom = spec.headroom
+        self._is_gated = spec.is_gated
         self._now = 0.0
-        self._chooser = Chooser(PolicyHolder(spec.policy), self._view, self.index.depths, force=spec.force, expected=self._expected)
+        self._chooser = Chooser(PolicyHolder(spec.policy), self._view, self.index.depths, force=spec.force, pulls=spec.pulls, expected=self._expected)
         self._chooser.num_held = lambda: len(self.gate.queue)
         self._accounts = {node.name: _Account() for node in nodes}
         self._endpoints = {node.name: Endpoint(node.name, node.name, f"sim://{node.name}") for node in nodes}
@@ -163,6 +168,8 @@ class ReplayRouter:
         self._hear(now)
         job = self._job(task)
         check_fits(task.request.num_tokens, self._view())
+        if not self._is_gated:
+            return self._chooser.choose(job, now).choice
         held = Held(job.request, "", 0.0, BYTES_PER_TOKEN * task.request.num_tokens, now, job.deadline)
         decision = self.gate.knock(held, lambda _: self._chooser.choose(job, now), now)
         if decision is not None:

@@ -12,7 +12,8 @@ from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster.errors import ConfigError
 from pdcluster.messages import Role
 from pdcluster_router.policy.base import Force
-from pdcluster_router.policy.registry import make_policy
+from pdcluster_router.policy.registry import DEFAULT, make_policy
+from pdcluster_router.pull import BY_TOKENS, PullRule
 from pdcluster_router.replay.cache import pooled_depths
 from pdcluster_router.replay.feed import IMMEDIATE, FeedSpec
 from pdcluster_router.replay.node import NodeSpec, SimNode
@@ -64,11 +65,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What else a run depends on."""
+    """What else a run depends on. in_this_router: any policy has this router's gate and pulls, as it would as `router.policy`. Otherwise our own has,
+    and a rival runs as published: its rule decides at once, and KV is fetched from another node only where the rule says so."""
 
     feed: FeedSpec = IMMEDIATE
     force: Force = "auto"
     seed: int = 0
+    in_this_router: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +84,15 @@ class Outcome:
 def replay(trace: Trace, layout: Layout, policy: str, conditions: Conditions = Conditions()) -> Outcome:
     """Raises ConfigError for a policy or layout that does not exist."""
     nodes = layout.nodes(trace.block_tokens)
+    is_ours = conditions.in_this_router or policy.partition(":")[0] == DEFAULT
     spec = RouterSpec(
         policy=make_policy(policy),
         feed=conditions.feed,
         force=conditions.force,
         seed=conditions.seed,
         bandwidth=layout.link.bandwidth,
+        is_gated=is_ours,
+        pulls=BY_TOKENS if is_ours else PullRule("chosen"),
     )
     simulation = Simulation(nodes, ReplayRouter(nodes, spec), layout.link)
     flights = simulation.run(trace)

@@ -72,6 +72,8 @@ def test_a_cordoned_node_still_gives_what_it_has() -> None:
 def test_never_means_never_and_a_policy_that_chose_is_left_alone() -> None:
     chosen = replace(CHOICE, pull=D2)
     assert PullRule("never").apply(chosen, query(d1=24), VIEW).pull is None
+    assert PullRule("chosen").apply(CHOICE, query(d1=24), VIEW).pull is None
+    assert PullRule("chosen").apply(chosen, query(d1=24, d2=12), VIEW) == replace(chosen, pull_tokens=12)
     assert PullRule().apply(chosen, query(d1=24, d2=12), VIEW) == replace(chosen, pull_tokens=12)
 
 

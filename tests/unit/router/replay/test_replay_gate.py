@@ -12,6 +12,7 @@ from pdcluster_router.policy.base import Choice
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.replay.node import NodeSpec, SimNode, Task
 from pdcluster_router.replay.routing import PATIENT, ReplayRouter, RouterSpec
+from pdcluster_router.replay.scenario import Conditions, replay
 from pdcluster_router.replay.simulation import Flight, Simulation
 from pdcluster_router.replay.trace import Trace
 
@@ -75,3 +76,18 @@ def test_a_long_wait_on_prefill_nodes_sends_prompts_to_decode_nodes() -> None:
     flights = Simulation(nodes, ReplayRouter(nodes, RouterSpec(make_policy("seconds")))).run(workload)
     computed_on = Counter((flight.prefill or flight.decode or nodes[0]).name for flight in flights)
     assert min(computed_on["prefill-0"], computed_on["decode-0"]) > 5
+
+
+def test_a_rival_as_published_neither_holds_nor_pulls() -> None:
+    turns = trace(*(request(9.0 * turn, 400, contents=range(25)) for turn in range(2)))
+    published, here = (replay(turns, layout(mixed=2), "round-robin", Conditions(in_this_router=ours)) for ours in (False, True))
+    assert (published.flights[1].task.pulled, here.flights[1].task.pulled) == (0, 25)
+    nodes, spec = layout(mixed=2).nodes(16), RouterSpec(make_policy("round-robin"), is_gated=False)
+    router = Counting(nodes, spec)
+    Simulation(nodes, router).run(BURST)
+    assert router.most_held == 0
+
+
+def test_our_own_policy_is_in_its_router_either_way() -> None:
+    ways = [replay(BURST, layout(prefill=1, decode=1), "seconds:alpha=3", Conditions(in_this_router=ours)) for ours in (False, True)]
+    assert [flight.task.first_token_s for flight in ways[0].flights] == [flight.task.first_token_s for flight in ways[1].flights]
