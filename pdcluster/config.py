@@ -258,6 +258,7 @@ class RouterConfig(Section):
     name: str | None = key(None, text, "the router's name; default: router and a random suffix")
     http: str = key("127.0.0.1:8000", address, "HOST:PORT of the OpenAI API")
     workers: int = key(1, integer(1, 64), "router processes that share the ports, each a whole router")
+    spare: bool = key(True, boolean, "with several workers: keep one more process, loaded and idle (some 50 MiB), that replaces a worker at once")
     worker: str | None = key(None, text, "which of the workers this is; set by their supervisor", flag_only=True)
     grpc: str | None = key(cast("str | None", "127.0.0.1:50051"), address_or_none, "HOST:PORT of the gRPC API; none: no gRPC")
     admin: str | None = key(cast("str | None", "127.0.0.1:50052"), address_or_none, "HOST:PORT of the Admin service; none: no Admin service")

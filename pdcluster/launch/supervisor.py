@@ -1,34 +1,27 @@
 """Child processes that are kept alive: start and wait until ready, forward their output, restart what crashes, stop in order.
 
-It knows argument lists, descriptors and signals, and nothing of nodes or routers. One Supervisor lives in one asyncio loop on the main thread
-(the kernel ties a child's death signal to the thread that forked it).
+It knows argument lists and signals, and nothing of nodes or routers; `child_process` knows pipes, and ties a child's life to ours. One Supervisor
+lives in one asyncio loop on the main thread.
 
-Requirements:
- 1. A child dies with its parent, however the parent dies (PR_SET_PDEATHSIG).
- 2. Terminal signals reach the parent alone: every child leads a session of its own, so that the parent decides who stops when.
- 3. After `stop` returned no child is left, and nothing that a child left behind in its process group.
+Requirement: after `stop` returned no child is left, and nothing that a child left behind in its process group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import os
-import signal
-import sys
 import time
-from asyncio.subprocess import DEVNULL, STDOUT, Process
+from asyncio.subprocess import Process
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pdcluster import ready
-from pdcluster.errors import ConfigError, PdclusterError
+from pdcluster.errors import PdclusterError
+from pdcluster.launch.child_process import Spawned, describe, kill_group, lines, spawn
+from pdcluster.launch.spare import Spare
 
-PR_SET_PDEATHSIG = 1
 TAIL_LINES = 15
-LINE_LIMIT_BYTES = 2**20
 CRASH_WINDOW_S = 60.0
 FIRST_DELAY_S = 0.2
 LONGEST_DELAY_S = 5.0
@@ -111,6 +104,7 @@ class Supervisor:
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._failure: asyncio.Future[GaveUp] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()
+        self._spare: Spare | None = None
         self.killed: list[str] = []
         """Names of children that had to be killed by `stop`."""
 
@@ -136,6 +130,8 @@ class Supervisor:
         for keeper in self._keepers.values():
             keeper.cancel()  # first, so that nothing is restarted behind our back
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        if self._spare is not None:
+            await self._spare.close()
         for group in order:
             await asyncio.gather(*(self._stop(self._children[name]) for name in group if name in self._children))
 
@@ -144,38 +140,37 @@ class Supervisor:
         self._hurry.set()
 
     async def _launch(self, child: Child) -> None:
-        """Start the child's process and wait until it is ready."""
-        ready_reader, ready_writer = os.pipe()
-        # A pipe of our own, since asyncio reports a process with its PIPE as ended only after every heir of that pipe is gone, too.
-        output_reader, output_writer = os.pipe()
-        try:
-            child.process = await asyncio.create_subprocess_exec(
-                *child.argv(),
-                "--ready-fd",
-                str(ready_writer),
-                stdin=DEVNULL,
-                stdout=output_writer,
-                stderr=STDOUT,
-                pass_fds=(ready_writer,),
-                start_new_session=True,
-                preexec_fn=_die_with(os.getpid()),
-            )
-        except BaseException as error:
-            os.close(ready_reader)
-            os.close(output_reader)
-            if isinstance(error, OSError):
+        """Start the child's process, or let the spare one be it, and wait until it is ready."""
+        spawned = self._take_spare(child)
+        if spawned is None:
+            try:
+                spawned = await spawn(child.argv())
+            except OSError as error:
                 raise StartFailed(f"{child.spec.name} could not be started: {error}") from error
-            raise
-        finally:
-            os.close(ready_writer)
-            os.close(output_writer)
-        child.output = asyncio.create_task(self._forward_output(child, output_reader), name=f"output of {child.spec.name}")
-        child.facts = await self._until_ready(child, child.process, ready_reader)
+        child.process = spawned.process
+        child.output = asyncio.create_task(self._forward_output(child, spawned.output), name=f"output of {child.spec.name}")
+        child.facts = await self._until_ready(child, spawned.process, spawned.ready)
+
+    def _take_spare(self, child: Child) -> Spawned | None:
+        return self._spare.take(child.argv()) if self._spare is not None else None
+
+    async def keep_spare(self, argv: Sequence[str]) -> None:
+        """From now on keep one process of this program, which becomes the next child that has to be started (see `spare`)."""
+        self._spare = Spare(argv)
+        await self._prepare_spare()
+
+    async def _prepare_spare(self) -> None:
+        if self._spare is None:
+            return
+        try:
+            await self._spare.prepare()
+        except OSError as error:
+            self._say(f"there is no spare process, so that a restart will take longer: {error}")
 
     async def _until_ready(self, child: Child, process: Process, descriptor: int) -> Facts:
         name = child.spec.name
         try:
-            async with _lines(descriptor) as stream:
+            async with lines(descriptor) as stream:
                 line = await asyncio.wait_for(stream.readline(), self._ready_s)
         except TimeoutError as error:
             await self._kill(child)
@@ -192,7 +187,7 @@ class Supervisor:
         return f"{what}; its last output:{lines}" if lines else f"{what}, without any output"
 
     async def _forward_output(self, child: Child, descriptor: int) -> None:
-        async with _lines(descriptor) as stream:
+        async with lines(descriptor) as stream:
             while True:
                 try:
                     raw = await stream.readline()
@@ -209,7 +204,7 @@ class Supervisor:
         name = child.spec.name
         while child.process is not None:
             code = await child.process.wait()
-            _kill_group(child.process.pid)
+            kill_group(child.process.pid)
             if code == 0:
                 self._say(f"{name} ended by itself and is not started again")
                 return
@@ -229,6 +224,7 @@ class Supervisor:
                 self._say(f"{name} did not come back: {error}")
                 continue
             self._say(f"{name} is back (ready in {time.monotonic() - began:.1f} s)")
+            await self._prepare_spare()  # not sooner, so that the two do not share a core while the one is missed
             return True
         if not self._failure.done():
             self._failure.set_result(GaveUp(self._explain(child, f"{name} crashed more than {self._restarts} times within a minute (up.restarts)")))
@@ -257,7 +253,7 @@ class Supervisor:
         """The child's process, whatever is left of its process group, and the end of its output."""
         if child.process is None:
             return
-        _kill_group(child.process.pid)
+        kill_group(child.process.pid)
         try:
             await asyncio.wait_for(child.process.wait(), KILL_WAIT_S)
         except TimeoutError:
@@ -265,40 +261,3 @@ class Supervisor:
         if child.output is not None:
             await asyncio.wait({child.output}, timeout=KILL_WAIT_S)
             child.output.cancel()
-
-
-@contextlib.asynccontextmanager
-async def _lines(descriptor: int) -> AsyncIterator[asyncio.StreamReader]:
-    """The reading end of a pipe as a stream; closes it at the end."""
-    stream = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
-    pipe = os.fdopen(descriptor, "rb", buffering=0)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
-    try:
-        yield stream
-    finally:
-        transport.close()
-
-
-def describe(code: int | None) -> str:
-    """An exit status in words."""
-    if code is None:
-        return "still running"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def _die_with(parent: int) -> Callable[[], None] | None:
-    """What the child does between fork and exec so that it cannot outlive its parent."""
-    if sys.platform != "linux":
-        raise ConfigError("pdcluster up needs Linux; run it in a Linux container or virtual machine")
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def before_exec() -> None:
-        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != parent:
-            os._exit(127)  # the parent died before prctl could tie us to it
-
-    return before_exec

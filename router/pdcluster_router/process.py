@@ -42,7 +42,7 @@ from pdcluster_router.roles import RoleController, RoleSettings
 from pdcluster_router.server import http_settings, listening, router_metrics
 from pdcluster_router.tenants import read_tenants
 from pdcluster_router.workers.desk import Desk
-from pdcluster_router.workers.worker import Worker
+from pdcluster_router.workers.worker import Worker, show
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ async def _serve(config: RouterConfig) -> int:
     config = config if worker is None else worker.share(config)
     name = config.name or f"router-{secrets.token_hex(3)}"
     me = Peer(name, secrets.token_hex(8))
+    if worker is not None:
+        show(name)
     async with AsyncExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.destroy, 0)

@@ -199,7 +199,7 @@ def test_after_a_thousand_requests_the_views_agree_and_a_killed_worker_is_exact_
         doomed = {name for name in streams.ids if name.startswith("w0-")}
         spared = streams.ids - doomed
         assert doomed and spared
-        former = router.worker(0)
+        former, spare = router.worker(0), router.spare()
         former.send_signal(signal.SIGKILL)
         until(lambda: set(streams.ended) == doomed)
         assert set(streams.ended.values()) <= {"RemoteProtocolError", "ReadError"}, "connections of the dead worker fail, no other"
@@ -207,7 +207,8 @@ def test_after_a_thousand_requests_the_views_agree_and_a_killed_worker_is_exact_
         until(lambda: answers_as(router).startswith("w0-"))
         warm_s = router.metrics()['pdcluster_worker_warm_seconds{worker="0"}']
         print(f"a killed worker is exact again after {took_s:.2f} s; of these its view of {len(ROLES)} nodes took {warm_s:.3f} s")
-        assert router.worker(0).pid != former.pid and streams.ids == spared
+        assert router.worker(0).pid == spare.pid and streams.ids == spared
+        assert router.spare().pid != spare.pid
     finally:
         streams.close()
     assert all("the test is over" in streams.ended[name] for name in spared), "the other worker's streams went on to their end"
@@ -221,7 +222,7 @@ def test_after_a_thousand_requests_the_views_agree_and_a_killed_worker_is_exact_
 
 def test_at_last_shutting_down_lets_both_workers_finish_what_they_stream_and_leaves_no_process(running: Running) -> None:
     router = running.router  # the tests before this one have used it
-    children = [router.worker(0), router.worker(1)]
+    children = [router.worker(0), router.worker(1), router.spare()]
     streams = Streams(router, max_tokens=800)
     ids = streams.ids
     assert router.stop() == 0

@@ -26,6 +26,7 @@ from pdcluster.node.files import ModelFiles
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
 from pdcluster_router.index import digest_of
+from pdcluster_router.workers import spare
 
 STOP_S = 90.0
 
@@ -92,13 +93,19 @@ class RouterProcess:
 
     def worker(self, number: int) -> psutil.Process:
         """The process of a worker, waited for."""
+        return self._child(lambda child: child.name().endswith(f"-{number}"))
+
+    def spare(self) -> psutil.Process:
+        """The process that becomes the next worker, waited for."""
+        return self._child(lambda child: spare.__name__ in child.cmdline() and child.name().startswith("python"))
+
+    def _child(self, is_wanted: Callable[[psutil.Process], bool]) -> psutil.Process:
         found: list[psutil.Process] = []
 
         def look() -> bool:
             for child in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.Error):
-                    argv = child.cmdline()
-                    if "--name" in argv and argv[argv.index("--name") + 1].endswith(f"-{number}"):
+                    if is_wanted(child):
                         found.append(child)
             return bool(found)
 

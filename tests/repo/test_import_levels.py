@@ -56,6 +56,8 @@ LEVELS: dict[str, float] = {
     "pdcluster.node": 5,
     "pdcluster_router": 6,
     "pdcluster.launch": 7,
+    "pdcluster.launch.child_process": 4,
+    "pdcluster.launch.spare": 4,
     "pdcluster.launch.supervisor": 4,
     "pdcluster.cli": 8,
 }

@@ -22,7 +22,7 @@ from pdcluster.errors import ConfigError
 from pdcluster.launch.supervisor import Facts, Spec, Supervisor
 from pdcluster.log import resolve_format
 from pdcluster.ready import announce
-from pdcluster_router.workers import ports
+from pdcluster_router.workers import ports, spare
 from pdcluster_router.workers.fleet import Fleet
 from pdcluster_router.workers.worker import Worker
 
@@ -65,6 +65,8 @@ async def _serve(loaded: Loaded[RouterConfig]) -> int:
         if started.done():
             announce(config.ready_fd, http, name=name, grpc=grpc, admin=admin, workers=config.workers)
             logger.info("router %s serves http://%s with %d workers", name, http, config.workers)
+            if config.spare:
+                await supervisor.keep_spare((sys.executable, "-m", spare.__name__))
             code = await _until(stop, asyncio.ensure_future(_crashes(supervisor)))
         logger.info("draining %d workers", config.workers)
     return 1 if supervisor.killed else code
@@ -142,7 +144,7 @@ def worker_spec(loaded: Loaded[RouterConfig], name: str, worker: Worker, http: s
         "router.log.format": resolve_format(loaded.config.log.format, sys.stderr),
     }
     given = {path: value for path, value in loaded.flags.items() if path != "router.ready_fd"} | own
-    argv = [sys.executable, "-m", "pdcluster_router.cli"]
+    argv = [sys.executable, "-m", spare.PROGRAM]
     if loaded.file is not None:
         argv += ["--config", str(loaded.file)]
     argv += ["--name", name]

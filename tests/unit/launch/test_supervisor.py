@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from pdcluster.errors import ProtocolError
-from pdcluster.launch.supervisor import CRASH_WINDOW_S, LONGEST_DELAY_S, RestartPolicy, Spec, StartFailed, Supervisor, describe
+from pdcluster.launch.child_process import describe
+from pdcluster.launch.supervisor import CRASH_WINDOW_S, LONGEST_DELAY_S, RestartPolicy, Spec, StartFailed, Supervisor
 
 FAKE = Path(__file__).with_name("fake_child.py")
 
