@@ -1,6 +1,6 @@
 """A raw HTTP/1.1 load client on uvloop, cheap enough to share a core with the servers it measures against: closed loop or paced, whole or streamed.
 
-Not a general client: one request body, keep-alive, answers framed by content-length (whole) or chunked (streamed).
+Not a general client: one request body, keep-alive, answers framed by content-length or chunked.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import uvloop
 
 HEAD_END = b"\r\n\r\n"
 STREAM_END = b"\r\n0\r\n\r\n"
+UNKNOWN = 1
+"""Bytes of an answer that says its end itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,11 @@ class _Connection(asyncio.Protocol):
             if not self._buffer.startswith(b"HTTP/1.1 200"):
                 self._fail()
                 return
-            self._needed = 1 if self._ask.is_stream else end + len(HEAD_END) + _content_length(self._buffer[:end])
-        if self._ask.is_stream:
+            length = _content_length(self._buffer[:end])
+            self._needed = UNKNOWN if length is None else end + len(HEAD_END) + length
+        if self._needed == UNKNOWN:
             if self._buffer.endswith(STREAM_END):
-                self._outcome.num_tokens += self._buffer.count(self._ask.token_mark)
+                self._outcome.num_tokens += self._buffer.count(self._ask.token_mark) if self._ask.is_stream else 0
                 self._answered()
         elif len(self._buffer) >= self._needed:
             self._answered()
@@ -113,12 +116,15 @@ class _Connection(asyncio.Protocol):
         self._end()
 
 
-def _content_length(head: bytes) -> int:
+def _content_length(head: bytes) -> int | None:
+    """None: the answer is chunked."""
     for line in head.split(b"\r\n"):
         name, _, value = line.partition(b":")
         if name.lower() == b"content-length":
             return int(value)
-    raise ValueError(f"the answer has no content-length: {head[:200]!r}")
+        if name.lower() == b"transfer-encoding" and value.strip() == b"chunked":
+            return None
+    raise ValueError(f"the answer has neither a content-length nor chunks: {head[:200]!r}")
 
 
 def load(address: str, ask: Ask, *, connections: int, seconds: float, interval_s: float = 0.0) -> Outcome:

@@ -4,20 +4,16 @@ Nodes are fakes that answer at once (`bench.fake_node`) on core 0 beside the cli
 router's kind of link without a router, is printed and subtracted. Core time is the router process's own, so it holds when the fakes are the
 bottleneck: `per core` is what one core of router could do.
 
-`--compare` puts other routers in the same places, before fakes that speak HTTP (`bench.fake_worker`): those found in `--rivals DIR`, one virtual
-environment each (`python -m venv DIR/sglang-router && DIR/sglang-router/bin/pip install sglang-router==0.3.2`; also smg==1.13.0 and
-vllm-router==0.1.17). Rivals route round robin, without prefixes; ours by its default policy with exact prefixes.
+`--compare` puts other routers in the same places (`bench.rivals` says which, how, and how to install them): those found in `--rivals DIR`. Which are
+not there, or do not come up, is said. Ours routes by its default policy with exact prefixes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import secrets
-import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,6 +29,7 @@ import zmq
 from bench.cluster import start
 from bench.http_load import Ask, Outcome, load
 from bench.report import Row, print_rows, row, write_json
+from bench.rivals import NAMES, ROUTER_CORE, Placed, rival, stop, wait_ready
 from pdcluster import bundled_model
 from pdcluster.bootstrap.agent import watch
 from pdcluster.kv.hashing import chain_root, extend
@@ -42,7 +39,7 @@ from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.cluster import Cluster
 from pdcluster_router.legs import Leg
 
-CLIENT_CORE, ROUTER_CORE = 0, 1
+CLIENT_CORE = 0
 CONNECTIONS = 32
 NUM_PROMPT = 128
 NUM_STREAMED = 64
@@ -51,20 +48,7 @@ PACE_S = 0.0005
 LONE_STREAM = "stream of 64 alone"
 WORKER_S = 64e-6
 """What the HTTP fake itself takes, measured alone with a compiled client; of no weight beside what is measured here."""
-STOP_S = 10.0
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A router that serves. token_mark: what stands once in each of its stream's token events."""
-
-    name: str
-    address: str
-    pid: int
-    path: str
-    model: str
-    token_mark: bytes = b'"text":'
 
 
 # ---------------------------------------------------------------- ours
@@ -122,59 +106,7 @@ async def _direct(bootstrap: str, count: int) -> list[float]:
     return taken
 
 
-# ---------------------------------------------------------------- rivals
-
-
-@contextmanager
-def rival(name: str, folder: Path, *, disaggregated: bool) -> Iterator[Placed]:
-    running: list[subprocess.Popen[bytes]] = []
-    ports = [_free_port() for _ in range(4)]
-    try:
-        roles = ("prefill", "decode") if disaggregated else ("plain",)
-        for port, role in zip(ports, roles, strict=False):
-            running.append(subprocess.Popen([sys.executable, "-m", "bench.fake_worker", str(port), role]))
-        urls = [f"http://127.0.0.1:{port}" for port in ports[: len(roles)]]
-        log = subprocess.DEVNULL
-        process = subprocess.Popen(_rival_argv(name, folder, urls, ports[2], ports[3]), stdout=log, stderr=log)
-        running.append(process)
-        os.sched_setaffinity(process.pid, {ROUTER_CORE})
-        address = f"127.0.0.1:{ports[2]}"
-        path = "/v1/completions" if name == "vllm-router" else "/generate"
-        placed = Placed(name, address, process.pid, path, "m")
-        wait_ready(address, ask_of(placed, NUM_PROMPT, 1, stream=False).request())  # healthy is not yet able to route
-        yield placed
-    finally:
-        stop(running)
-
-
-def _rival_argv(name: str, folder: Path, urls: list[str], port: int, metrics_port: int) -> list[str]:
-    common = ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin", "--prometheus-port", str(metrics_port)]
-    pair = ["--prefill", urls[0], "--decode", urls[-1]]
-    binaries = folder / name / "bin"
-    if name == "sglang-router":
-        argv = [str(binaries / "python"), "-m", "sglang_router.launch_router"]
-        return argv + (["--pd-disaggregation", *pair] if len(urls) > 1 else ["--worker-urls", *urls]) + common
-    if name == "smg":
-        argv = [str(binaries / "smg"), "launch"]
-        return argv + (["--pd-disaggregation", *pair] if len(urls) > 1 else ["--worker-urls", *urls]) + common
-    argv = [str(binaries / "vllm-router")]
-    return argv + (["--vllm-pd-disaggregation", *pair] if len(urls) > 1 else ["--worker-urls", *urls]) + common
-
-
-RIVALS = ("sglang-router", "smg", "vllm-router")
-
-
 # ---------------------------------------------------------------- measuring
-
-
-def ask_of(placed: Placed, num_prompt: int, num_output: int, *, stream: bool) -> Ask:
-    ids = [10 + index % 400 for index in range(num_prompt)]
-    if placed.path == "/generate":
-        body: dict[str, object] = {"input_ids": ids, "sampling_params": {"max_new_tokens": num_output, "temperature": 0}, "stream": stream}
-    else:
-        body = {"model": placed.model, "prompt": ids, "max_tokens": num_output, "temperature": 0, "stream": stream}
-        body |= {"ignore_eos": True} if placed.name == "pdcluster" else {}
-    return Ask(placed.path, json.dumps(body).encode(), stream, placed.token_mark)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +125,9 @@ def measure(placed: Placed, ask: Ask, *, connections: int, seconds: float, inter
 
 def latency_rows(placed: Placed, case: str, direct_s: float, seconds: float, repeats: int, half_rate: float) -> list[Row]:
     """Added over the fakes' own latency: alone, and at half of what the router can do."""
-    idle = [measure(placed, ask_of(placed, NUM_PROMPT, 1, stream=False), connections=1, seconds=seconds) for _ in range(repeats)]
+    idle = [measure(placed, placed.ask(NUM_PROMPT, 1, stream=False), connections=1, seconds=seconds) for _ in range(repeats)]
     interval_s = CONNECTIONS / half_rate
-    ask = ask_of(placed, NUM_PROMPT, 1, stream=False)
+    ask = placed.ask(NUM_PROMPT, 1, stream=False)
     half = [measure(placed, ask, connections=CONNECTIONS, seconds=seconds, interval_s=interval_s) for _ in range(repeats)]
     rows = []
     for load_name, runs in (("idle", idle), ("half", half)):
@@ -207,7 +139,7 @@ def latency_rows(placed: Placed, case: str, direct_s: float, seconds: float, rep
 
 def request_rows(placed: Placed, case: str, seconds: float, repeats: int) -> list[Row]:
     """Requests per second, as they came and per core of router."""
-    whole = [measure(placed, ask_of(placed, NUM_PROMPT, 1, stream=False), connections=CONNECTIONS, seconds=seconds) for _ in range(repeats)]
+    whole = [measure(placed, placed.ask(NUM_PROMPT, 1, stream=False), connections=CONNECTIONS, seconds=seconds) for _ in range(repeats)]
     name = f"{placed.name} {case}"
     return [
         row("requests/s", name, [run.outcome.requests_s for run in whole], "1/s"),
@@ -218,7 +150,7 @@ def request_rows(placed: Placed, case: str, seconds: float, repeats: int) -> lis
 
 def stream_rows(placed: Placed, case: str, seconds: float, repeats: int) -> list[Row]:
     """Streamed tokens per second, one event each, and how long one stream takes alone, which shows stalls."""
-    ask = ask_of(placed, NUM_PROMPT, NUM_STREAMED, stream=True)
+    ask = placed.ask(NUM_PROMPT, NUM_STREAMED, stream=True)
     streams = [measure(placed, ask, connections=CONNECTIONS, seconds=seconds) for _ in range(repeats)]
     alone = measure(placed, ask, connections=1, seconds=seconds)
     name = f"{placed.name} {case}"
@@ -233,7 +165,7 @@ def prompt_rows(placed: Placed, lengths: Sequence[int], seconds: float) -> list[
     """Core time by prompt length, of prompts given as token ids (nothing is tokenised)."""
     rows = []
     for length in lengths:
-        run = measure(placed, ask_of(placed, length, 1, stream=False), connections=1, seconds=seconds)
+        run = measure(placed, placed.ask(length, 1, stream=False), connections=1, seconds=seconds)
         samples = [run.core_s / len(run.outcome.latencies) * 1e3]
         goal = {"against": "goal of 5 ms", "against_value": 5.0} if length >= 100_000 else {}
         rows.append(row("core time per request", f"{placed.name} {length} tokens", samples, "ms", **goal))  # type: ignore[arg-type]
@@ -245,7 +177,7 @@ def against_rivals(rows: list[Row]) -> list[Row]:
     compared = []
     for own in [found for found in rows if found.case.startswith("pdcluster ") and found.metric != LONE_STREAM]:
         case = own.case.removeprefix("pdcluster ")
-        others = [found for found in rows if found.metric == own.metric and found.case in {f"{name} {case}" for name in RIVALS}]
+        others = [found for found in rows if found.metric == own.metric and found.case in {f"{name} {case}" for name in NAMES}]
         if not others:
             continue
         is_cost = own.unit == "ms"
@@ -259,42 +191,27 @@ def against_rivals(rows: list[Row]) -> list[Row]:
 # ---------------------------------------------------------------- processes
 
 
-def wait_ready(address: str, request: bytes, seconds: float = 60.0) -> None:
-    """Until the request is answered with 200."""
-    host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            with socket.create_connection((host, int(port)), timeout=1) as connection:
-                connection.sendall(request)
-                if b" 200 " in connection.recv(64):
-                    return
-        except OSError:
-            pass
-        time.sleep(0.1)
-    raise TimeoutError(f"{address} is not ready after {seconds:g} s")
-
-
-def stop(running: list[subprocess.Popen[bytes]]) -> None:
-    for process in reversed(running):
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 def _cpu_s(pid: int) -> float:
     """User and system time of a process and its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
+def compare(folder: Path, case: str, seconds: float, repeats: int) -> list[Row]:
+    rows: list[Row] = []
+    for name in NAMES:
+        if not (folder / name).exists():
+            print(f"{name} is left out: there is no {folder / name}; bench/rivals.py says how to install it", file=sys.stderr)
+            continue
+        try:
+            with rival(name, folder, disaggregated=case == "P/D") as placed:
+                own_s = WORKER_S if placed.name != "dynamo" else 0.0
+                rates = request_rows(placed, case, seconds, repeats)
+                found = rates + latency_rows(placed, case, own_s, seconds, repeats, rates[0].value / 2)
+                rows += found + stream_rows(placed, case, seconds, repeats)
+        except (RuntimeError, OSError, TimeoutError) as error:
+            print(f"{name} {case} is left out: {error}", file=sys.stderr)
+    return rows
 
 
 def main() -> None:
@@ -317,14 +234,8 @@ def main() -> None:
                 rows += prompt_rows(placed, (100, 10_000) if chosen.quick else (100, 10_000, 100_000), seconds)
         with ours(roles, PACE_S) as (placed, _):
             rows += stream_rows(placed, case, seconds, repeats)
-        for name in RIVALS if chosen.compare else ():
-            if not (chosen.rivals / name).exists():
-                print(f"{name} is left out: there is no {chosen.rivals / name}; see --help for how to install it", file=sys.stderr)
-                continue
-            with rival(name, chosen.rivals, disaggregated=case == "P/D") as placed:
-                rates = request_rows(placed, case, seconds, repeats)
-                rows += rates + latency_rows(placed, case, WORKER_S, seconds, repeats, rates[0].value / 2)
-                rows += stream_rows(placed, case, seconds, repeats)
+        if chosen.compare:
+            rows += compare(chosen.rivals, case, seconds, repeats)
     rows += against_rivals(rows)
     print_rows(rows)
     if chosen.json:
