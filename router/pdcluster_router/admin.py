@@ -209,4 +209,4 @@ def _after(found: KnownNode, answer: Managed) -> KnownNode:
     if view is None or view.load is None:
         return found
     load = msgspec.structs.replace(view.load, role=answer.role, draining=answer.cordoned)
-    return replace(found, view=replace(view, role=answer.role, is_cordoned=answer.cordoned, load=load))
+    return replace(found, view=msgspec.structs.replace(view, role=answer.role, is_cordoned=answer.cordoned, load=load))

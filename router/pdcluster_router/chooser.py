@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
+from msgspec.structs import replace
 
 from pdcluster.errors import Unavailable
 from pdcluster_router.generation import Mode
@@ -29,8 +32,7 @@ class PolicyHolder:
     shadow: Policy | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """One choice and what it was made from. shadow: what the shadow would have done, None without one."""
 
     query: Query
@@ -38,6 +40,8 @@ class Decision:
     choice: Choice
     shadow: Choice | None = None
 
+
+NO_NODES: frozenset[str] = frozenset()
 
 USUAL_OUTPUT = 256.0
 """Tokens of an answer, while none has ended."""
@@ -101,16 +105,18 @@ class Chooser:
         """What a policy is asked for this request; also for dry runs, since asking has no effect."""
         hashes, block_tokens = job.hashes_so_far(), job.chain.block_tokens
         held = {incarnation: depth * block_tokens for incarnation, depth in self._held(hashes).items()}
-        cached = held if self._expected is None else _with(held, self._expected(hashes), block_tokens)
-        num_tokens = len(job.prompt) + len(job.emitted)
+        expected = self._expected(hashes) if self._expected is not None else None
+        cached = _with(held, expected, block_tokens) if expected else held
+        num_emitted = len(job.emitted)
+        num_tokens = len(job.prompt) + num_emitted
         return Query(
             num_tokens=num_tokens,
             hashes=hashes,
             cached=cached,
             held=None if cached is held else held,
-            excluded=frozenset(job.excluded),
-            busy=frozenset(node for node, until in job.busy.items() if until > now),
-            expected_output=max(min(job.sampling.max_tokens - len(job.emitted), round(self._usual_output)), 1),
+            excluded=frozenset(job.excluded) if job.excluded else NO_NODES,
+            busy=frozenset(node for node, until in job.busy.items() if until > now) if job.busy else NO_NODES,
+            expected_output=max(min(job.sampling.max_tokens - num_emitted, round(self._usual_output)), 1),
             session=job.session,
             force=job.force or self._force,
             fallback=self._fallback,

@@ -71,6 +71,8 @@ class NodeState:
     endpoint: Endpoint
     link: NodeLink | None = None
     load: Load | None = None
+    cost: NodeCost | None = None
+    """What the last report says of it."""
     redial_at: float = 0.0
     is_listed: bool = True
     """False: the bootstrap no longer names it, but its link still stood."""
@@ -109,6 +111,7 @@ class Cluster:
         self._is_view_whole = True
         """False: nodes came or went since."""
         self._typical_until = 0.0
+        """0: it is to be looked at with the next view."""
         self._is_taking = False
         """Whether slices of what nodes said are taken in now."""
 
@@ -188,7 +191,7 @@ class Cluster:
             reason, link, state.link = state.link.lost_because, state.link, None
             link.close()
             logger.warning("node %s is lost: %s", state.card.node, reason)
-            state.load = None
+            state.load = state.cost = None
             self.caches.lose(incarnation)
             state.redial_at = asyncio.get_running_loop().time() + REDIAL_S
             self.ledger.lose_node(incarnation, reason)
@@ -229,7 +232,12 @@ class Cluster:
             self.ledger.rewelcome(incarnation)
             self._notify()
         elif isinstance(message, Load):
-            self._is_view_whole = self._is_view_whole and state.load is not None
+            former = state.load
+            self._is_view_whole = self._is_view_whole and former is not None
+            if former is None or former.cost != message.cost:
+                state.cost = NodeCost.of(message.cost) if message.cost is not None else None
+                if self._view.typical is None:
+                    self._typical_until = 0.0  # the first that knows is told at once
             self._reported.add(incarnation)
             state.load = message
             self.ledger.pending.reported(incarnation, message.seen)
@@ -282,9 +290,9 @@ class Cluster:
             self._view = ClusterView([self._view_of(state) for state in self._nodes.values() if state.is_up and state.load is not None])
             self._is_view_whole, self._typical_until = True, 0.0
         elif changed or self._reported:
-            self._view = self._view.replaced(self._replacements(changed), self._view.typical)
+            self._view = self._view.replaced(self._replacements(changed), self._view.typical, is_told=True)
         self._reported.clear()
-        if self._view.typical is None or time.monotonic() >= self._typical_until:
+        if time.monotonic() >= self._typical_until:
             self._look_at_costs()
         return self._view
 
@@ -293,7 +301,7 @@ class Cluster:
         self._typical_until = time.monotonic() + TYPICAL_S
         found = ClusterView(self._view.nodes).typical_cost
         if found != self._view.typical:
-            self._view = self._view.replaced({}, found)
+            self._view = self._view.replaced({}, found, is_told=True)
 
     def _replacements(self, changed: set[str]) -> dict[str, NodeView]:
         found = {}
@@ -320,7 +328,7 @@ class Cluster:
             max_len=card.max_len,
             backends=card.backends,
             is_cordoned=load.draining,
-            cost=NodeCost.of(load.cost) if load.cost is not None else None,
+            cost=state.cost,
             bandwidth={path.peer: path.bytes_s for path in load.paths if path.is_chosen and path.bytes_s > 0},
             kv_bytes_per_token=card.fingerprint.layout.token_bytes,
         )
@@ -360,10 +368,10 @@ class Cluster:
         pending = work_of(message, depth * state.card.hash_block_tokens)
         sent = Sent(work.attempt, sequence, pending, work.hashes if depth * HASH_BYTES < len(work.hashes) else b"")
         self.ledger.pending.enter(incarnation, work.request, sent)
-        cost = state.load.cost if state.load is not None else None
-        total = self.ledger.pending.of(incarnation)
-        wait_s = NodeCost.of(cost).prefill.work_s(total.prefill_tokens, total.prefill_pairs) if cost is not None else 0.0
-        self.caches.index.expect(incarnation, sent.hashes, now + EXPECTED_S + wait_s)
+        if sent.hashes:
+            total = self.ledger.pending.of(incarnation)
+            wait_s = state.cost.prefill.work_s(total.prefill_tokens, total.prefill_pairs) if state.cost is not None else 0.0
+            self.caches.index.expect(incarnation, sent.hashes, now + EXPECTED_S + wait_s)
 
     def _expect_no_more(self, incarnation: str, message: Refused | Failed) -> None:
         sent = self.ledger.pending.find(incarnation, message.request, message.attempt)

@@ -123,8 +123,10 @@ class ExpectedBlocks:
     def depths(self, hashes: bytes, now: float) -> dict[str, int]:
         """Leading blocks of the prompt that each node is expected to hold."""
         self.expire(now)
+        if not self._chains:
+            return {}
         found: dict[str, int] = {}
-        levels = self._levels(hashes) if self._chains else []
+        levels = self._levels(hashes)
         for held, num_blocks in levels:
             found.update(dict.fromkeys(held, num_blocks))
         if levels:

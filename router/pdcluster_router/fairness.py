@@ -18,11 +18,12 @@ from bisect import bisect_left, insort
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdcluster.errors import IntegrityError
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True, gc=False):
     """One request in the hold queue. priority: lower goes first; work: what it is expected to cost a node (one unit for all, such as seconds);
     arrived and deadline: moments of one clock. is_paid: it was released before and came back, so that its tenant is not charged again."""
 

@@ -8,7 +8,9 @@ freed (a report, an end, a node that came), `release` scores those that wait aga
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from pdcluster import errors
 from pdcluster_router.admission import DrainRate, Outlook, Slo, check_service, refusal
@@ -44,13 +46,11 @@ class Gate:
         Overloaded when it may not come in, and what `decide` raises; one that was let in before (is_paid) always may."""
         decision = decide(held)
         query, first = decision.query, decision.choice.first
-        prefill_s = self._headroom.prefill_s(first, query.uncached_on(first), query.cached_on(first))
-        is_open = self._headroom.has_open(decision.choice, query, decision.view)
-        held = replace(held, work=prefill_s)
-        if is_open and not len(self.queue):
-            if not held.is_paid:
-                check_service(Outlook(0.0, self._headroom.waiting_s(first), prefill_s), self._slo)
+        if not len(self.queue) and self._headroom.has_open(decision.choice, query, decision.view):
+            if self._slo.ttft_s is not None and not held.is_paid:
+                check_service(Outlook(0.0, self._headroom.waiting_s(first), self._headroom.own_s(first, query)), self._slo)
             return decision
+        held = replace(held, work=self._headroom.own_s(first, query))
         if not held.is_paid:
             self._admit(held, decision)
         self.queue.push(held)

@@ -32,10 +32,14 @@ class Headroom:
             return self.cold_token_s * new_tokens
         return node.cost.prefill.seconds(new_tokens, cached_tokens)
 
+    def own_s(self, node: NodeView, query: Query) -> float:
+        """The request's prompt on the node, as far as it is not cached there."""
+        cached = query.cached_on(node)
+        return self.prefill_s(node, max(query.num_tokens - cached, 1), cached)
+
     def ttft_s(self, node: NodeView, query: Query) -> float:
         """Estimated time to first token of a request that goes to the node now."""
-        cached = query.cached_on(node)
-        return self.waiting_s(node) + self.prefill_s(node, max(query.num_tokens - cached, 1), cached)
+        return self.waiting_s(node) + self.own_s(node, query)
 
     def waiting_s(self, node: NodeView) -> float:
         """Prompt work that waits on the node."""
@@ -63,9 +67,13 @@ class Headroom:
     def has_open(self, choice: Choice, query: Query, view: ClusterView) -> bool:
         """Whether some node is open that could compute this request's prompt in the mode that was chosen; if not, it must wait. The chosen nodes are
         looked at first, since mostly they are."""
-        has_row = (_decodes(choice.decode) and self.takes_row(choice.decode)) or self._has_row(view.nodes)
-        nodes = chain((choice.first,), self._pool(choice.mode, view))
-        return any(self.is_open(node, choice.mode, has_row=has_row) and not _is_ruled_out(node, query) for node in nodes)
+        first, mode = choice.first, choice.mode
+        has_row = _decodes(choice.decode) and self.takes_row(choice.decode)
+        if self.is_open(first, mode, has_row=has_row) and not _is_ruled_out(first, query):
+            return True
+        has_row = has_row or self._has_row(view.nodes)
+        nodes = chain((first,), self._pool(mode, view))
+        return any(self.is_open(node, mode, has_row=has_row) and not _is_ruled_out(node, query) for node in nodes)
 
     def usable(self, choice: Choice, query: Query, view: ClusterView) -> frozenset[str]:
         """Incarnations that could compute this request's prompt in the mode that was chosen, open or not."""

@@ -82,18 +82,23 @@ class PrefixIndex:
         """Entries that ended since the table was built: at most so many rows are of no use."""
         self._most_slots = int(max_blocks / MAX_LOAD) + 1
         self._members: dict[int, tuple[str, ...]] = {}
+        self._asked = b""
+        self._answer: dict[str, int] = {}
+        """The last question and its answer, as long as nothing changed: a request asks again for each node that it is sent to."""
 
     # ------------------------------------------------------------ what nodes tell
 
     def snapshot(self, node: str, hashes: bytes) -> None:
         """The node holds exactly these blocks."""
         keys = Keys.of(hashes)
+        self._asked = b""
         self._forget(node)
         self._add(self._enter(node), keys)
 
     def add(self, node: str, hashes: bytes) -> None:
         """The node holds these blocks too; parents come before their children."""
         keys = Keys.of(hashes)
+        self._asked = b""
         self.expected.confirm(node, hashes)
         self._add(self._enter(node), keys)
 
@@ -103,6 +108,7 @@ class PrefixIndex:
         holdings = self._nodes.get(node)
         if holdings is None:
             return
+        self._asked = b""
         self._upkeep(len(keys))
         before = holdings.num_blocks
         if len(keys) <= FEW_BLOCKS:
@@ -115,6 +121,7 @@ class PrefixIndex:
 
     def drop(self, node: str) -> None:
         """The node is gone, and all it held with it."""
+        self._asked = b""
         self._forget(node)
         self.expected.drop(node)
 
@@ -126,18 +133,29 @@ class PrefixIndex:
 
     def depths(self, hashes: bytes, now: float | None = None) -> dict[str, int]:
         """For each node that holds the first block, the number of leading blocks it holds. With `now`, what is expected counts too."""
-        found: dict[str, int] = {}
-        for set_id, num_blocks in self._levels(hashes):
-            # Later levels are subsets of earlier ones.
-            found.update(dict.fromkeys(self._names_of(set_id), num_blocks))
+        if not hashes:
+            return {}
+        if hashes is not self._asked:
+            self._answer = self._held(hashes)
+            self._asked = hashes
+        found = self._answer.copy()
         if now is not None:
             for node, num_blocks in self.expected.depths(hashes, now).items():
                 if num_blocks > found.get(node, 0):
                     found[node] = num_blocks
         return found
 
+    def _held(self, hashes: bytes) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for set_id, num_blocks in self._levels(hashes):
+            # Later levels are subsets of earlier ones.
+            found.update(dict.fromkeys(self._names_of(set_id), num_blocks))
+        return found
+
     def depth(self, node: str, hashes: bytes) -> int:
         """Leading blocks that one node holds."""
+        if hashes and hashes is self._asked:
+            return self._answer.get(node, 0)
         holdings = self._nodes.get(node)
         words = memoryview(hashes).cast("Q")
         low, high = 0, len(words) // 2 if holdings is not None else 0

@@ -95,5 +95,7 @@ class Job:
         num_packed = len(self._packed) // 4 - len(self.prompt)
         if num_packed < len(self.emitted):
             self._packed += pack_tokens(self.emitted[num_packed:])
-        self.hashes += extend(self.hashes, self._packed, root=self.chain.root, block_tokens=self.chain.block_tokens)
+        num_blocks = len(self._packed) // (4 * self.chain.block_tokens)
+        if len(self.hashes) < num_blocks * HASH_BYTES:
+            self.hashes += extend(self.hashes, self._packed, root=self.chain.root, block_tokens=self.chain.block_tokens)
         return self._packed

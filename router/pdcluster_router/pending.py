@@ -8,7 +8,8 @@ zero. Owned by the router's event loop.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+
+import msgspec
 
 from pdcluster.cost import num_pairs
 from pdcluster.errors import IntegrityError
@@ -18,8 +19,7 @@ from pdcluster_router.view import NOTHING_PENDING, Pending
 TOKEN_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(msgspec.Struct, frozen=True):
     """One leg's work. sequence: of the frame that carried it; hashes: blocks that the node will hold when it is done."""
 
     attempt: int
@@ -121,9 +121,9 @@ def work_of(message: Prefill | Reserve, cached_tokens: int) -> Pending:
 
 def _plus(total: Pending, work: Pending, sign: int = 1) -> Pending:
     return Pending(
-        requests=total.requests + sign * work.requests,
-        prefill_tokens=total.prefill_tokens + sign * work.prefill_tokens,
-        prefill_pairs=total.prefill_pairs + sign * work.prefill_pairs,
-        rows=total.rows + sign * work.rows,
-        context_tokens=total.context_tokens + sign * work.context_tokens,
+        total.requests + sign * work.requests,
+        total.prefill_tokens + sign * work.prefill_tokens,
+        total.prefill_pairs + sign * work.prefill_pairs,
+        total.rows + sign * work.rows,
+        total.context_tokens + sign * work.context_tokens,
     )

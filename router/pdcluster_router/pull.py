@@ -7,8 +7,10 @@ Until then the rule pulls, which is how that bandwidth is measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
+
+from msgspec.structs import replace
 
 from pdcluster_router.policy.base import Choice, Query
 from pdcluster_router.view import ClusterView, NodeView

@@ -7,18 +7,18 @@ name, so that the order in which they came changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from math import inf
+
+import msgspec
 
 from pdcluster.cost import NodeCost
 from pdcluster.messages import Endpoint, Load, Role
+from pdcluster_router.once import once
 from pdcluster_router.pace import Pace, Work, completed, pace, typical_cost
 from pdcluster_router.stations import Pool, Station, Stations, Totals, stations_of
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
+class Pending(msgspec.Struct, frozen=True, gc=False):
     """What this router sent that the node's last report does not count yet; added to the report. prefill_tokens and prefill_pairs: prompt work that
     is not cached there; context_tokens: KV of the rows, when they decode."""
 
@@ -32,8 +32,7 @@ class Pending:
 NOTHING_PENDING = Pending()
 
 
-@dataclass(frozen=True)
-class NodeView:
+class NodeView(msgspec.Struct, frozen=True, dict=True):
     """One node that can be reached. What follows from the fields is computed once, so a view is best kept while nothing on the node changed.
 
     in_flight: requests this router has on the node; load: the node's last report, None before the first one.
@@ -52,7 +51,7 @@ class NodeView:
     is_cordoned: bool = False
     pending: Pending = NOTHING_PENDING
     cost: NodeCost | None = None
-    bandwidth: Mapping[str, float] = field(default_factory=dict)
+    bandwidth: Mapping[str, float] = {}
     kv_bytes_per_token: int = 0
 
     def sent(self, in_flight: int, pending: Pending) -> NodeView:
@@ -73,11 +72,11 @@ class NodeView:
             self.kv_bytes_per_token,
         )
 
-    @cached_property
+    @property
     def name(self) -> str:
         return self.endpoint.node
 
-    @cached_property
+    @property
     def incarnation(self) -> str:
         return self.endpoint.incarnation
 
@@ -95,13 +94,13 @@ class NodeView:
         load = self.load
         return load is not None and load.running < load.slots and 4 * (load.pages_free + load.pages_cached) >= load.pages_total
 
-    @cached_property
+    @once
     def num_requests(self) -> int:
         """Requests on the node: what it reported and what is on its way, or this router's own count where that is more."""
         reported = self.load.waiting + self.load.running if self.load is not None else 0
         return max(self.in_flight, reported + self.pending.requests)
 
-    @cached_property
+    @once
     def work(self) -> Work:
         """What the node reported, and what this router sent since."""
         load, pending = self.load, self.pending
@@ -129,18 +128,18 @@ class NodeView:
         """Rows that are taken, by whatever: reservations, remote prefills and what is on its way, too."""
         return self.pending.rows + (self.load.slots_used if self.load is not None else 0)
 
-    @cached_property
+    @once
     def pace(self) -> Pace | None:
         """None while the node's own cost model is not known."""
         cost = completed(self.cost, None)
         return pace(cost, self.work) if cost is not None else None
 
-    @cached_property
+    @once
     def num_prompts(self) -> int:
         """Requests that wait for their prompt to be computed, or whose prompt is being computed."""
         return self.pending.requests + (self.load.waiting if self.load is not None else 0) + (self.work.prefill_tokens > 0)
 
-    @cached_property
+    @once
     def own_station(self) -> Station[float] | None:
         """None while the node's own cost model is not known."""
         return self.station(self.pace) if self.pace is not None else None
@@ -226,15 +225,16 @@ class ClusterView:
     """All nodes that can be reached and have reported; never changed once made.
 
     nodes: by name, so that the order of reports changes nothing; a node's place is its row. typical: what a step costs where a node has not run
-    enough of its kind; None: told from the nodes."""
+    enough of its kind; None: told from the nodes, or, where is_told, known by nobody."""
 
-    def __init__(self, nodes: Iterable[NodeView], typical: NodeCost | None = None) -> None:
+    def __init__(self, nodes: Iterable[NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> None:
         self.nodes = tuple(sorted(nodes, key=_by_name))
         self.typical = typical
+        self._is_told = is_told
         self._roster: Roster | None = None
         self._stations: Stations | None = None
 
-    def replaced(self, changed: Mapping[str, NodeView], typical: NodeCost | None = None) -> ClusterView:
+    def replaced(self, changed: Mapping[str, NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> ClusterView:
         """The same nodes, some of which changed, by incarnation. What was worked out for the others is kept."""
         nodes, roster, rows = list(self.nodes), self.roster, []
         is_same = True
@@ -244,7 +244,7 @@ class ClusterView:
             nodes[row] = node
             rows.append(row)
         view = ClusterView.__new__(ClusterView)
-        view.nodes, view.typical = tuple(nodes), typical
+        view.nodes, view.typical, view._is_told = tuple(nodes), typical, is_told
         view._roster = roster if is_same else None
         view._stations = None
         if self._stations is not None and typical is not None and typical is self.typical:
@@ -276,25 +276,27 @@ class ClusterView:
         assert pace is not None
         return node.station(pace)
 
-    @cached_property
+    @once
     def accepting(self) -> tuple[NodeView, ...]:
         """Nodes that take work."""
         return tuple(self.nodes[row] for row in self.roster.accepting.rows)
 
-    @cached_property
+    @once
     def serving(self) -> Totals:
         """Of nodes that take work and compute prompts for others."""
         return self.stations.totals(self.roster.prefill)
 
-    @cached_property
+    @once
     def decoding(self) -> Totals:
         """Of nodes that take work and only decode."""
         return self.stations.totals(self.roster.decode_only)
 
-    @cached_property
+    @once
     def typical_cost(self) -> NodeCost | None:
         """For nodes that have not run a kind of step; None while nobody has."""
-        return self.typical or typical_cost([node.cost for node in self.nodes if node.cost is not None])
+        if self.typical is not None or self._is_told:
+            return self.typical
+        return typical_cost([node.cost for node in self.nodes if node.cost is not None])
 
     def find(self, incarnation: str) -> NodeView | None:
         row = self.roster.row_of.get(incarnation)

@@ -7,7 +7,6 @@ a shadow and the replay all call the same object, and two routers with equal vie
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
@@ -20,8 +19,7 @@ Fallback = Literal["deny", "on-failure", "conditional"]
 LegName = Literal["prefill", "decode", "local"]
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(msgspec.Struct, frozen=True):
     """What a choice depends on besides the view.
 
     num_tokens: the prompt and what was emitted; hashes: its block hashes. cached: tokens of the longest prefix that each node holds or will by the
@@ -37,7 +35,7 @@ class Query:
 
     num_tokens: int
     hashes: bytes = b""
-    cached: Mapping[str, int] = field(default_factory=dict)
+    cached: Mapping[str, int] = {}
     excluded: Set[str] = frozenset()
     busy: Set[str] = frozenset()
     expected_output: int = 256
@@ -77,8 +75,7 @@ class Candidate(msgspec.Struct, frozen=True):
     rejected_by: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Predicted:
+class Predicted(msgspec.Struct, frozen=True, gc=False):
     """What the policy expects of its choice; None where it has no model in seconds."""
 
     ttft_s: float | None = None
@@ -89,19 +86,24 @@ Record = Callable[[], tuple[Candidate, ...]]
 """Tells what was compared and why others were not. Asked when somebody reads it, if ever, so it holds only what never changes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True, eq=False):
     """decode is the node that runs the request to its end; prefill is None in mode local. pull: the node from which the computing node first copies
     the prefix that it holds itself no longer, None for none; pull_tokens: how much that node holds, filled in by `pull`."""
 
     mode: Mode
     prefill: NodeView | None
     decode: NodeView
-    record: Record = field(default=tuple, compare=False, repr=False)
+    record: Record = tuple
     predicted: Predicted = Predicted()
     policy: str = ""
     pull: NodeView | None = None
     pull_tokens: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        """Whatever was compared on the way."""
+        return isinstance(other, Choice) and all(getattr(self, name) == getattr(other, name) for name in DECIDED)
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -111,6 +113,9 @@ class Choice:
     def first(self) -> NodeView:
         """The node that computes the prompt."""
         return self.prefill or self.decode
+
+
+DECIDED = tuple(name for name in Choice.__struct_fields__ if name != "record")
 
 
 class Policy(Protocol):

@@ -8,7 +8,9 @@ While no node knows what steps cost: the product score.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from pdcluster_router.policy.base import Choice, LegName, Query, Terms
 from pdcluster_router.policy.product import Product

@@ -19,7 +19,9 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from pdcluster_router.policy import estimates as seconds_of
 from pdcluster_router.policy import pools as filters

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster.messages import Endpoint, Load, Role

@@ -5,8 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace as of_legs
 from heapq import nsmallest
+
+from msgspec.structs import replace
 
 from pdcluster.errors import Unavailable
 from pdcluster_router.pace import Pace
@@ -249,7 +252,7 @@ class PlainSeconds:
             able = ready(partners(found.decode, station.node), query)
             if able:
                 decodes = self._rank_decode(_stations(view, able), query, station, values[1], market)
-                return replace(prefills, entries=prefills.entries[index:]), decodes
+                return of_legs(prefills, entries=prefills.entries[index:]), decodes
         return None
 
     def _rank_prefill(self, stations: Sequence[Station], query: Query, market: Market) -> Ranked:
@@ -284,7 +287,7 @@ class PlainSeconds:
 
     def _without_long_pauses(self, local: Ranked, query: Query) -> Ranked | None:
         entries = tuple(entry for entry in local.entries if self._keeps_pace(entry[1], query))
-        return replace(local, entries=entries) if entries else None
+        return of_legs(local, entries=entries) if entries else None
 
     def _keeps_pace(self, station: Station, query: Query) -> bool:
         pace = station.pace

@@ -133,3 +133,14 @@ async def test_a_report_leaves_the_other_nodes_as_they_were() -> None:
     after = world.cluster.view()
     assert [mine is other for mine, other in zip(before.nodes, after.nodes, strict=True)] == [True, True, False, True]
     assert before.nodes[2].load is not after.nodes[2].load, "an earlier view stays as it was"
+
+
+async def test_the_first_cost_that_a_node_reports_is_typical_at_once() -> None:
+    world = World(2, 0)
+    for name in world.names:
+        world.cluster._on_message(name, world.load())
+    assert world.cluster.view().typical_cost is None
+    world.cluster._on_message(world.names[0], world.load())
+    assert world.cluster.view().typical_cost is None
+    world.cluster._on_message(world.names[1], world.load(cost=COST.report()))
+    assert world.cluster.view().typical_cost == COST

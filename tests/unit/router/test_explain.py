@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from scripted_cluster import FakeCluster, ScriptedPair, make_chooser, make_node
 

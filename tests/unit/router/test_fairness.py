@@ -1,11 +1,11 @@
 """Whose turn it is: deficit round robin over tenants, strict tiers with a floor, due times inside a tenant."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pdcluster.errors import IntegrityError
 from pdcluster_router.fairness import FairQueue, Held

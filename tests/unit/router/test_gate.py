@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from scripted_cluster import make_node
 
 from pdcluster import errors

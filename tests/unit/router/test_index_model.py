@@ -191,6 +191,26 @@ def test_a_hash_that_comes_twice_counts_once() -> None:
     index.check_integrity()
 
 
+@pytest.mark.parametrize("change", ["add", "remove", "snapshot", "drop"])
+def test_the_same_question_after_a_change_gets_the_new_answer(change: str) -> None:
+    index = PrefixIndex()
+    chain = b"".join(bytes([number]) * HASH_BYTES for number in range(4))
+    index.add("a", chain[: 2 * HASH_BYTES])
+    assert index.depths(chain) == {"a": 2} and index.depth("a", chain) == 2 and index.depth("b", chain) == 0
+    index.depths(chain)["b"] = 9  # an answer is the asker's own
+    assert index.depths(chain) == {"a": 2}
+    if change == "add":
+        index.add("a", chain[2 * HASH_BYTES :])
+    elif change == "remove":
+        index.remove("a", chain[HASH_BYTES : 2 * HASH_BYTES])
+    elif change == "snapshot":
+        index.snapshot("a", chain[:HASH_BYTES])
+    else:
+        index.drop("a")
+    depth = {"add": 4, "remove": 1, "snapshot": 1, "drop": 0}[change]
+    assert index.depth("a", chain) == depth and index.depths(chain) == ({"a": depth} if depth else {})
+
+
 def test_bytes_that_are_no_hashes_are_refused() -> None:
     with pytest.raises(ValueError, match="no whole number of block hashes"):
         PrefixIndex().add("a", bytes(17))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from scripted_cluster import EMPTY_LOAD, make_node
 
 from pdcluster.errors import Unavailable
@@ -56,9 +55,7 @@ def test_a_reported_queue_counts_like_our_own_requests() -> None:
 
 
 def replace_load(**changes):
-    from msgspec.structs import replace as struct_replace
-
-    return struct_replace(EMPTY_LOAD, **changes)
+    return replace(EMPTY_LOAD, **changes)
 
 
 def test_draining_and_cordoned_nodes_get_nothing() -> None:

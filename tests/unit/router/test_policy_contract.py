@@ -6,12 +6,12 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from examples import examples
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from policy_cases import batch, clusters, make_node, queries, queue, view
 
 from pdcluster.errors import Unavailable

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from scripted_cluster import make_node
 from test_dispatch import EXPECTED, NoModels, collect, make_generation, make_pair
 

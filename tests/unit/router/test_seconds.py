@@ -5,9 +5,10 @@ Unless a test says otherwise: a prompt token costs 0.1 ms, a step has no fixed c
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import replace as of_cost
 
 import pytest
+from msgspec.structs import replace
 from policy_cases import batch, make_load, make_node, queue, view
 
 import pdcluster_router.stations as stations
@@ -176,7 +177,7 @@ def test_rule_3_the_rows_of_a_decode_node_lose_by_a_prompt_that_it_computes_itse
 
 def test_rule_4_prompts_beside_the_row_slow_it_down() -> None:
     """One prompt is there on one mixed node: it computes half of the time, in steps of 512 tokens or 51.2 ms."""
-    chunked = replace(COST, prefill=replace(COST.prefill, chunk_tokens=512))
+    chunked = of_cost(COST, prefill=of_cost(COST.prefill, chunk_tokens=512))
     one = make_load(waiting=1)
     choice = choose(replace(PAIR, force="local"), node("m0", "mixed", one, chunked), alpha=0.0)
     quiet, busy = STEP_S + ROW_S, 0.0512 + ROW_S
@@ -217,8 +218,8 @@ def test_rule_5_the_mode_of_the_last_choice_keeps_a_margin_of_the_time_to_first_
 
 def test_rule_5_a_last_choice_of_local_keeps_it_too() -> None:
     """The row that runs on p0 makes local 4 ms dearer, in two halves; the handing over costs 1.25 ms."""
-    light = replace(COST, decode=replace(COST.decode, row_s=2e-5))
-    slow = replace(light, prefill=replace(light.prefill, token_s=2 * TOKEN_S))
+    light = of_cost(COST, decode=of_cost(COST.decode, row_s=2e-5))
+    slow = of_cost(light, prefill=of_cost(light.prefill, token_s=2 * TOKEN_S))
     nodes = node("p0", "prefill", batch(1), light), node("d0", "decode", cost=slow)
     query = replace(PAIR, fallback="conditional")
     assert choose(query, *nodes, harm=0.0).mode == "remote"
@@ -244,7 +245,7 @@ def test_rule_5_without_a_limit_rows_may_be_held_up_for_some_times_their_own_pac
 
 
 def test_rule_6_the_product_score_while_nobody_has_run_enough_steps() -> None:
-    cold = replace(COST, decode=replace(COST.decode, samples=7))
+    cold = of_cost(COST, decode=of_cost(COST.decode, samples=7))
     nodes = node("p0", "prefill", cost=cold, in_flight=1), node("p1", "prefill", cost=cold), node("d0", "decode", cost=cold)
     choice = choose(replace(PAIR, cached={"p0-boot": 400}), *nodes)
     assert choice.policy == "seconds" and choice.predicted.ttft_s is None
@@ -257,7 +258,7 @@ def terms_of_product(choice: Choice, name: str) -> tuple[float, ...]:
 
 
 def test_rule_6_a_node_that_has_not_run_a_kind_of_step_is_judged_by_the_one_that_ran_most() -> None:
-    unknown = replace(COST, prefill=replace(COST.prefill, token_s=1.0, samples=7))
+    unknown = of_cost(COST, prefill=of_cost(COST.prefill, token_s=1.0, samples=7))
     nodes: ClusterView = view(node("p0", "prefill", queue(5000)), node("p1", "prefill", cost=unknown), node("d0", "decode"))
     choice = Seconds().choose(PAIR, nodes)
     assert terms(choice, "prefill", "p1")["compute"] == pytest.approx(0.1)

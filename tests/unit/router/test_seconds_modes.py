@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from msgspec.structs import replace as with_fields
+from msgspec.structs import replace
 from scripted_cluster import EMPTY_LOAD, make_node
 
 from pdcluster.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
@@ -18,7 +16,7 @@ QUERY = Query(num_tokens=4000, expected_output=200, usual_tokens=4000)
 
 
 def _node(name: str, role: str, *, tokens: int = 0, rows: int = 0, context: int = 0) -> NodeView:
-    load = with_fields(
+    load = replace(
         EMPTY_LOAD,
         waiting=int(tokens > 0),
         waiting_tokens=tokens,

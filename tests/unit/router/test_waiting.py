@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from array import array
 from contextlib import aclosing
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from scripted_cluster import FakeCluster, make_chooser, make_node, settle
 
