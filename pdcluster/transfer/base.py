@@ -125,8 +125,9 @@ class Backend(Protocol):
         """What a writer's `connect` needs to reach this process. No raw addresses of memory that a peer could use unchecked."""
 
     def connect(self, peer: Peer, advert: bytes) -> None:
-        """Prepare writing to `peer`. Idempotent. Connecting goes on in the background, and writes queued behind it fail (FAILED) when it fails;
-        raises PeerUnreachable at once for an advert that cannot work, or when the last try failed a moment ago."""
+        """Prepare writing to `peer`. Idempotent: called before every write, with the advert of its ticket. Connecting goes on in the background, and
+        writes queued behind it fail (FAILED) when it fails; raises PeerUnreachable at once for an advert that cannot work or is older than the
+        connection, or when the last try failed a moment ago."""
 
     def permit(self, permit: Permit) -> None:
         """Reader: allow the writes of a ticket."""

@@ -115,23 +115,34 @@ class FakeBackend:
         self._permits = Permits(self._counts)
         self._writes = Writes(self._doorbell, network.clock)
         self._arrivals = Arrivals(self._doorbell)
-        self._connected: set[Peer] = set()
+        self._connected: dict[Peer, int] = {}
+        """With adverts of which epoch."""
         self._met: set[Peer] = set()
         """Peers that connected to us: on a medium without checks they can write."""
-        self._banned: set[Peer] = set()
+        self._epoch = 0
+        self._least_epoch: dict[Peer, int] = {}
+        """Peers that never came and were fenced, as on shm: the oldest advert they may still come with."""
         network.backends[me] = self
 
     def register(self, region: Region) -> None:
         self._regions[region.id] = region
 
     def advert(self) -> bytes:
-        return f"{self.me.node}/{self.me.incarnation}".encode()
+        return f"{self.me.node}/{self.me.incarnation}/{self._epoch}".encode()
 
     def connect(self, peer: Peer, advert: bytes) -> None:
-        target = self.network.backends.get(peer)
-        if target is None or target.advert() != advert or peer in self.network.killed or self.me in target._banned:
+        target, (name, _, epoch) = self.network.backends.get(peer), advert.rpartition(b"/")
+        if name != f"{peer.node}/{peer.incarnation}".encode():
+            raise PeerUnreachable(f"the advert {advert!r} is not that of {peer.node}")
+        if int(epoch) < self._connected.get(peer, 0):
+            raise PeerUnreachable(f"the ticket of {peer.node} is older than its connection")
+        if peer in self._connected:
+            return
+        if target is None or peer in self.network.killed:
             raise PeerUnreachable(f"no fake backend answers for {peer.node}; is its boot {peer.incarnation} over?")
-        self._connected.add(peer)
+        if int(epoch) < target._least_epoch.get(self.me, 0):
+            raise PeerUnreachable(f"{peer.node} takes no writes under tickets that it fenced")
+        self._connected[peer] = int(epoch)
         target._met.add(self.me)
 
     def permit(self, permit: Permit) -> None:
@@ -175,7 +186,7 @@ class FakeBackend:
     def close(self, peer: Peer) -> Fence:
         network = self.network
         network.run_due()
-        self._connected.discard(peer)
+        self._connected.pop(peer, None)
         for write in [each for each in network.writes if each.writer is self and each.target == peer]:
             network.cut(write)
         if network.checks_permits:
@@ -183,9 +194,11 @@ class FakeBackend:
             for write in [each for each in network.writes if each.writer.me == peer and each.target == self.me]:
                 network.cut(write)
             return Fence.FENCED
-        if peer not in self._met:
-            self._banned.add(peer)
-        return Fence.FENCED if peer in network.killed or peer in self._banned else Fence.CANNOT_FENCE
+        if peer in self._met:
+            return Fence.FENCED if peer in network.killed else Fence.CANNOT_FENCE
+        self._epoch += 1
+        self._least_epoch[peer] = self._epoch
+        return Fence.FENCED
 
     def shutdown(self) -> None:
         self.network.backends.pop(self.me, None)

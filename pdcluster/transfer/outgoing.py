@@ -106,6 +106,11 @@ class Outgoing:
     last_write: float = 0.0
     finish_time: float = 0.0
 
+    @property
+    def adverts(self) -> dict[str, bytes]:
+        """By backend, as the reader gave them with this ticket."""
+        return dict(self.ticket.reader.adverts)
+
     def main_path(self) -> str:
         """The backend that carried most of it."""
         carried: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Reader: the decode node's half of the transfer protocol (rules R1…R9 in `session`). It owns the pages of open and of dead tickets."""
+"""Reader: the decode node's half of the transfer protocol (rules R1…R10 in `session`). It owns the pages of open and of dead tickets."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ class Reader:
         self._answers: dict[int, tuple[Peer, CommitAck, float]] = {}
         """Verified tickets: writer, the answer to a repeated Commit, until when we remember."""
         self._gone: set[Peer] = set()
+        """Dead boots that a ticket or an Abort still names."""
         self._proof_at: float | None = None
         self._forget_at = 0.0
         self._events: list[ReaderEvent] = []
@@ -131,6 +132,7 @@ class Reader:
         self._verify()
         self._seek_proof()
         self._repeat()
+        self._forget_gone()
         events, self._events = self._events, []
         return events
 
@@ -448,3 +450,9 @@ class Reader:
             elif now >= notice.send_at:
                 notice.send_at = now + self._settings.repeat_s
                 self._events.append(Send(notice.writer, Abort(nonce, notice.reason, max(0.0, notice.until - now))))
+
+    def _forget_gone(self) -> None:
+        """That a boot is dead is asked for its tickets and for Aborts to it only. `peer_gone` failed all its tickets, and a later one speaks to it
+        again: once none is left, nothing will ask."""
+        if self._gone:
+            self._gone &= {each.writer for each in self._tickets.values()} | {peer_of(notice.writer) for notice in self._notices.values()}

@@ -18,6 +18,8 @@ reader then sends Abort, the writer answers AbortAck. Rules, cited by number in 
      again: otherwise a late duplicate could reopen pages that are live.
  R8  Commit and Abort are repeated until they are answered or the ticket's deadline; both ends answer a repetition the same way again.
  R9  Messages from any boot but the one in the ticket are dropped and counted.
+ R10 A chunk goes only by a connection that its own ticket's advert may use. A medium may fence what a boot holds by refusing it (shm); a later
+     ticket that lets the boot in again must not carry the older one's chunks.
 
 Both halves are pure: no threads, no sockets, an injected clock. All I/O is the backends'; messages leave as events of `poll`, which must be
 called when a backend's wakeup_fd is readable, after every `handle`, and at `next_deadline`. Reader.poll before Writer.poll (see

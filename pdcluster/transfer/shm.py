@@ -47,6 +47,7 @@ from pdcluster.transfer.shm_frames import (
 LOG = logging.getLogger(__name__)
 
 MAX_LINKS = 1024
+MAX_BARRED = 1024
 UCRED = struct.Struct("3i")
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
 BURST_BYTES = 8 << 20
@@ -237,7 +238,9 @@ class ShmBackend:
         """Writers that have our memory; used under the lock."""
         self._epoch = 0
         self._least_epoch: dict[Peer, float] = {}
-        """Boots that were fenced: the oldest advert they may still come with; infinity for a process that has exited."""
+        """Boots that were fenced: the oldest advert they may still come with; infinity for a process that has exited. At most MAX_BARRED."""
+        self._floor = 0
+        """The oldest advert with which anybody else may come."""
         self._closed = False
         self._token = os.urandom(TOKEN_BYTES)
         self._socket_name = b"pdcluster-kv-" + os.urandom(8).hex().encode()
@@ -334,8 +337,13 @@ class ShmBackend:
 
     def _bar(self, peer: Peer) -> None:
         """A boot that connects later must not break the proof given here. One that never came may be alive: it is let in with an advert that is
-        newer than every ticket it can hold now."""
+        newer than every ticket it can hold now. Past MAX_BARRED that holds for every boot that is not connected yet: those barred can be forgotten,
+        as no ticket of theirs is written by a connection with a newer advert than its own (session, R10)."""
         was_met = self._met.forget(peer)
+        if len(self._least_epoch) >= MAX_BARRED:
+            self._epoch += 1
+            self._floor = self._epoch
+            self._least_epoch.clear()
         self._epoch += not was_met
         self._least_epoch[peer] = math.inf if was_met else self._epoch
 
@@ -414,7 +422,7 @@ class ShmBackend:
             raise ProtocolError("its hello does not carry this boot's token")
         peer = Peer(hello.node, hello.incarnation)
         with self._lock:
-            if self._closed or hello.epoch < self._least_epoch.get(peer, 0):
+            if self._closed or hello.epoch < self._least_epoch.get(peer, self._floor):
                 raise ProtocolError(f"boot {peer.incarnation} of {peer.node} was closed before")
             inlet.peer = peer
             self._met.meet(peer, pid, sock)

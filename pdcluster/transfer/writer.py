@@ -1,4 +1,4 @@
-"""Writer: the prefill node's half of the transfer protocol (rules R1…R9 in `session`). It decides what to write when; backends move the bytes."""
+"""Writer: the prefill node's half of the transfer protocol (rules R1…R10 in `session`). It decides what to write when; backends move the bytes."""
 
 from __future__ import annotations
 
@@ -418,9 +418,10 @@ class Writer:
         if outgoing.first_write is None:
             outgoing.first_write = self._clock()
         self.ladder.begin(outgoing, chunk, name)
-        stamp = Stamp(ticket.nonce, chunk.index, chunk.trial, chunk.nbytes)
+        stamp, backend = Stamp(ticket.nonce, chunk.index, chunk.trial, chunk.nbytes), self._backends[name]
         try:
-            handle = self._backends[name].write(outgoing.peer, source, target, stamp, chunk.runs, self._settings.digests)
+            backend.connect(outgoing.peer, outgoing.adverts[name])  # R10
+            handle = backend.write(outgoing.peer, source, target, stamp, chunk.runs, self._settings.digests)
         except PeerUnreachable:
             self.ladder.unreachable(outgoing.peer, chunk)
             self._write_again(outgoing, chunk)

@@ -11,6 +11,7 @@ import pytest
 from test_backends import HAS_NIXL, REAL, Ends, start
 from transfer_peer import READER, WRITER
 
+from pdcluster.errors import PeerUnreachable
 from pdcluster.messages import Endpoint, Ticket
 from pdcluster.transfer.base import Peer
 from pdcluster.transfer.geometry import PageShape
@@ -146,4 +147,31 @@ def test_a_new_pair_is_measured_on_its_first_tickets_which_land_whole_though_eve
     reports = nodes.writer.paths.report()
     assert all(report.bytes_s > 0 for report in reports) and sum(report.is_chosen for report in reports) == 1
     assert nodes.writer.is_idle() and nodes.reader.is_idle()
+    nodes.close()
+
+
+def test_a_ticket_whose_writer_was_fenced_is_not_written_by_the_connection_of_a_later_ticket() -> None:
+    """Shared memory fences a boot that never came by refusing the adverts it may still hold. It is alive, holds such a ticket, and comes with a newer
+    one: the memory that it maps now is that of the old ticket's pages, too."""
+    nodes = Nodes("shm")
+    old = nodes.open([0, 1], 2 * PAGE_TOKENS)
+    nodes.reader.peer_gone(WRITER)
+    nodes.until(lambda: nodes.count(Reclaimed) == 1)
+    nodes.writer.open(old)
+    nodes.until(lambda: all(mover.failed_at is not None for mover in nodes.ends.writer._movers.values()))
+    new = nodes.open([2, 3], 2 * PAGE_TOKENS)
+
+    def is_let_in() -> bool:
+        try:
+            return nodes.writer.open(new) == "shm"
+        except PeerUnreachable:
+            return False
+
+    nodes.until(is_let_in)
+    nodes.writer.push(new.nonce, [2, 3], 0, 2 * PAGE_TOKENS)
+    nodes.writer.finish(new.nonce, 9, None)
+    nodes.until(lambda: nodes.count(Landed) == 1)
+    nodes.writer.push(old.nonce, [0, 1], 0, 2 * PAGE_TOKENS)
+    nodes.until(lambda: nodes.count(GaveUp) == 1 and nodes.writer.is_idle())
+    assert [any(nodes.page(nodes.ends.target, page)) for page in range(4)] == [False, False, True, True]
     nodes.close()

@@ -94,6 +94,7 @@ def test_a_medium_by_which_the_peer_is_out_of_reach_is_left_at_once() -> None:
     ticket = rungs.open(TARGET, TOKENS)
     rungs.send_all(ticket, SOURCE)
     rungs.source.backends["fast"].close(READER)
+    rungs.target.backends["fast"].shutdown()
     rungs.run(1.0)
     assert {name for name, _, _ in rungs.tried} == {"slow"} and len(rungs.acked) == 1 and rungs.is_intact()
     assert rungs.writer.ladder.failures["unreachable"] >= 3 and rungs.state("fast") is BreakerState.OPEN
