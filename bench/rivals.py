@@ -10,7 +10,8 @@ Each lives in a virtual environment of its own, DIR/NAME:
 
 The first three route round robin over `bench.fake_worker`. Dynamo's frontend routes by its own KV rule over its mocker, whose simulated engine is
 sped up a million times: nothing else speaks the mocker's protocol, so what it takes alone is unknown and stays in Dynamo's figures; its streams have
-one event more than tokens, and some 46 ms of its P/D are the two mockers' own hand-over. (ai-dynamo pins a package that is a stub in the index, hence --no-deps; no CUDA is needed.)
+one event more than tokens, and some 46 ms of its P/D are the two mockers' own hand-over. (ai-dynamo pins a package that is a stub in the index, hence
+--no-deps; no CUDA is needed.)
 """
 
 from __future__ import annotations
