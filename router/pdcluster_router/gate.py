@@ -7,7 +7,7 @@ freed (a report, an end, a node that came), `release` scores those that wait aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -16,11 +16,26 @@ from pdcluster import errors
 from pdcluster_router.admission import DrainRate, Outlook, Slo, check_service, refusal
 from pdcluster_router.chooser import Decision
 from pdcluster_router.fairness import Held
-from pdcluster_router.headroom import Headroom
+from pdcluster_router.generation import Mode
+from pdcluster_router.headroom import MODES, Headroom
 from pdcluster_router.hold import Answer, Expired, HoldLimits, HoldQueue
 
 Decide = Callable[[Held], Decision]
 """What the policy would do with a request now; raises Unavailable when no node may take it."""
+
+
+RESCORE_S = 0.25
+"""How long it is believed what a request would do that is not the first in turn, while nobody's request has a place in that mode. So one that may go
+elsewhere is not kept by those before it, and a report of a full pool costs one decision, not one for each that waits for the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a request would have done when it was scored at `moment`. nodes: the incarnations that could have computed its prompt."""
+
+    mode: Mode
+    nodes: frozenset[str]
+    moment: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +55,8 @@ class Gate:
         self._headroom = headroom
         self._slo = slo
         self._drain = DrainRate()
+        self._wishes: dict[str, Wish] = {}
+        """Of those that were passed over because their mode was full; at most one for each that waits."""
 
     def knock(self, held: Held, decide: Decide, now: float) -> Decision | None:
         """Where the request goes at once; None: it is held (`release` may find it a place right away). held.work is filled in here. Raises
@@ -61,10 +78,15 @@ class Gate:
         """At most so many of those that wait. One at a time when a decision only counts in the next view once it was acted upon."""
         released: list[Released] = []
         wanted: dict[str, frozenset[str]] = {}
+        full: frozenset[Mode] = frozenset()
 
         def offer(held: Held, claims: Sequence[Held]) -> Answer:
+            nonlocal full
             if len(released) >= most:
                 return Answer.FULL
+            if (wish := self._still_wished(held, full, now)) is not None:
+                wanted[held.request] = wish.nodes
+                return Answer.ELSEWHERE
             try:
                 decision = decide(held)
             except errors.PdclusterError as error:
@@ -72,8 +94,10 @@ class Gate:
                 return Answer.PLACED
             choice, query, view = decision.choice, decision.query, decision.view
             if not self._headroom.has_open(choice, query, view):
-                wanted[held.request] = self._headroom.usable(choice, query, view)
-                return Answer.FULL if self._headroom.is_full(choice.mode, view) else Answer.ELSEWHERE
+                wanted[held.request] = nodes = self._headroom.usable(choice, query, view)
+                full = self._headroom.full_modes(view)
+                self._wishes[held.request] = Wish(choice.mode, nodes, now)
+                return Answer.FULL if len(full) == len(MODES) else Answer.ELSEWHERE
             if any(choice.first.endpoint.incarnation in wanted.get(claim.request, ()) for claim in claims):
                 return Answer.ELSEWHERE
             released.append(Released(held, decision))
@@ -82,7 +106,12 @@ class Gate:
         for held in self.queue.release(offer, now):
             self._drain.released(held.charge, now)
         self._drain.is_held(bool(len(self.queue)), now)
+        self._wishes = {request: wish for request, wish in self._wishes.items() if request in self.queue}
         return released
+
+    def _still_wished(self, held: Held, full: Set[Mode], now: float) -> Wish | None:
+        wish = self._wishes.get(held.request)
+        return wish if wish is not None and wish.mode in full and now < wish.moment + RESCORE_S else None
 
     def leave(self, request: str, now: float) -> None:
         """Its client left, wherever it is by now."""

@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from pdcluster_router.generation import Mode
 from pdcluster_router.policy.base import Choice, Query
 from pdcluster_router.policy.pools import why_not
 from pdcluster_router.view import ClusterView, NodeView
 
+MODES: tuple[Mode, ...] = ("remote", "local")
 AHEAD = 4
 """Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's pool."""
 
@@ -79,10 +81,10 @@ class Headroom:
         """Incarnations that could compute this request's prompt in the mode that was chosen, open or not."""
         return frozenset(node.endpoint.incarnation for node in self._pool(choice.mode, view) if not _is_ruled_out(node, query))
 
-    def is_full(self, mode: str, view: ClusterView) -> bool:
-        """Whether nobody's request has a place in this mode."""
+    def full_modes(self, view: ClusterView) -> frozenset[Mode]:
+        """Those in which nobody's request has a place."""
         has_row = self._has_row(view.nodes)
-        return not any(self.is_open(node, mode, has_row=has_row) for node in self._pool(mode, view))
+        return frozenset(mode for mode in MODES if not any(self.is_open(node, mode, has_row=has_row) for node in self._pool(mode, view)))
 
     def _pool(self, mode: str, view: ClusterView) -> Iterator[NodeView]:
         return (node for node in view.nodes if node.accepts_work and (mode == "local" or node.role != "decode"))

@@ -18,7 +18,7 @@ from pdcluster_router.admission import Slo, check_fits
 from pdcluster_router.chooser import Chooser, PolicyHolder
 from pdcluster_router.fairness import Held
 from pdcluster_router.gate import Gate, Released
-from pdcluster_router.headroom import Headroom
+from pdcluster_router.headroom import MODES, Headroom
 from pdcluster_router.hold import HoldLimits
 from pdcluster_router.index import PrefixIndex
 from pdcluster_router.job import HashChain, Job
@@ -204,7 +204,7 @@ class ReplayRouter:
 
     def _is_full(self) -> bool:
         view = self._view()
-        return self._headroom.is_full("local", view) and self._headroom.is_full("remote", view)
+        return len(self._headroom.full_modes(view)) == len(MODES)
 
     def _job(self, task: Task) -> Recorded:
         request = task.request

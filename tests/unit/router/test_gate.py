@@ -136,6 +136,48 @@ def test_an_old_request_keeps_its_node_from_those_behind_it() -> None:
     assert [one.held.request for one in gate.release(world.decide, 6.1)] == ["long"]
 
 
+def test_who_waits_for_the_nodes_of_one_mode_does_not_hold_back_those_of_the_other() -> None:
+    """No prefill node has room for the first; the decode node is idle, and the third may run there alone."""
+    world, gate = make_world("prefill", "decode"), make_gate()
+    world.prompts = {"r1": Query(100, force="remote"), "r2": Query(100, force="remote"), "r3": Query(100, force="local")}
+    world.set_load("p0", load(waiting_tokens=300))
+    for name in ("r1", "r2", "r3"):
+        assert gate.knock(held(name), world.decide, 0.0) is None
+    (released,) = gate.release(world.decide, 0.1, most=3)
+    assert released.held.request == "r3" and released.decision is not None and released.decision.choice.first.name == "d1"
+    world.set_load("p0", load())
+    assert [one.held.request for one in gate.release(world.decide, 0.2, most=3)] == ["r1", "r2"], "in their order"
+
+
+def test_who_waits_for_nodes_that_are_still_full_is_scored_now_and_then_and_not_at_each_report() -> None:
+    world, gate = make_world("prefill", "decode"), make_gate(look_ahead=16)
+    world.set_load("p0", load(waiting_tokens=300))
+    world.prompts = {f"r{number}": Query(100, force="remote") for number in range(40)}
+    for name in world.prompts:
+        assert gate.knock(held(name), world.decide, 0.0) is None
+    world.decided.clear()
+    for turn in range(10):
+        assert gate.release(world.decide, 0.1 + turn / 1000) == []
+    assert world.decided.count("r0") == 10 and len(world.decided) == 10 + 16, "the first each time, others once in a while"
+    world.set_load("p0", load())
+    assert [one.held.request for one in gate.release(world.decide, 0.12, most=2)] == ["r0", "r1"], "not when there is room again"
+
+
+def test_an_old_request_keeps_the_nodes_of_its_mode_though_it_was_not_scored_just_now() -> None:
+    world, gate = make_world("prefill", "decode"), make_gate(patience_s=5.0)
+    world.prompts = {"r1": Query(100, force="remote"), "r2": Query(100, force="remote"), "r3": Query(100, force="local")}
+    world.set_load("p0", load(waiting_tokens=300))
+    world.set_load("d1", load(rows=8))
+    for name in ("r1", "r2", "r3"):
+        assert gate.knock(held(name), world.decide, 0.0) is None
+    for moment in (6.0, 6.01):
+        assert gate.release(world.decide, moment, most=3) == []
+    world.prompts["r3"] = Query(100, force="local", excluded=frozenset({"d1-boot"}))
+    world.set_load("p0", load(waiting_tokens=240))
+    world.set_load("d1", load(rows=8))
+    assert [one.held.request for one in gate.release(world.decide, 6.02, most=3)] == ["r1", "r2", "r3"]
+
+
 def test_a_request_without_any_node_left_is_told_so() -> None:
     world, gate = make_world("mixed"), make_gate()
     world.set_load("m0", load(waiting_tokens=300))
