@@ -5,7 +5,10 @@ pages. Nothing is sent for the sake of measuring, and no live page is touched. A
 count, nor do writes so small that they say more about fixed costs. Durations come from the backends (`base.Backend.take_duration`), so that a
 busy node loop does not blur them.
 
-The choice stays as measured; the bandwidth that is reported follows the writes since.
+The bandwidth that is reported follows the writes since. The choice stays as measured until a look at another path says otherwise: a path that was
+measured and is not chosen carries one write after a pause, which doubles from look to look, up to a longest one. On a path that is half-open that
+write is the probe. Was it faster than the chosen path is now, then all paths of the pair are measured again, side by side; one write alone moves
+nothing, as it may have met a bad moment.
 
 Plain bookkeeping over an injected clock; the rules of failing paths are in `breaker`, what becomes of a failed chunk in `ladder`.
 """
@@ -27,7 +30,7 @@ class MeasureSettings:
     """warm_writes of a backend do not count; it is measured after sample_writes more, or sample_bytes. A backend is preferred to those before it
     in the node's order when it is `margin` times as fast: the order is by what else speaks for them (copies, checks, CPU). smallest_bytes: of a
     write that measures. patience_s: a write that takes longer does not hold up the others. again_s: pause before a backend that failed, or was
-    too slow, while it was measured is measured again; it doubles each time, up to longest_s. live_bytes, weight: how many bytes make a sample of
+    too slow, while it was measured is measured again, and before one that is not chosen is looked at; it doubles each time, up to longest_s. live_bytes, weight: how many bytes make a sample of
     the reported bandwidth, and how much of it counts. max_peers: boots that are remembered, those met last."""
 
     warm_writes: int = 1
@@ -74,6 +77,10 @@ class _Rate:
     def bytes_s(self) -> float:
         return self.nbytes / self.seconds if self.seconds > 0 else 0.0
 
+    def forget(self) -> None:
+        """It is to be measured, from the beginning."""
+        self.writes, self.nbytes, self.seconds, self.not_before = 0, 0, 0.0, float("-inf")
+
     def restart(self, now: float) -> None:
         self.since, self.live_writes, self.live_nbytes = now, 0, 0
 
@@ -117,7 +124,8 @@ class Paths:
         for name in usable[1:]:
             if self._rate(peer, name).bytes_s > self._settings.margin * self._rate(peer, best).bytes_s:
                 best = name
-        return best
+        due = (name for name in usable if name != best and self._is_due(self._rate(peer, name)))
+        return next(due, best) if measures else best
 
     def has_room(self, peer: Peer, backend: str) -> bool:
         """May a write begin there now, for all that is known?"""
@@ -136,6 +144,8 @@ class Paths:
         if not rate.in_flight:
             rate.restart(now)
         rate.in_flight += 1
+        if self._is_measured(rate):
+            rate.not_before = now + max(rate.pause, self._settings.again_s)  # one look at a time
         return now
 
     def succeeded(self, peer: Peer, backend: str, began: float, nbytes: int, seconds: float | None) -> None:
@@ -147,6 +157,8 @@ class Paths:
         rate.in_flight = max(rate.in_flight - 1, 0)
         if self._is_measured(rate):
             self._observe(rate, nbytes, seconds)
+            if nbytes >= self._settings.smallest_bytes:
+                self._compare(peer, backend, nbytes / seconds if seconds else 0.0)
         elif nbytes >= self._settings.smallest_bytes:
             self._sample(peer, rate, nbytes, seconds)
 
@@ -159,7 +171,8 @@ class Paths:
         rate.in_flight = max(rate.in_flight - 1, 0)
         rate.restart(now)
         if not self._is_measured(rate):
-            self._postpone(rate, now)
+            rate.forget()
+        self._postpone(rate, now)
 
     def ended(self, peer: Peer, backend: str) -> None:
         """A write ended in a way that says nothing about its path."""
@@ -201,6 +214,7 @@ class Paths:
             rate.nbytes += nbytes
             rate.seconds += seconds
         if self._is_measured(rate):
+            rate.not_before = self._clock() + max(rate.pause, self._settings.again_s)
             rate.live_bytes_s = rate.bytes_s
             self._tell(peer)
 
@@ -215,16 +229,31 @@ class Paths:
                 rate.live_bytes_s += self._settings.weight * (rate.live_nbytes / took - rate.live_bytes_s)
             rate.restart(now)
 
+    def _compare(self, peer: Peer, backend: str, bytes_s: float) -> None:
+        """A write of a path that was measured went so fast. Says something when another one is chosen."""
+        rates = self._rates[peer]
+        chosen = self.best(peer, list(rates))
+        if backend == chosen:
+            return
+        self._postpone(rates[backend], self._clock())
+        if bytes_s > self._settings.margin * rates[chosen].live_bytes_s:
+            self.counters["measured_again"] += 1
+            for rate in rates.values():
+                rate.forget()
+
     def _postpone(self, rate: _Rate, now: float) -> None:
         settings = self._settings
         rate.pause = min(2 * rate.pause, settings.longest_s) if rate.pause else settings.again_s
         rate.not_before = now + rate.pause
-        rate.writes, rate.nbytes, rate.seconds = 0, 0, 0.0
 
     def _is_known(self, peer: Peer, backend: str) -> bool:
         """Is there nothing to be measured now?"""
         rate, now = self._rate(peer, backend), self._clock()
         return self._is_measured(rate) or now < rate.not_before or (rate.in_flight > 0 and now > rate.since + self._settings.patience_s)
+
+    def _is_due(self, rate: _Rate) -> bool:
+        """Is it time for another look?"""
+        return self._is_measured(rate) and self._clock() >= rate.not_before
 
     def _is_measured(self, rate: _Rate) -> bool:
         settings = self._settings

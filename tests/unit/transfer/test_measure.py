@@ -112,7 +112,7 @@ def test_a_backend_that_fails_while_it_is_measured_is_left_out_and_measured_late
     rig.clock.now += 100
     while rig.is_measuring:
         rig.write()
-    assert rig.write() == "shm"
+    assert rig.paths.best(PEER, ["shm", "tcp"]) == "shm"
 
 
 def test_a_backend_that_keeps_failing_is_left_alone_tried_once_and_taken_again_when_it_works() -> None:
@@ -202,7 +202,7 @@ def test_the_pause_before_a_path_that_fails_is_measured_again_doubles() -> None:
     assert gaps == [5, 10, 20, 40, 80, 160]
 
 
-def test_the_reported_bandwidth_follows_the_writes_and_the_choice_stays() -> None:
+def test_the_reported_bandwidth_follows_the_writes_and_the_choice_stays_for_a_while() -> None:
     rig = Rig(shm=2e9, tcp=1e9)
     while rig.is_measuring:
         rig.write()
@@ -210,6 +210,81 @@ def test_the_reported_bandwidth_follows_the_writes_and_the_choice_stays() -> Non
     assert {rig.write() for _ in range(20)} == {"shm"}
     (shm,) = [report for report in rig.paths.report() if report.backend == "shm"]
     assert shm.bytes_s == pytest.approx(2e8, rel=0.02) and shm.is_chosen
+
+
+def minutes_of_writes(rig: Rig, minutes: float) -> Counter[str]:
+    used: Counter[str] = Counter()
+    until = rig.clock.now + 60 * minutes
+    while rig.clock.now < until:
+        used[rig.write()] += 1
+        rig.clock.now += 0.19
+    return used
+
+
+def measured(**speeds: float) -> Rig:
+    rig = Rig(**speeds)
+    while rig.is_measuring:
+        rig.write()
+    return rig
+
+
+def state(rig: Rig, name: str) -> BreakerState:
+    return {report.backend: report.state for report in rig.paths.report()}[name]
+
+
+def test_a_path_that_is_not_chosen_is_looked_at_again_ever_more_seldom() -> None:
+    rig = measured(shm=2e9, tcp=1e9)
+    assert minutes_of_writes(rig, 60)["tcp"] in range(10, 20), "after 5, 10, 20 … 300 s"
+    assert rig.paths.counters["measured_again"] == 0
+
+
+def test_a_path_that_was_slow_at_a_bad_moment_is_chosen_once_it_is_fast() -> None:
+    rig = measured(shm=1e7, tcp=1e9)
+    assert rig.write() == "tcp"
+    rig.speeds["shm"] = 4e9
+    minutes_of_writes(rig, 1)
+    assert {rig.write() for _ in range(20)} == {"shm"} and rig.paths.counters["measured_again"] == 1
+
+
+def test_the_choice_moves_when_the_chosen_path_has_become_slow() -> None:
+    rig = measured(shm=2e9, tcp=1e9)
+    rig.speeds["shm"] = 1e8
+    assert minutes_of_writes(rig, 1)["tcp"] > 200
+
+
+def test_one_slow_write_of_the_chosen_path_moves_nothing() -> None:
+    rig = measured(shm=2e9, tcp=1e9)
+    for _ in range(3):
+        rig.clock.now += 300
+        rig.speeds["shm"] = 1e7
+        rig.write()
+        rig.speeds["shm"] = 2e9
+        assert minutes_of_writes(rig, 1)["shm"] > 250
+
+
+def test_a_path_that_is_not_chosen_is_probed_when_it_is_half_open() -> None:
+    rig = measured(shm=2e9, tcp=1e9)
+    for _ in range(3):
+        rig.paths.distrust(PEER, "tcp", rig.clock.now)
+    assert state(rig, "tcp") is BreakerState.OPEN
+    minutes_of_writes(rig, 1)
+    assert state(rig, "tcp") is BreakerState.CLOSED
+    assert (rig.paths.counters["probes"], rig.paths.counters["closed"]) == (1, 1)
+
+
+def test_a_path_that_is_not_chosen_and_stays_broken_costs_ever_fewer_writes() -> None:
+    rig = measured(shm=2e9, tcp=1e9)
+    rig.dead.add("tcp")
+    assert minutes_of_writes(rig, 60)["tcp"] in range(10, 20)
+    rig.dead.clear()
+    minutes_of_writes(rig, 12)
+    assert state(rig, "tcp") is BreakerState.CLOSED
+
+
+def test_small_writes_look_at_nothing() -> None:
+    rig = measured(shm=2e9, tcp=1e9)
+    rig.clock.now += 1000
+    assert {rig.write(nbytes=100) for _ in range(20)} == {"shm"}
 
 
 def test_the_bandwidth_of_writes_under_way_together_is_that_of_all_of_them() -> None:
