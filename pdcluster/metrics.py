@@ -110,12 +110,13 @@ class ExplainMetrics:
             buckets=SECONDS,
             registry=registry,
         )
-        self._hits = Tally(
+        hits = Tally(
             "pdcluster_decision_hit_tokens",
             "Prompt tokens found in the cache (achieved), held by the best candidate (reachable), ever seen by this router (ideal).",
             ("kind",),
             registry=registry,
         )
+        self._achieved, self._reachable, self._ideal = (hits.labels(kind) for kind in ("achieved", "reachable", "ideal"))
         self.shadow_decisions = Tally(
             "pdcluster_shadow_decisions",
             "Decisions on which the shadow policy agreed (same) or not (other).",
@@ -128,5 +129,6 @@ class ExplainMetrics:
         self._regret.observe(regret_s)
 
     def hits(self, achieved: int, reachable: int, ideal: int) -> None:
-        for kind, tokens in (("achieved", achieved), ("reachable", reachable), ("ideal", ideal)):
-            self._hits.labels(kind).inc(tokens)
+        self._achieved.inc(achieved)
+        self._reachable.inc(reachable)
+        self._ideal.inc(ideal)

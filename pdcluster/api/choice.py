@@ -6,15 +6,15 @@ Pure: tokens in, text out. Who generates them, and how the reply looks, is elsew
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, field
+
+import msgspec
 
 from pdcluster.api.detokenize import Detokenizer
 from pdcluster.api.stop import StopMatcher
 from pdcluster.messages import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(msgspec.Struct, frozen=True, gc=False):
     """One token as replies report it. offset: characters of text before it; logprobs None where there is nothing before it to predict it."""
 
     id: int
@@ -22,16 +22,15 @@ class Token:
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(msgspec.Struct):
     """What one event of a choice adds to its reply. finish is set on the last one.
 
     tokens: output only; echo: the prompt's, where they are repeated with logprobs; prompt_token_ids: on the first piece, when asked for.
     """
 
     text: str = ""
-    tokens: list[Token] = field(default_factory=list)
-    echo: list[Token] = field(default_factory=list)
+    tokens: list[Token] = []
+    echo: list[Token] = []
     finish: str | None = None
     prompt_token_ids: list[int] | None = None
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from pdcluster.api.openai import Common
 from pdcluster.api.text import SamplingDefaults
@@ -15,8 +16,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions; chat goes on to the end of the context."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True, gc=False):
     """max_len: prompt and output tokens together; vocab_size: ids the model has an embedding for."""
 
     max_len: int
@@ -71,7 +71,7 @@ def build_sampling(request: Common, defaults: SamplingDefaults, limits: Limits, 
         top_k=top_k if top_k is not None and top_k > 0 else None,
         top_p=top_p if top_p is not None and top_p < 1 else None,
         min_p=min_p if min_p else None,
-        stop_token_ids=tuple(check_token_ids(request.stop_token_ids or (), limits.vocab_size, "stop_token_ids")),
+        stop_token_ids=tuple(check_token_ids(request.stop_token_ids, limits.vocab_size, "stop_token_ids")) if request.stop_token_ids else (),
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
     )

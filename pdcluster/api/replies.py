@@ -6,7 +6,6 @@ A format makes bytes; it knows neither sockets nor who generated the tokens. `UN
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import msgspec
@@ -139,8 +138,7 @@ class CompletionReply(Struct):
 # ---------------------------------------------------------------- formats
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(Struct, frozen=True):
     """What all chunks of one reply share. pieces: for the text of tokens in logprobs."""
 
     id: str
@@ -172,13 +170,15 @@ class Format(Protocol):
 class ChatFormat:
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._plain = _PlainChunks(self._encode_chunk(0, Piece(), ChatDelta(content="")), b'"content":""')
+        self._plain: _PlainChunks | None = None
 
     def opening(self, index: int) -> bytes:
         return sse.event(self._encode_chunk(index, Piece(), ChatDelta(role="assistant", content=""), empty=True))
 
     def chunk(self, index: int, piece: Piece) -> bytes:
         if index == 0 and piece.finish is None and self._head.is_plain:
+            if self._plain is None:
+                self._plain = _PlainChunks(self._encode_chunk(0, Piece(), ChatDelta(content="")), b'"content":""')
             return self._plain.event(piece.text)
         delta = ChatDelta(content=piece.text) if piece.text or piece.finish is None else ChatDelta()
         return sse.event(self._encode_chunk(index, piece, delta))
@@ -206,13 +206,15 @@ class ChatFormat:
 class CompletionFormat:
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._plain = _PlainChunks(self._encode_chunk(0, Piece()), b'"text":""')
+        self._plain: _PlainChunks | None = None
 
     def opening(self, index: int) -> bytes:
         return b""
 
     def chunk(self, index: int, piece: Piece) -> bytes:
         if index == 0 and piece.finish is None and self._head.is_plain:
+            if self._plain is None:
+                self._plain = _PlainChunks(self._encode_chunk(0, Piece()), b'"text":""')
             return self._plain.event(piece.text)
         return sse.event(self._encode_chunk(index, piece))
 

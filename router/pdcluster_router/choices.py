@@ -34,8 +34,7 @@ class Echo:
     logprobs: bool
 
 
-@dataclass(slots=True)
-class Clock:
+class Clock(msgspec.Struct):
     """When tokens came, as the router saw it; monotonic seconds."""
 
     started: float
@@ -60,8 +59,7 @@ class Clock:
         return Timeline(ttft_s=first, ttst_s=second, decode_s=decode_s, decode_tokens=max(num_tokens - 1, 0))
 
 
-@dataclass(slots=True)
-class Choice:
+class Choice(msgspec.Struct):
     """One choice of a reply, and what becomes known of it."""
 
     generation: Generation
@@ -152,6 +150,8 @@ def _finished(choice: Choice, done: Done) -> Piece:
 
 def _with_clock(timeline: Timeline, clock: Clock) -> Timeline:
     """The dispatcher's own times where it gives them, ours where it does not."""
+    if timeline.ttft_s is not None and (timeline.ttst_s is not None or clock.second is None):
+        return timeline
     first = clock.since_start(clock.first) if timeline.ttft_s is None else timeline.ttft_s
     second = clock.since_start(clock.second) if timeline.ttst_s is None else timeline.ttst_s
     return msgspec.structs.replace(timeline, ttft_s=first, ttst_s=second)

@@ -8,13 +8,14 @@ by the nodes' cost models (wait on the node + own prompt), so that policies with
   hit        prompt tokens found in the cache, beside those that the best candidate held (reachable), and those that a cache which never forgets
              would have held (ideal, `seen_blocks`).
 
-Memory is bounded by count and by bytes; the oldest go first.
+Memory is bounded by count and by bytes; the oldest go first. A decision is noted in bare numbers, since few are ever read: records for people are
+made of them for whoever asks.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -25,7 +26,7 @@ from pdcluster.metrics import ExplainMetrics
 from pdcluster_router.chooser import Decision
 from pdcluster_router.generation import Standing
 from pdcluster_router.headroom import Headroom
-from pdcluster_router.policy.base import Candidate, Choice, Query
+from pdcluster_router.policy.base import Candidate, Choice, Query, Terms
 from pdcluster_router.seen_blocks import SeenBlocks
 
 MAX_CANDIDATES = 16
@@ -79,6 +80,31 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     shadow: ShadowRecord | None = None
 
 
+class Weighed(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A candidate as it is noted: the fields of its record."""
+
+    node: str
+    leg: str
+    cached_tokens: int
+    cost: float
+    terms: Terms
+    ttft_s: float | None
+    rejected_by: str
+
+    def told(self) -> CandidateRecord:
+        return CandidateRecord(self.node, self.leg, self.cached_tokens, self.cost, dict(self.terms), self.ttft_s, self.rejected_by)
+
+
+class Decided(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A decision as it is noted: its record, whose candidates are still these."""
+
+    record: DecisionRecord
+    candidates: tuple[Weighed, ...]
+
+    def told(self) -> DecisionRecord:
+        return msgspec.structs.replace(self.record, candidates=[candidate.told() for candidate in self.candidates])
+
+
 class HitTokens(msgspec.Struct, frozen=True):
     achieved: int
     reachable: int
@@ -113,6 +139,16 @@ class Explanation(msgspec.Struct, omit_defaults=True):
     client_id: str = ""
 
 
+class Noted(msgspec.Struct, array_like=True):
+    """What is kept of a request: its explanation, whose decisions are still these."""
+
+    explanation: Explanation
+    decisions: list[Decided]
+
+    def told(self) -> Explanation:
+        return msgspec.structs.replace(self.explanation, decisions=[decided.told() for decided in self.decisions])
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """How much is kept of requests that ended."""
@@ -124,16 +160,16 @@ class Kept:
 class Record:
     """One request that runs. attempts and cached_tokens (of the prompt, as the nodes found them; None: not known) are the dispatcher's to set."""
 
-    __slots__ = ("_explainer", "_first_at", "_ideal", "_last", "_last_at", "_reachable", "_started", "attempts", "cached_tokens", "explanation")
+    __slots__ = ("_explainer", "_first_at", "_ideal", "_last", "_last_at", "_reachable", "_started", "attempts", "cached_tokens", "noted")
 
     def __init__(self, explainer: Explainer, explanation: Explanation, started: float) -> None:
-        self.explanation = explanation
+        self.noted = Noted(explanation, [])
         self.attempts = 0
         self.cached_tokens: int | None = None
         self._explainer = explainer
         self._started = started
         self._first_at: float | None = None
-        self._last: DecisionRecord | None = None
+        self._last: Decided | None = None
         self._last_at = started
         self._reachable = 0
         self._ideal: int | None = None
@@ -142,7 +178,7 @@ class Record:
         """asked: when the attempt began to look for a place."""
         query = decision.query
         decided = self._explainer.record(decision, now - self._started, now - asked)
-        decisions = self.explanation.decisions
+        decisions = self.noted.decisions
         if len(decisions) >= MAX_DECISIONS:
             del decisions[MAX_DECISIONS // 2]
         decisions.append(decided)
@@ -151,20 +187,22 @@ class Record:
         if self._ideal is None:
             self._ideal = self._explainer.seen(query)
         self._last, self._last_at = decided, now
-        nodes = (decision.view.find(incarnation) for incarnation in query.cached)
-        self._reachable = max((query.cached_on(node) for node in nodes if node is not None), default=0)
+        there = decision.view.roster.row_of
+        cached = max((tokens for incarnation, tokens in query.cached.items() if incarnation in there), default=0)
+        self._reachable = min(cached, query.num_tokens)
 
     def first_token(self, moment: float) -> None:
         if self._first_at is None:
             self._first_at = moment
-            self.explanation.ttft_s = moment - self._started
+            self.noted.explanation.ttft_s = moment - self._started
 
-    def end(self, error: str | None) -> Explanation:
-        self.explanation.attempts = self.attempts
-        self.explanation.error = error
+    def end(self, error: str | None) -> Noted:
+        explanation = self.noted.explanation
+        explanation.attempts = self.attempts
+        explanation.error = error
         if self._last is not None and self._first_at is not None:
-            self.explanation.hindsight = hindsight(self._last, self._first_at - self._last_at, self._hit())
-        return self.explanation
+            explanation.hindsight = hindsight(self._last, self._first_at - self._last_at, self._hit())
+        return self.noted
 
     def _hit(self) -> HitTokens | None:
         if self.cached_tokens is None:
@@ -189,6 +227,7 @@ class Explainer:
         self._client_of: dict[str, str] = {}
         self._num_bytes = 0
         self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Noted)
 
     @property
     def num_bytes(self) -> int:
@@ -205,14 +244,15 @@ class Explainer:
 
     def close(self, record: Record, error: str | None) -> None:
         """error: the code of the error that it ended with, None for a good end."""
-        explanation = record.end(error)
+        noted = record.end(error)
+        explanation = noted.explanation
         del self._open[explanation.request]
         judged = explanation.hindsight
         if judged is not None:
             self._metrics.judged(judged.error_s, judged.regret_s)
         if judged is not None and judged.hit is not None:
             self._metrics.hits(judged.hit.achieved, judged.hit.reachable, judged.hit.ideal)
-        self._keep(explanation.request, self._encoder.encode(explanation))
+        self._keep(explanation.request, self._encoder.encode(noted))
 
     # ------------------------------------------------------------ what operators ask
 
@@ -220,9 +260,9 @@ class Explainer:
         """By the id of one choice of a request; None when it is not (any longer) known."""
         running = self._open.get(request)
         if running is not None:
-            return running.explanation
+            return running.noted.told()
         ended = self._ended.get(request)
-        return None if ended is None else msgspec.msgpack.decode(ended, type=Explanation)
+        return None if ended is None else self._decoder.decode(ended).told()
 
     def explain_all(self, request: str) -> list[Explanation]:
         """By a request's id with or without the number of a choice: all of its choices that are known. Or by what its client calls it: clients may
@@ -239,7 +279,7 @@ class Explainer:
     def recent(self, limit: int) -> Iterator[Explanation]:
         """Those that ended last, the latest first."""
         for _, request in zip(range(limit), reversed(self._ended), strict=False):
-            yield msgspec.msgpack.decode(self._ended[request], type=Explanation)
+            yield self._decoder.decode(self._ended[request]).told()
 
     # ------------------------------------------------------------ what a record needs
 
@@ -247,38 +287,32 @@ class Explainer:
         blocks = len(query.hashes) // HASH_BYTES
         return self._seen.note(query.hashes) * (query.num_tokens // blocks if blocks else 0)
 
-    def record(self, decision: Decision, at_s: float, held_s: float) -> DecisionRecord:
-        choice, query = decision.choice, decision.query
+    def record(self, decision: Decision, at_s: float, held_s: float) -> Decided:
+        choice, query, candidates = decision.choice, decision.query, decision.choice.candidates
         shadow = None if decision.shadow is None else _shadow(choice, decision.shadow)
         if shadow is not None:
             self._metrics.shadow_decisions.labels(shadow.policy, "same" if shadow.agrees else "other").inc()
-        return DecisionRecord(
-            at_s=at_s,
-            held_s=held_s,
-            policy=choice.policy,
-            mode=choice.mode,
-            prefill=choice.prefill.name if choice.prefill is not None else None,
-            decode=choice.decode.name,
-            num_tokens=query.num_tokens,
-            predicted_ttft_s=choice.predicted.ttft_s,
-            predicted_tpot_s=choice.predicted.tpot_s,
-            estimated_ttft_s=self._headroom.ttft_s(choice.first, query),
-            num_candidates=len(choice.candidates),
-            candidates=[self._candidate(candidate, query) for candidate in _worth_keeping(choice.candidates)],
-            shadow=shadow,
+        decided = DecisionRecord(
+            at_s,
+            held_s,
+            choice.policy,
+            choice.mode,
+            choice.prefill.name if choice.prefill is not None else None,
+            choice.decode.name,
+            query.num_tokens,
+            choice.predicted.ttft_s,
+            choice.predicted.tpot_s,
+            self._headroom.ttft_s(choice.first, query),
+            len(candidates),
+            [],
+            shadow,
         )
+        return Decided(decided, tuple([self._weighed(candidate, query) for candidate in _worth_keeping(candidates)]))
 
-    def _candidate(self, candidate: Candidate, query: Query) -> CandidateRecord:
-        is_first = candidate.leg != "decode" and not candidate.rejected_by
-        return CandidateRecord(
-            node=candidate.node.name,
-            leg=candidate.leg,
-            cached_tokens=candidate.cached_tokens,
-            cost=candidate.cost,
-            terms=dict(candidate.terms),
-            ttft_s=self._headroom.ttft_s(candidate.node, query) if is_first else None,
-            rejected_by=candidate.rejected_by,
-        )
+    def _weighed(self, candidate: Candidate, query: Query) -> Weighed:
+        node, leg, rejected_by = candidate.node, candidate.leg, candidate.rejected_by
+        ttft_s = None if leg == "decode" or rejected_by else self._headroom.ttft_s(node, query)
+        return Weighed(node.name, leg, candidate.cached_tokens, candidate.cost, candidate.terms, ttft_s, rejected_by)
 
     def _keep(self, request: str, encoded: bytes) -> None:
         self._num_bytes -= len(self._ended.pop(request, b""))
@@ -298,10 +332,11 @@ class Explainer:
             del self._by_client[client_id]
 
 
-def hindsight(decision: DecisionRecord, ttft_s: float, hit: HitTokens | None) -> Hindsight:
+def hindsight(decided: Decided, ttft_s: float, hit: HitTokens | None) -> Hindsight:
     """ttft_s: actual, since the decision."""
+    decision = decided.record
     chosen = decision.prefill or decision.decode
-    others = [(c.ttft_s, c.node) for c in decision.candidates if c.ttft_s is not None and c.node != chosen]
+    others = [(c.ttft_s, c.node) for c in decided.candidates if c.ttft_s is not None and c.node != chosen]
     best_ttft_s, best = min(others, default=(None, None))
     expected_s = decision.estimated_ttft_s if decision.predicted_ttft_s is None else decision.predicted_ttft_s
     regret_s = 0.0 if best_ttft_s is None else max(ttft_s - best_ttft_s, 0.0)
@@ -314,10 +349,10 @@ def _shadow(live: Choice, shadow: Choice) -> ShadowRecord:
     return ShadowRecord(shadow.policy, shadow.mode, prefill, shadow.decode.name, same)
 
 
-def _worth_keeping(candidates: tuple[Candidate, ...]) -> list[Candidate]:
+def _worth_keeping(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """The best of each leg and some of those that were rejected, in the policy's order."""
     if len(candidates) <= MAX_CANDIDATES:
-        return list(candidates)
+        return candidates
     counts: dict[tuple[str, bool], int] = {}
     kept = []
     for candidate in sorted(candidates, key=lambda c: (bool(c.rejected_by), c.cost)):

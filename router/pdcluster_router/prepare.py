@@ -10,7 +10,6 @@ import secrets
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import msgspec
@@ -36,8 +35,7 @@ MANY_MESSAGES = 256
 """As many as a body may hold take a third of a second to check and seconds to render."""
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True):
     """Who a request is and what the server grants it; arrived is a monotonic time. mode: asked for in a header, None without one; client_id
     and hang_up: see Generation."""
 
@@ -51,8 +49,7 @@ class Terms:
     hang_up: HangUp | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """choices in the order of their indexes: all of the first prompt, then all of the second, and so on."""
 
     choices: list[Choice]
@@ -62,18 +59,13 @@ class Prepared:
     include_usage: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
+class Model(msgspec.Struct, frozen=True):
     info: ModelInfo
     text: TextModel
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(self.info.max_len, self.info.vocab_size)
+    limits: Limits
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """echo: the text to repeat before the output, None for no echo."""
 
     token_ids: array[int]
@@ -105,12 +97,12 @@ def find_model(dispatcher: Dispatcher, name: str | None) -> Model:
     models = dispatcher.models()
     if not models:
         raise Unavailable("no node is known yet, so no model can be served; retry, and see /ready")
-    known = [model.id for model in models]
-    if name is None and len(known) > 1:
-        raise BadRequest(f"model is missing; it must be one of {', '.join(known)}", "model")
+    if name is None and len(models) > 1:
+        raise BadRequest(f"model is missing; it must be one of {', '.join(model.id for model in models)}", "model")
     for info in models:
         if name is None or info.id == name:
-            return Model(info, dispatcher.text(info.id))
+            return Model(info, dispatcher.text(info.id), Limits(info.max_len, info.vocab_size))
+    known = [model.id for model in models]
     raise UnknownModel(f"model {name[:200] if name else name!r} is not served here{closest(name or '', known)}; served: {', '.join(known)}", "model")
 
 
@@ -227,7 +219,7 @@ class _Builder:
     def prepared(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], reply_format: Format) -> Prepared:
         self.check_number(len(prompts))
         choices = [
-            self._choice(prompt, msgspec.structs.replace(sampling, choice=number), index * self._num + number)
+            self._choice(prompt, msgspec.structs.replace(sampling, choice=number) if number else sampling, index * self._num + number)
             for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
             for number in range(self._num)
         ]
