@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -34,7 +34,7 @@ def unpack_tokens(packed: bytes) -> list[int]:
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of everything that is sent as a frame of its own."""
+    """Base of everything that is said; one or more of them are a frame."""
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True):
@@ -481,18 +481,20 @@ AnyMessage = (
 )  # fmt: skip
 
 
-class Envelope(Value, frozen=True, array_like=True):
-    """What every frame carries. sequence counts the frames of this sender's incarnation on this link from 1.
+MAX_MESSAGES = 1024
+"""In one frame."""
 
-    to_incarnation: the boot the sender means, "" while it does not know it (only Hello may be sent so).
-    """
+
+class Envelope(Value, frozen=True, array_like=True):
+    """What a frame carries: what was said, in order. sequence counts the frames of this sender's incarnation on this link from 1.
+    to_incarnation: the boot the sender means, "" while it does not know it (only Hello may be sent so)."""
 
     protocol: int
     sender: str
     incarnation: str
     to_incarnation: str
     sequence: int
-    message: AnyMessage
+    messages: Annotated[tuple[AnyMessage, ...], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2

@@ -1,15 +1,16 @@
-"""Envelopes as msgpack frames: `encode` what we send, `decode` and check what a peer sent.
+"""Envelopes as msgpack frames: `encode` or `assemble` what we send, `decode` and check what a peer sent.
 
 A frame ends with a digest of what is before it: TCP's checksum misses a damaged frame now and then, and one wrong page id or token would be a wrong
 answer. Decoding is typed, and then every id, size, range and number is checked, so that nothing behind this border meets a value that it does not
-expect. Whatever is wrong raises ProtocolError and nothing else. Not here: sockets, sequence numbers, and what a message means. `encode` checks the
-frame's size only: our own values are right by construction, and it runs once per step.
+expect. Whatever is wrong raises ProtocolError and nothing else. Not here: sockets, sequence numbers, and what a message means. Only the size of what
+we send is checked: our own values are right by construction.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -34,6 +35,14 @@ MAX_PATHS = 1024
 MAX_REASONS = 64
 MAX_BYTES_S = 1e15
 DIGEST_BYTES = 8
+ALONE = (m.Hello, m.Welcome)
+"""They set the count of frames, so each is the only message of its frame."""
+
+_NUMBERS = struct.Struct(">BQBI")
+"""msgpack's forms of an envelope's sequence (uint 64) and of the number of its messages (array 32)."""
+_UINT64, _ARRAY32, _ARRAY_OF_6 = 0xCF, 0xDD, b"\x96"
+MAX_TAIL_BYTES = _NUMBERS.size + DIGEST_BYTES
+"""Of a frame, beside its head and its messages."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(m.Envelope)
@@ -54,9 +63,30 @@ def encode(envelope: m.Envelope, *, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
     """The frame of an envelope; raises ProtocolError when it is larger than any peer would take."""
     frame = seal(_encoder.encode(envelope))
     if len(frame) > max_bytes:
-        name = type(envelope.message).__name__
-        raise ProtocolError(f"{name} of {len(frame)} bytes exceeds the frame limit of {max_bytes} bytes; split it or raise the limit")
+        raise _too_large(" + ".join(type(message).__name__ for message in envelope.messages), len(frame), max_bytes)
     return frame
+
+
+def encode_message(message: m.AnyMessage, *, max_bytes: int) -> bytes:
+    """A message as it stands in a frame, to be put there by `assemble`; raises ProtocolError when it has more bytes."""
+    part = _encoder.encode(message)
+    if len(part) > max_bytes:
+        raise _too_large(type(message).__name__, len(part), max_bytes)
+    return part
+
+
+def encode_head(sender: str, incarnation: str, to_incarnation: str) -> bytes:
+    """How every frame of one sender to one receiver begins."""
+    return _ARRAY_OF_6 + b"".join(_encoder.encode(value) for value in (m.PROTOCOL_VERSION, sender, incarnation, to_incarnation))
+
+
+def assemble(head: bytes, sequence: int, parts: Sequence[bytes]) -> bytes:
+    """The frame of encoded messages: what `encode` makes of their envelope, but for the width of two numbers."""
+    return seal(b"".join((head, _NUMBERS.pack(_UINT64, sequence, _ARRAY32, len(parts)), *parts)))
+
+
+def _too_large(name: str, num_bytes: int, max_bytes: int) -> ProtocolError:
+    return ProtocolError(f"{name} of {num_bytes} bytes exceeds the frame limit of {max_bytes} bytes; split it or raise the limit")
 
 
 def decode(frame: bytes, *, max_bytes: int = MAX_FRAME_BYTES) -> m.Envelope:
@@ -97,12 +127,16 @@ def _check_version(protocol: int) -> None:
 def _check_envelope(envelope: m.Envelope) -> None:
     _identifier("sender", envelope.sender)
     _identifier("incarnation", envelope.incarnation)
-    if envelope.to_incarnation or not isinstance(envelope.message, m.Hello):
+    messages = envelope.messages
+    if envelope.to_incarnation or not isinstance(messages[0], m.Hello):
         _identifier("to_incarnation", envelope.to_incarnation)
     _integer("sequence", envelope.sequence, 1, UINT63)
-    check = _CHECKS.get(type(envelope.message))
-    if check is not None:
-        check(envelope.message)
+    for message in messages:
+        check = _CHECKS.get(type(message))
+        if check is not None:
+            check(message)
+        if isinstance(message, ALONE) and len(messages) > 1:
+            raise ProtocolError(f"{type(message).__name__} stands in one frame with {len(messages) - 1} other messages")
 
 
 # ---------------------------------------------------------------- parts

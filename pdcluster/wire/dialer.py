@@ -3,8 +3,8 @@
 A link is Hello, then numbered frames both ways, then silence or a cut. The rules, which both ends share:
  1. The first frame of every connection is Hello with the attempts that the caller still waits for, and so is the first one after a gap.
     A socket is never reused over two connections: what an old one still held is never delivered after the Hello of the new one.
- 2. Frames are numbered per sender; Hello and Welcome set the count. A number that is not the next one means lost frames (gap): say Hello again.
-    A number seen before is a duplicate: dropped, counted.
+ 2. Frames are numbered per sender; Hello and Welcome set the count, alone in their frames. A number that is not the next one means lost frames
+    (gap): say Hello again. A number seen before is a duplicate: dropped, counted. What is said in one turn goes as one frame (`wire.batch`).
  3. A Hello from the listening end asks for a Hello: it lost frames of ours, or does not know us (any more).
  4. Any good frame proves that this boot of the node is alive (UP) and renews the lease. Silence for lease_s ends the link, and so does a cut
     that is not healed by the same boot within rewelcome_s.
@@ -17,7 +17,7 @@ Not here: asyncio (`wire.links`), many peers (`wire.hub`), what messages mean.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import Literal
 
@@ -28,6 +28,7 @@ from pdcluster.errors import ProtocolError
 from pdcluster.transfer.base import Peer
 from pdcluster.wire import codec
 from pdcluster.wire.address import format_address, parse_address
+from pdcluster.wire.batch import Batch
 from pdcluster.wire.sockets import Monitor, WireSettings, open_dealer
 
 Open = tuple[tuple[str, int, int], ...]
@@ -65,6 +66,7 @@ class Dialer:
         self._me, self._kind, self._context, self._settings = me, kind, context, settings
         self._open_attempts = open_attempts
         self._target = "tcp://" + format_address(*parse_address(endpoint.address))
+        self._batch = Batch(me, endpoint.incarnation, max_frame_bytes=settings.max_frame_bytes)
         self._sent = 0
         self._received: int | None = None
         self._heard_at = self._sent_at = self._hello_at = self._drained_at = now
@@ -85,9 +87,13 @@ class Dialer:
         return [] if self._socket is None or self._monitor is None else [self._socket, self._monitor.socket]
 
     @property
-    def num_sent(self) -> int:
-        """Number of the last frame that was sent."""
-        return self._sent
+    def next_number(self) -> int:
+        """Number of the frame that takes what was sent last, and what is sent until `flush`."""
+        return self._sent + 1
+
+    @property
+    def has_unsent(self) -> bool:
+        return len(self._batch) > 0
 
     def release(self) -> None:
         """Close the sockets of connections that are over. The owner calls it once it no longer polls them: a descriptor that is closed
@@ -98,20 +104,30 @@ class Dialer:
         self._retired.clear()
 
     def send(self, message: m.AnyMessage, now: float) -> bool:
-        """Hand one message to the socket. False when the link is lost, not open, or too many frames wait already."""
+        """Put one message into the next frame. False when the link is lost, not open, or too much waits already."""
         if self._socket is None:
             return False
-        frame = codec.encode(self._envelope(message, self._sent + 1), max_bytes=self._settings.max_frame_bytes)
+        part = self._batch.encode(message)
+        if not self._batch.has_room(message, part) and not self.flush(now):
+            return False
+        self._batch.add(message, part)
+        return True
+
+    def flush(self, now: float) -> bool:
+        """Hand what was sent to the socket, as one frame. False when too many frames wait there: it is kept for the next flush."""
+        if self._socket is None or not self._batch:
+            return True
         try:
-            self._socket.send(frame, zmq.NOBLOCK)
+            self._socket.send(self._batch.frame(self._sent + 1), zmq.NOBLOCK)
         except zmq.Again:
             return False
+        self._batch.clear()
         self._sent += 1
         self._sent_at = now
         return True
 
     def receive(self, now: float) -> tuple[list[m.AnyMessage], bool]:
-        """New messages in order, at most max_drain, and whether more wait."""
+        """New messages in order, about max_drain at most (frames are taken whole), and whether more wait."""
         if self._monitor is not None:
             self._events += self._monitor.drain()
         messages, more = self._drain(now)
@@ -122,15 +138,16 @@ class Dialer:
         return messages, more
 
     def tick(self, now: float) -> None:
-        """Say what is due (Hello, Ping), and end what is over. Call it a few times per heartbeat, after `receive`."""
+        """Say what is due (Hello, Ping) and what waits, and end what is over. Call it a few times per heartbeat, after `receive`."""
         if self.state is LinkState.LOST:
             return
         if self._reopen_at is not None and now >= self._reopen_at:
             self._open_socket(now)
         if self._hello_due:
             self._ask_again(now)
-        if self._socket is not None and now - self._sent_at >= self._settings.heartbeat_s:
+        if self._socket is not None and not self._batch and now - self._sent_at >= self._settings.heartbeat_s:
             self.send(m.Ping(), now)
+        self.flush(now)
         self._end_if_over(now)
 
     def close(self, reason: str = "closed") -> None:
@@ -159,6 +176,10 @@ class Dialer:
             self._retired.append((self._monitor, self._socket))
         self._socket = self._monitor = None
         self._events = []
+        if self._batch:
+            # Lost with the connection, under its number: what was counted by it is not counted twice.
+            self._batch.clear()
+            self._sent += 1
 
     def _note_connection(self, events: list[str], now: float) -> None:
         for event in events:
@@ -198,17 +219,15 @@ class Dialer:
             except zmq.Again:
                 self._drained_at = now
                 return messages, False
-            message = self._accept(frame, now)
-            if message is not None:
-                messages.append(message)
+            messages += self._accept(frame, now)
+            if len(messages) >= self._settings.max_drain:
+                break
         return messages, True
-
-    def _envelope(self, message: m.AnyMessage, sequence: int) -> m.Envelope:
-        return m.Envelope(m.PROTOCOL_VERSION, self._me.node, self._me.incarnation, self.peer.incarnation, sequence, message)
 
     def _say_hello(self, now: float) -> None:
         self._hello_at = now
         self._hello_due = not self.send(m.Hello(self._kind, self._open_attempts()), now)
+        self.flush(now)
 
     def _ask_again(self, now: float) -> None:
         # At most one per interval: a peer that loses everything must not make us send everything.
@@ -216,36 +235,36 @@ class Dialer:
         if now - self._hello_at >= self._settings.hello_interval_s:
             self._say_hello(now)
 
-    def _accept(self, frame: bytes, now: float) -> m.AnyMessage | None:
+    def _accept(self, frame: bytes, now: float) -> Iterable[m.AnyMessage]:
         try:
             envelope = codec.decode(frame, max_bytes=self._settings.max_frame_bytes)
         except ProtocolError:
             self.dropped["malformed"] += 1
-            return None
+            return ()
         if envelope.sender == self.peer.node and envelope.incarnation != self.peer.incarnation:
             self.dropped["other_incarnation"] += 1
             self.replaced = True
             self.close(f"{self.peer.node} at {self.endpoint.address} is now another boot ({envelope.incarnation})")
-            return None
+            return ()
         if envelope.sender != self.peer.node or envelope.to_incarnation != self._me.incarnation:
             self.dropped["misdirected"] += 1
-            return None
+            return ()
         self._heard_at = now
         self.state, self._was_up = LinkState.UP, True
         return self._in_order(envelope, now)
 
-    def _in_order(self, envelope: m.Envelope, now: float) -> m.AnyMessage | None:
+    def _in_order(self, envelope: m.Envelope, now: float) -> Iterable[m.AnyMessage]:
         last, self._received = self._received, envelope.sequence
-        if isinstance(envelope.message, m.Hello):
+        first = envelope.messages[0]
+        if isinstance(first, m.Hello):
             self.gaps += 1
             self._ask_again(now)
-            return None
-        if isinstance(envelope.message, m.Welcome) or last is None or envelope.sequence == last + 1:
-            return None if isinstance(envelope.message, m.Ping) else envelope.message
-        if envelope.sequence <= last:
-            self._received = last
-            self.dropped["duplicate"] += 1
-            return None
-        self.gaps += 1
-        self._ask_again(now)
-        return None if isinstance(envelope.message, m.Ping) else envelope.message
+            return ()
+        if last is not None and envelope.sequence != last + 1 and not isinstance(first, m.Welcome):
+            if envelope.sequence <= last:
+                self._received = last
+                self.dropped["duplicate"] += 1
+                return ()
+            self.gaps += 1
+            self._ask_again(now)
+        return envelope.messages[1:] if isinstance(first, m.Ping) else envelope.messages

@@ -8,7 +8,7 @@ what the router misses. The rules of a link are in `wire.dialer`; this is their 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import monotonic
 from typing import Literal
@@ -19,6 +19,7 @@ from pdcluster import messages as m
 from pdcluster.errors import ProtocolError
 from pdcluster.transfer.base import Peer
 from pdcluster.wire import codec
+from pdcluster.wire.batch import Batch
 from pdcluster.wire.curve import Gatekeeper
 from pdcluster.wire.dialer import Dialer, LinkState
 from pdcluster.wire.sockets import WireSettings, derive_keys, open_router
@@ -68,6 +69,7 @@ class _Route:
     received: int
     heard_at: float
     sent_at: float
+    batch: Batch
     sent: int = 0
     alive: bool = True
 
@@ -91,6 +93,7 @@ class Hub:
         self._routes: OrderedDict[Peer, _Route] = OrderedDict()
         self._retired: OrderedDict[Peer, None] = OrderedDict()
         self._dialers: dict[Peer, Dialer] = {}
+        self._unsent: dict[Peer, _Route] = {}
         self._events: list[Event] = []
         self._now = self._drained_at = clock()
 
@@ -101,9 +104,9 @@ class Hub:
         return [self._router, *(socket for dialer in self._dialers.values() for socket in dialer.sockets())]
 
     def receive(self) -> list[Received]:
-        """Whatever came, at most max_drain per socket; never blocks."""
+        """Whatever came, about max_drain messages per socket at most (frames are taken whole); never blocks."""
         self._now = self._clock()
-        received = list(self._receive_calls())
+        received = self._receive_calls()
         for peer, dialer in list(self._dialers.items()):
             gaps = dialer.gaps
             messages, _ = dialer.receive(self._now)
@@ -112,10 +115,12 @@ class Hub:
             if dialer.gaps > gaps:
                 self._note_gap(peer)
             self._forget_if_lost(peer, dialer)
+        self.flush()
         return received
 
     def send(self, to: m.Endpoint | Peer, message: m.AnyMessage) -> bool:
-        """Queue one message; False (counted) when the peer cannot be reached or too many frames wait for it. Never blocks.
+        """Put one message into the peer's next frame, which leaves by `flush`; False (counted) when the peer cannot be reached or too much waits for
+        it. Never blocks.
 
         A node is called at its endpoint when no link with that boot is up. A peer that called us and is only known by name is answered there.
         """
@@ -128,13 +133,21 @@ class Hub:
         dialer = self._dialers.get(peer) or self._dial(peer, to)
         return dialer is not None and self._counted(dialer.send(message, self._now), "high_water")
 
+    def flush(self) -> None:
+        """Let everything that was sent leave, one frame per peer."""
+        for peer, route in self._unsent.items():
+            self._flush_route(peer, route)
+        self._unsent.clear()
+        for dialer in self._dialers.values():
+            dialer.flush(self._now)
+
     def events(self) -> list[Event]:
         """What happened to links since the last call."""
         events, self._events = self._events, []
         return events
 
     def tick(self, now: float | None = None) -> None:
-        """Pings and leases. Call it after `receive`, about every quarter of a heartbeat. now: as the hub's clock tells it."""
+        """Pings and leases, then `flush`. Call it at the end of every turn, several of which a heartbeat has. now: as the hub's clock tells."""
         self._now = self._clock() if now is None else now
         for peer, route in self._routes.items():
             if route.alive:
@@ -142,6 +155,7 @@ class Hub:
         for peer, dialer in list(self._dialers.items()):
             dialer.tick(self._now)
             self._forget_if_lost(peer, dialer)
+        self.flush()
 
     def peers(self, kind: Kind) -> list[Peer]:
         """Everyone of that kind who called us and whose lease runs."""
@@ -154,6 +168,7 @@ class Hub:
             dialer.close()
             dialer.release()
         self._routes.pop(peer, None)
+        self._unsent.pop(peer, None)
 
     def last_received(self, peer: Peer) -> int:
         """Number of the last frame that came from a caller; 0 for strangers."""
@@ -165,7 +180,10 @@ class Hub:
         return self._gaps
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close every socket of the hub; the context stays its owner's. Idempotent. linger_s: how long frames to callers may still go out."""
+        """Close every socket of the hub; the context stays its owner's. Idempotent. linger_s: how long frames to callers, and what still waits for
+        one, may go out."""
+        if linger_s:
+            self.flush()
         for dialer in self._dialers.values():
             dialer.close()
             dialer.release()
@@ -183,18 +201,33 @@ class Hub:
         return self._counted(dialer is not None and dialer.send(message, self._now), "unreachable")
 
     def _send_on(self, peer: Peer, route: _Route, message: m.AnyMessage) -> bool:
-        # The number is used up even when the frame is dropped: the peer then sees the gap and asks. A lost Ping is no loss.
-        sequence = route.sent + 1
-        sent = self._send_frame(route.identity, peer.incarnation, sequence, message)
-        if sent or not isinstance(message, m.Ping):
-            route.sent = sequence
-        if sent:
-            route.sent_at = self._now
-        return sent
+        part = route.batch.encode(message)
+        if not route.batch.has_room(message, part):
+            self._flush_route(peer, route)
+        route.batch.add(message, part)
+        self._unsent[peer] = route
+        return True
 
-    def _send_frame(self, identity: bytes, to_incarnation: str, sequence: int, message: m.AnyMessage) -> bool:
-        envelope = m.Envelope(m.PROTOCOL_VERSION, self._me.node, self._me.incarnation, to_incarnation, sequence, message)
-        frame = codec.encode(envelope, max_bytes=self._settings.max_frame_bytes)
+    def _flush_route(self, peer: Peer, route: _Route) -> None:
+        # The number is used up even when the frame is dropped: the peer then sees the gap and asks.
+        if route.batch:
+            route.sent += 1
+            if self._send_frame(route.identity, route.batch.frame(route.sent)):
+                route.sent_at = self._now
+            route.batch.clear()
+
+    def _ping(self, peer: Peer, route: _Route) -> None:
+        # At once, and a lost one is no loss.
+        self._flush_route(peer, route)
+        if self._send_frame(route.identity, self._frame_of(peer.incarnation, route.sent + 1, m.Ping())):
+            route.sent += 1
+            route.sent_at = self._now
+
+    def _frame_of(self, to_incarnation: str, sequence: int, message: m.AnyMessage) -> bytes:
+        envelope = m.Envelope(m.PROTOCOL_VERSION, self._me.node, self._me.incarnation, to_incarnation, sequence, (message,))
+        return codec.encode(envelope, max_bytes=self._settings.max_frame_bytes)
+
+    def _send_frame(self, identity: bytes, frame: bytes) -> bool:
         try:
             self._router.send_multipart((identity, frame), zmq.NOBLOCK)
         except zmq.Again:
@@ -227,38 +260,40 @@ class Hub:
 
     # ------------------------------------------------------------ receiving
 
-    def _receive_calls(self) -> Iterator[Received]:
+    def _receive_calls(self) -> list[Received]:
+        received: list[Received] = []
         for _ in range(self._settings.max_drain):
             try:
                 parts = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 self._drained_at = self._now
-                return
-            received = self._accept(parts)
-            if received is not None:
-                yield received
+                break
+            received += self._accept(parts)
+            if len(received) >= self._settings.max_drain:
+                break
+        return received
 
-    def _accept(self, parts: list[bytes]) -> Received | None:
+    def _accept(self, parts: list[bytes]) -> Iterable[Received]:
         try:
             if len(parts) != 2:
                 raise ProtocolError(f"a frame of {len(parts)} parts")
             envelope = codec.decode(parts[1], max_bytes=self._settings.max_frame_bytes)
         except ProtocolError:
             self.dropped["malformed"] += 1
-            return None
-        peer = Peer(envelope.sender, envelope.incarnation)
+            return ()
+        peer, first = Peer(envelope.sender, envelope.incarnation), envelope.messages[0]
         if envelope.to_incarnation not in ("", self._me.incarnation):
             self._answer_stranger(parts[0], peer, "other_incarnation")
-            return None
+            return ()
         if peer in self._retired:
             self.dropped["old_incarnation"] += 1
-            return None
-        if isinstance(envelope.message, m.Hello):
-            return self._accept_hello(parts[0], peer, envelope.message, envelope.sequence)
+            return ()
+        if isinstance(first, m.Hello):
+            return self._accept_hello(parts[0], peer, first, envelope.sequence)
         route = self._routes.get(peer)
         if route is None or not route.alive or route.identity != parts[0]:
             self._answer_stranger(parts[0], peer, "unknown_peer")
-            return None
+            return ()
         return self._in_order(peer, route, envelope)
 
     def _answer_stranger(self, identity: bytes, peer: Peer, reason: str) -> None:
@@ -266,20 +301,21 @@ class Hub:
         self.dropped[reason] += 1
         current = self._routes.get(peer)
         if current is None or current.identity != identity:
-            self._send_frame(identity, peer.incarnation, 1, m.Hello("node"))
+            self._send_frame(identity, self._frame_of(peer.incarnation, 1, m.Hello("node")))
         else:
             self._send_on(peer, current, m.Hello("node"))
 
-    def _accept_hello(self, identity: bytes, peer: Peer, hello: m.Hello, sequence: int) -> Received | None:
+    def _accept_hello(self, identity: bytes, peer: Peer, hello: m.Hello, sequence: int) -> Iterable[Received]:
         route = self._routes.get(peer)
         if route is None:
             route = self._new_route(identity, peer, hello.kind)
             if route is None:
-                return None
+                return ()
+        self._flush_route(peer, route)  # what was said to the connection before this one goes there
         route.identity, route.kind, route.received, route.heard_at, route.alive = identity, hello.kind, sequence, self._now, True
         # Proves at once that this boot lives, also when the loop is about to compute for a while before its Welcome.
-        self._send_on(peer, route, m.Ping())
-        return Received(peer, hello.kind, hello)
+        self._ping(peer, route)
+        return (Received(peer, hello.kind, hello),)
 
     def _new_route(self, identity: bytes, peer: Peer, kind: Kind) -> _Route | None:
         if kind == "node":
@@ -287,7 +323,8 @@ class Hub:
         if len(self._routes) >= self._settings.max_peers and not self._make_room():
             self.dropped["too_many_peers"] += 1
             return None
-        route = _Route(kind, identity, 0, self._now, self._now)
+        batch = Batch(self._me, peer.incarnation, max_frame_bytes=self._settings.max_frame_bytes)
+        route = _Route(kind, identity, 0, self._now, self._now, batch)
         self._routes[peer] = route
         return route
 
@@ -306,16 +343,17 @@ class Hub:
                 self._retire(old)
                 self._events.append(LinkLost(old, f"{peer.node} started again as {peer.incarnation}"))
 
-    def _in_order(self, peer: Peer, route: _Route, envelope: m.Envelope) -> Received | None:
+    def _in_order(self, peer: Peer, route: _Route, envelope: m.Envelope) -> Iterable[Received]:
         route.heard_at = self._now
         if envelope.sequence <= route.received:
             self.dropped["duplicate"] += 1
-            return None
+            return ()
         if envelope.sequence != route.received + 1:
             self._note_gap(peer)
             self._send_on(peer, route, m.Hello("node"))
         route.received = envelope.sequence
-        return None if isinstance(envelope.message, m.Ping) else Received(peer, route.kind, envelope.message)
+        messages = envelope.messages
+        return [Received(peer, route.kind, message) for message in (messages[1:] if isinstance(messages[0], m.Ping) else messages)]
 
     # ------------------------------------------------------------ who is there
 
@@ -329,7 +367,7 @@ class Hub:
             elif not dialled:
                 self._events.append(LinkLost(peer, f"nothing heard from {peer.node} for {self._settings.lease_s} s"))
         elif self._now - route.sent_at >= self._settings.heartbeat_s:
-            self._send_on(peer, route, m.Ping())
+            self._ping(peer, route)
 
     def _forget_if_lost(self, peer: Peer, dialer: Dialer) -> None:
         if dialer.state is LinkState.LOST:

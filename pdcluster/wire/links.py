@@ -2,11 +2,14 @@
 
 ZMQ's descriptors are edge-triggered: they become readable once per change, and sending may swallow that edge. So every wake-up drains to the
 end, and every send looks again.
+
+What is sent in one turn of the loop leaves as one frame at its end, or before when the turn takes long (HELD_S).
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -19,6 +22,9 @@ from pdcluster.wire.dialer import Dialer, LinkState, Open
 from pdcluster.wire.sockets import WireSettings
 
 __all__ = ["LinkState", "NodeLink"]
+
+HELD_S = 0.001
+"""A turn that handles many requests does not keep the first one's messages until the last one is done."""
 
 
 class NodeLink:
@@ -49,7 +55,8 @@ class NodeLink:
         self._told = LinkState.CONNECTING
         self._watched: list[zmq.Socket[bytes]] = []
         self._closed = False
-        self._drain_due = False
+        self._is_end_due = False
+        self._held_since = 0.0
         self._watch()
         self._timer = self._loop.call_later(self._tick_s, self._tick)
 
@@ -72,13 +79,21 @@ class NodeLink:
         return self._dialer.gaps
 
     def send(self, message: AnyMessage) -> int:
-        """Queue one message, and return its number on this link; raises NodeLost when the link is lost, broken just now, or its queue full."""
-        if not self._dialer.send(message, self._loop.time()):
+        """Put one message into this turn's frame, and return that frame's number; raises NodeLost when the link is lost, broken just now, or too
+        much waits."""
+        dialer = self._dialer
+        is_first = not dialer.has_unsent
+        if not dialer.send(message, self._loop.time()):
             node, state = self.endpoint.node, self.state
             why = self.lost_because or (f"its link is {state.name.lower()} and takes no more frames")
             raise NodeLost(f"cannot send {type(message).__name__} to {node} at {self.endpoint.address}: {why}")
-        self._drain_soon()
-        return self._dialer.num_sent
+        number = dialer.next_number
+        if is_first:
+            self._held_since = time.perf_counter()
+            self._end_turn_soon()
+        elif time.perf_counter() - self._held_since >= HELD_S:
+            dialer.flush(self._loop.time())
+        return number
 
     def close(self) -> None:
         """Let go of the sockets; on_state is not called. Idempotent."""
@@ -87,16 +102,26 @@ class NodeLink:
         self._dialer.close()
         self._watch()
 
-    def _drain_soon(self) -> None:
-        if not self._drain_due:
-            self._drain_due = True
-            self._loop.call_soon(self._drain)
+    def _end_turn_soon(self) -> None:
+        if not self._is_end_due:
+            self._is_end_due = True
+            self._loop.call_soon(self._end_turn)
+
+    def _end_turn(self) -> None:
+        self._is_end_due = False
+        self._dialer.flush(self._loop.time())
+        self._drain()
+        self._dialer.flush(self._loop.time())
+
+    def _on_readable(self) -> None:
+        self._drain()
+        if self._dialer.has_unsent:
+            self._end_turn_soon()
 
     def _drain(self) -> None:
-        self._drain_due = False
         messages, more = self._dialer.receive(self._loop.time())
         if more:
-            self._drain_soon()
+            self._end_turn_soon()
         self._watch()
         if self.state is LinkState.UP:
             self._tell()
@@ -118,7 +143,7 @@ class NodeLink:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
         self._drain()
         self._dialer.tick(self._loop.time())
-        self._drain_soon()
+        self._end_turn_soon()
 
     def _tell(self) -> None:
         if self._closed or self.state is self._told:
@@ -135,7 +160,7 @@ class NodeLink:
             for socket in self._watched:
                 self._loop.remove_reader(socket.fileno())
             for socket in sockets:
-                self._loop.add_reader(socket.fileno(), self._drain)
+                self._loop.add_reader(socket.fileno(), self._on_readable)
             self._watched = sockets
-            self._drain_soon()
+            self._end_turn_soon()
         self._dialer.release()

@@ -70,13 +70,16 @@ class Script:
     def _tap(self, connection: Connection, sender: str, data: bytes) -> list[Delivery]:
         if not self.is_active:
             return [Delivery(data)]
-        message = codec.decode(data).message
-        if isinstance(message, Reserved | Deliver | Fetch):
-            self._tickets[message.ticket.nonce] = message.ticket
-        step = control_step(message)
-        fault = self._due(step) if step is not None else None
-        if fault is None:
+        found: tuple[str, AnyMessage] | None = None
+        for message in codec.decode(data).messages:
+            if isinstance(message, Reserved | Deliver | Fetch):
+                self._tickets[message.ticket.nonce] = message.ticket
+            step = control_step(message)
+            fault = self._due(step) if step is not None and found is None else None
+            found = (fault, message) if fault is not None else found
+        if found is None:
             return [Delivery(data)]
+        fault, message = found
         receiver = connection.router.owner if sender == connection.dealer.owner else connection.dealer.owner
         if fault in PROCESS_FAULTS:
             self._strike(fault, *self._parties(message, receiver))

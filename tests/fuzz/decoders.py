@@ -39,6 +39,7 @@ from pdcluster.transfer.shm import ShmBackend
 from pdcluster.transfer.staging import Blocks, StagedSettings
 from pdcluster.wire import codec
 from pdcluster.wire.address import parse_address
+from pdcluster.wire.batch import Batch
 from pdcluster_router.events import Event
 from pdcluster_router.workers import frames as control
 
@@ -161,7 +162,11 @@ def frames() -> tuple[bytes, ...]:
         m.CommitAck(5, (0, 3)),
         m.CacheDelta(1, True, bytes(48), b""),
     )
-    return tuple(codec.encode(m.Envelope(m.PROTOCOL_VERSION, "a", "a1", "b1", 1, message)) for message in said)
+    alone = tuple(codec.encode(m.Envelope(m.PROTOCOL_VERSION, "a", "a1", "b1", 1, (message,))) for message in said)
+    batch = Batch(Peer("a", "a1"), "b1", max_frame_bytes=codec.MAX_FRAME_BYTES)
+    for message in said[1:]:
+        batch.add(message, batch.encode(message))
+    return (*alone, batch.frame(2**63 - 1))
 
 
 def wire_decoders() -> list[Decoder]:

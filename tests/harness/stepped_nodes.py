@@ -48,6 +48,9 @@ class LetterBox:
         self._post(Letter(self.me, peer, message))
         return True
 
+    def flush(self) -> None:
+        """Letters do not wait."""
+
     def events(self) -> list[object]:
         return []
 

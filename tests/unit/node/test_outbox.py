@@ -31,7 +31,7 @@ def row(name: str, entries: int = 0) -> TokenRow:
 
 
 def frame_bytes(message: AnyMessage) -> int:
-    return len(encode(Envelope(PROTOCOL_VERSION, "a", "a1", "b1", 1, message), max_bytes=1 << 40))
+    return len(encode(Envelope(PROTOCOL_VERSION, "a", "a1", "b1", 1, (message,)), max_bytes=1 << 40))
 
 
 def test_all_new_tokens_of_a_turn_go_in_one_frame_before_what_follows_them() -> None:
@@ -60,7 +60,7 @@ def test_rows_that_are_large_together_go_in_several_frames_in_their_order() -> N
 def test_a_row_is_never_larger_than_it_is_taken_for(entries: int) -> None:
     one = TokenRow("r" * 100, 1 << 20, 1 << 20, tuple(range(1 << 20, (1 << 20) + entries)), (ENTRY,) * entries, (ENTRY,) * entries)
     assert frame_bytes(Tokens((one,))) - frame_bytes(Tokens(())) <= bytes_of(one) <= most_bytes(entries, 20, entries, 20)
-    assert decode(encode(Envelope(PROTOCOL_VERSION, "a", "a1", "b1", 1, Tokens((one,))))).message == Tokens((one,))
+    assert decode(encode(Envelope(PROTOCOL_VERSION, "a", "a1", "b1", 1, (Tokens((one,)),)))).messages == (Tokens((one,)),)
 
 
 def work(num_prompt: int, **sampling: int | None) -> Work:

@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -9,6 +10,7 @@ from wire_nodes import SETTINGS, Node, start_again
 from pdcluster import messages as m
 from pdcluster.errors import NodeLost
 from pdcluster.transfer.base import Peer
+from pdcluster.wire import links
 from pdcluster.wire.codec import decode, encode
 from pdcluster.wire.dialer import Open
 from pdcluster.wire.links import LinkState, NodeLink
@@ -101,6 +103,7 @@ async def test_answers_arrive_while_requests_are_being_sent(node: Node, router: 
     await until(lambda: len(node.messages(m.Release)) == 300, node)
     for number in range(answered, 300):
         node.hub.send(ME, m.Scheduled("r", number))
+    node.hub.flush()
     await until(lambda: len(router.messages) == 300)
 
 
@@ -136,6 +139,7 @@ async def test_what_a_node_said_before_it_hung_up_is_heard(node: Node, router: R
     await until(lambda: router.states, node)
     for number in range(100):
         node.hub.send(ME, m.Scheduled("r", number))
+        node.hub.flush()
     await until(lambda: router.messages)
     node.hub.close()
     await until(lambda: router.states[-1] is LinkState.LOST)
@@ -213,14 +217,25 @@ class Listener:
         self.identity = b""
 
     def heard(self) -> list[m.AnyMessage]:
-        messages = []
+        messages: list[m.AnyMessage] = []
         while self.socket.poll(0):
             self.identity, frame = self.socket.recv_multipart()
-            messages.append(decode(frame).message)
+            messages += decode(frame).messages
         return [message for message in messages if not isinstance(message, m.Ping)]
 
     def say(self, message: m.AnyMessage, sequence: int, *, incarnation: str = "boot-1", to: str = ME.incarnation) -> None:
-        self.socket.send_multipart((self.identity, encode(m.Envelope(m.PROTOCOL_VERSION, "decode-0", incarnation, to, sequence, message))))
+        self.say_all((message,), sequence, incarnation=incarnation, to=to)
+
+    def say_all(self, messages: tuple[m.AnyMessage, ...], sequence: int, *, incarnation: str = "boot-1", to: str = ME.incarnation) -> None:
+        self.socket.send_multipart((self.identity, encode(m.Envelope(m.PROTOCOL_VERSION, "decode-0", incarnation, to, sequence, messages))))
+
+    def frames(self) -> list[m.Envelope]:
+        """What was heard, frame by frame; nothing else may read here."""
+        envelopes = []
+        while self.socket.poll(0):
+            self.identity, frame = self.socket.recv_multipart()
+            envelopes.append(decode(frame))
+        return envelopes
 
 
 @pytest.fixture
@@ -241,6 +256,56 @@ async def caller(context: Context, listener: Listener) -> AsyncIterator[Router]:
     router.link.close()
 
 
+async def test_what_is_sent_in_one_turn_of_the_loop_is_one_frame(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "HELD_S", 1e9)
+    listener.frames()
+    numbers = {caller.link.send(m.Release(f"r{number}")) for number in range(50)}
+    frames: list[m.Envelope] = []
+    await until(lambda: frames.extend(listener.frames()) or frames)
+    assert [frame.messages for frame in frames] == [tuple(m.Release(f"r{number}") for number in range(50))]
+    assert numbers == {frames[0].sequence}
+    assert caller.link.send(m.Release("next")) == frames[0].sequence + 1
+
+
+async def test_what_is_sent_in_answer_to_a_frame_is_one_frame(context: Context, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "HELD_S", 1e9)
+    calm = WireSettings(heartbeat_s=5.0, lease_s=20.0)
+
+    def answer(message: m.AnyMessage) -> None:
+        if isinstance(message, m.Scheduled):
+            link.send(m.Release(message.request))
+
+    link = NodeLink(ME, listener.endpoint, context=context, on_message=answer, on_state=lambda _: None, open_attempts=tuple, settings=calm)
+    await until(lambda: listener.heard() == [m.Hello("router")])
+    listener.say_all(tuple(m.Scheduled(f"r{number}", 0) for number in range(20)), 1)
+    frames: list[m.Envelope] = []
+    await until(lambda: frames.extend(listener.frames()) or frames)
+    assert [frame.messages for frame in frames] == [tuple(m.Release(f"r{number}") for number in range(20))]
+    link.close()
+
+
+async def test_a_turn_that_takes_long_does_not_hold_the_first_message_back(listener: Listener, caller: Router) -> None:
+    listener.frames()
+    caller.link.send(m.Release("first"))
+    time.sleep(2 * links.HELD_S)
+    caller.link.send(m.Release("second"))
+    caller.link.send(m.Release("third"))
+    assert listener.socket.poll(10_000)  # without a turn of the loop
+    assert listener.frames()[0].messages == (m.Release("first"), m.Release("second"))
+
+
+async def test_more_than_a_frame_holds_goes_as_several(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "HELD_S", 1e9)
+    listener.frames()
+    sent = [m.Release(f"r{number}") for number in range(m.MAX_MESSAGES + 1)] + [m.FileChunk("f", 0, 1 << 20, bytes(200 << 10)) for _ in range(3)]
+    numbers = [caller.link.send(message) for message in sent]
+    frames: list[m.Envelope] = []
+    await until(lambda: frames.extend(listener.frames()) or sum(len(frame.messages) for frame in frames) == len(sent))
+    assert [message for frame in frames for message in frame.messages] == sent
+    assert numbers == [frame.sequence for frame in frames for _ in frame.messages]
+    assert len(frames) == 4
+
+
 async def test_a_gap_in_the_nodes_frames_makes_the_router_say_what_it_waits_for(listener: Listener, caller: Router) -> None:
     caller.open = (("r1", 0, 7),)
     listener.say(m.Scheduled("r1", 0), 2)
@@ -248,6 +313,16 @@ async def test_a_gap_in_the_nodes_frames_makes_the_router_say_what_it_waits_for(
     heard: list[m.AnyMessage] = []
     await until(lambda: heard.extend(listener.heard()) or heard)
     assert heard == [m.Hello("router", (("r1", 0, 7),))]
+    assert caller.link.gaps == 1 and caller.messages[1:] == [m.Scheduled("r1", 0), m.Scheduled("r2", 0)]
+
+
+async def test_a_hello_is_alone_in_its_frame_and_behind_what_was_said_before_it(listener: Listener, caller: Router) -> None:
+    listener.frames()
+    listener.say_all((m.Scheduled("r1", 0), m.Scheduled("r2", 0)), 5)
+    caller.link.send(m.Release("before"))
+    frames: list[m.Envelope] = []
+    await until(lambda: frames.extend(listener.frames()) or len(frames) == 2)
+    assert [frame.messages for frame in frames] == [(m.Release("before"),), (m.Hello("router"),)]
     assert caller.link.gaps == 1 and caller.messages[1:] == [m.Scheduled("r1", 0), m.Scheduled("r2", 0)]
 
 
@@ -269,6 +344,16 @@ async def test_duplicates_and_garbage_and_frames_for_others_are_dropped_and_coun
     await until(lambda: len(caller.messages) == 3)
     assert caller.messages[1:] == [m.Scheduled("r", 0), m.Scheduled("r", 2)]
     assert caller.link.dropped == {"duplicate": 1, "misdirected": 1, "malformed": 1}
+
+
+async def test_a_duplicate_of_a_frame_is_dropped_with_all_its_messages(listener: Listener, caller: Router) -> None:
+    both = (m.Scheduled("r", 0), m.Scheduled("r", 1))
+    listener.say_all(both, 2)
+    listener.say_all(both, 2)
+    listener.say_all((m.Ping(), m.Scheduled("r", 2)), 3)
+    await until(lambda: len(caller.messages) == 4)
+    assert caller.messages[1:] == [*both, m.Scheduled("r", 2)]
+    assert caller.link.dropped == {"duplicate": 1} and caller.link.gaps == 0
 
 
 async def test_a_cut_that_the_same_boot_heals_costs_no_link_and_starts_with_a_hello(context: Context, listener: Listener, caller: Router) -> None:
