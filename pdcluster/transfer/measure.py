@@ -30,8 +30,9 @@ class MeasureSettings:
     """warm_writes of a backend do not count; it is measured after sample_writes more, or sample_bytes. A backend is preferred to those before it
     in the node's order when it is `margin` times as fast: the order is by what else speaks for them (copies, checks, CPU). smallest_bytes: of a
     write that measures. patience_s: a write that takes longer does not hold up the others. again_s: pause before a backend that failed, or was
-    too slow, while it was measured is measured again, and before one that is not chosen is looked at; it doubles each time, up to longest_s. live_bytes, weight: how many bytes make a sample of
-    the reported bandwidth, and how much of it counts. max_peers: boots that are remembered, those met last."""
+    too slow, while it was measured is measured again, and before one that is not chosen is looked at; it doubles each time, up to longest_s.
+    live_bytes, weight: how many bytes make a sample of the reported bandwidth, and how much of it counts. max_peers: boots that are remembered,
+    those met last."""
 
     warm_writes: int = 1
     sample_writes: int = 3

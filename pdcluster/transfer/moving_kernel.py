@@ -8,7 +8,7 @@ those that have one, so that a warm start loads little.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -228,13 +228,22 @@ def _ahead(source: Any, at: Any, nbytes: Any, following: Any) -> Any:
     return source + coming if coming < nbytes else following + (coming - nbytes)
 
 
+class Stretch(NamedTuple):
+    """Bytes in a row, by addresses. target 0: they are only digested. following: what is read after them."""
+
+    target: Any
+    source: Any
+    nbytes: Any
+    following: Any
+
+
 @numba.njit(nogil=True)
-def _digest(
-    memmove: Any, state: NDArray[np.uint64], secret: Any, target: Any, source: Any, nbytes: Any, following: Any, more: bool, past: bool
-) -> None:
+def _digest(calls: NDArray[np.uint64], state: NDArray[np.uint64], stretch: Stretch, more: bool, past: bool) -> None:
     """Digest bytes, and copy them where target is not 0: each is loaded once, so what is digested is what is stored even if another writes to the
-    source at the same time. more: others follow at once, so that no stripe here is the very last. past: past the caches, which a source that is only
-    digested does not fill either."""
+    source at the same time. calls: see `move`. more: others follow at once, so that no stripe here is the very last. past: past the caches, which a
+    source that is only digested does not fill either."""
+    memmove, secret = calls[0], calls[3]
+    target, source, nbytes, following = stretch.target, stretch.source, stretch.nbytes, stretch.following
     zero, one, line, block = np.uint64(0), np.uint64(1), np.uint64(STRIPE_BYTES), np.uint64(BLOCK_BYTES)
     sums = np.uint64(state.ctypes.data)
     last = sums + np.uint64(8 * LAST)
@@ -334,7 +343,7 @@ def move(table: NDArray[np.uint64], cursor: NDArray[np.uint64], left: int, calls
         _touch(following)
         if digests:
             more = left > count and row + np.uint64(1) < table.shape[0]
-            _digest(calls[0], state, calls[3], target, source, count, following, more, past)
+            _digest(calls, state, Stretch(target, source, count, following), more, past)
         elif target and past:
             _copy_past_caches(calls[0], target, source, count, following)
         elif target:

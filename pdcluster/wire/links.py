@@ -30,7 +30,7 @@ HELD_S = 0.001
 class NodeLink:
     """One DEALER to one boot of one node; belongs to the running loop.
 
-    Two plain callbacks instead of a queue: a token frame reaches its coroutine without another task switch. on_message gets every message
+    Two plain callbacks instead of a queue: a token frame reaches its request without a task switch. on_message gets every message
     but Ping and Hello, on_state every change of state; neither may block. Sending is allowed while CONNECTING: frames follow the Hello.
     """
 
