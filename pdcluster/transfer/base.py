@@ -4,7 +4,7 @@ A backend moves byte ranges between registered regions of two processes and tell
 attempts, retries or digests; the protocol lives once, in `transfer.session`. Nothing here blocks: work runs in the backend's own threads or
 library, and `wakeup_fd` becomes readable when `poll` or `arrivals` has something new.
 
-Requirements every backend meets (tests/contract/test_backends.py runs them over all of them):
+Requirements every backend meets (tests/contract runs them over all of them):
  1. A write lands only in ranges that the reader `permit`ted for its nonce, or the reader's own copy step discards it. Media where the writer
     reaches memory directly (shm, RDMA) cannot check at the receiver: for these `close` must say CANNOT_FENCE until proof exists.
  2. `arrivals` names a stamp only after all its payload is readable in the destination region.

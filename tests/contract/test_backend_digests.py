@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import xxhash
-from test_backends import NBYTES, REAL, Ends, eventually
+from backend_ends import NBYTES, REAL, Ends, eventually
 from transfer_peer import READER, WRITER
 
 from pdcluster.transfer.base import Arrival, Permit, Run, Stamp, WriteStatus

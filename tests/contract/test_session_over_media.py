@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from test_backends import HAS_NIXL, REAL, Ends, start
+from backend_ends import HAS_NIXL, REAL, Ends, start
 from transfer_peer import READER, WRITER
 
 from pdcluster.errors import PeerUnreachable

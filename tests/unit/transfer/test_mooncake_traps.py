@@ -2,10 +2,10 @@
 engine of the same seam whose writes may stay unknown and land later.
 
 Elsewhere: a real receiver is stopped until the real library answers −1, and resumes (tests/faults/test_paused.py, full suite); bytes, deaths,
-garbage on the sockets (tests/contract/test_backends.py); thousands of runs in one chunk (the same). Not tested here, and why: `*_on_cuda` (exits
-the process on failure), copies of device memory on its I/O thread, RDMA keys that leak when a process is killed, addresses of an unreachable
-card: they need hardware; no such call is made, and device memory is refused (node.server.check). The queue that stays wedged for a minute after
-an overflow appears in some trials only: what is tested is that no batch can get near its limit.
+garbage on the sockets, thousands of runs in one chunk (tests/contract). Not tested here, and why: `*_on_cuda` (exits the process on failure),
+copies of device memory on its I/O thread, RDMA keys that leak when a process is killed, addresses of an unreachable card: they need hardware; no
+such call is made, and device memory is refused (node.server.check). The queue that stays wedged for a minute after an overflow appears in some
+trials only: what is tested is that no batch can get near its limit.
 """
 
 from __future__ import annotations

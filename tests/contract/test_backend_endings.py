@@ -1,0 +1,264 @@
+"""How transfers over every backend end: closes, restarts, and the other process killed or stopped where death matters."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from backend_ends import ENGINES, NBYTES, REAL, Ends, eventually, start
+from standstill import stop_child
+from transfer_memory import Memory
+from transfer_peer import READER, WRITER
+
+from pdcluster.errors import PeerUnreachable
+from pdcluster.transfer.base import Fence, Peer, Permit, Run, Stamp, WriteStatus
+
+PEER_SCRIPT = Path(__file__).with_name("transfer_peer.py")
+
+
+def test_close_ends_the_peers_writes(ends: Ends) -> None:
+    ends.connect()
+    ends.permit()
+    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    fence = ends.reader.close(WRITER)
+    assert fence is (Fence.CANNOT_FENCE if ends.name == "shm" else Fence.FENCED), "both ends are this process: it has not exited"
+    ends.target.bytes[:] = 0
+    try:
+        status = ends.result(ends.write(Run(0, 0, 64)))
+    except PeerUnreachable:
+        status = WriteStatus.FAILED
+    assert status in (WriteStatus.FAILED, WriteStatus.REFUSED, WriteStatus.LOST) or ends.name == "shm"
+    assert ends.name == "shm" or not ends.target.bytes.any()
+
+
+def test_a_writer_that_never_connected_is_fenced_by_refusing_what_it_holds() -> None:
+    """It may only be late: with an advert of a newer ticket it is let in again."""
+    ends = Ends("shm")
+    old = ends.reader.advert()
+    assert ends.reader.close(WRITER) is Fence.FENCED
+    ends.permit()
+    ends.writer.connect(READER, old)
+    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.FAILED
+    assert not ends.target.bytes.any()
+    eventually(lambda: writes_again(ends), "a newer advert lets it in")
+    with pytest.raises(PeerUnreachable, match="older than its connection"):
+        ends.writer.connect(READER, old)
+    ends.close()
+
+
+@pytest.mark.parametrize("closes", ["writer", "reader"])
+def test_a_pair_connects_again_after_a_close_and_writes_as_before(ends: Ends, closes: str) -> None:
+    ends.connect()
+    ends.permit()
+    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    if closes == "writer":
+        ends.writer.close(READER)
+    else:
+        ends.reader.close(WRITER)
+    ends.reader.arrivals()
+    ends.target.bytes[:] = 0
+    ends.permit()  # a new ticket
+    eventually(lambda: writes_again(ends), "writing works again")
+    assert (ends.target.bytes == ends.source.bytes).all() and ends.arrivals(1)[-1].nbytes == NBYTES
+
+
+def test_a_writer_closing_settles_its_unfinished_writes(ends: Ends) -> None:
+    ends.connect()
+    ends.permit()
+    handles = [ends.write(Run(0, 0, NBYTES), chunk=chunk) for chunk in range(64)]
+    ends.writer.close(READER)
+    assert all(ends.result(handle) in (WriteStatus.DONE, WriteStatus.FAILED, WriteStatus.LOST) for handle in handles)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_reader_that_restarts_is_reached_by_its_new_advert(name: str) -> None:
+    ends = Ends(name)
+    ends.connect()
+    ends.permit()
+    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    old = ends.reader.advert()
+    ends.restart_reader()
+    ends.permit()
+    assert ends.reader.advert() != old
+    eventually(lambda: writes_again(ends), "the new boot is reached")
+    assert (ends.target.bytes == ends.source.bytes).all()
+    ends.close()
+
+
+def writes_again(ends: Ends) -> bool:
+    try:
+        ends.connect()
+        return ends.result(ends.write(Run(0, 0, NBYTES))) is WriteStatus.DONE
+    except PeerUnreachable:
+        return False
+
+
+def descriptors() -> Counter[str]:
+    """Open descriptors by kind, without those that an idle library of an earlier test may open or close meanwhile."""
+    targets = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
+    return Counter(target.split(":")[0].split("[")[0] for target in targets if not ENGINES or "socket" not in target)
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])  # Mooncake's own threads open and close sockets when they like
+def test_shutdown_can_be_repeated_and_leaves_no_descriptor(name: str) -> None:
+    use_once(name)
+    gc.collect()
+    before = descriptors()
+    use_once(name)
+    gc.collect()
+    assert {kind: count for kind, count in descriptors().items() if count > before[kind]} == {}
+
+
+def use_once(name: str) -> None:
+    ends = Ends(name)
+    ends.connect()
+    ends.permit()
+    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    ends.close()
+    ends.writer.shutdown()
+    ends.reader.shutdown()
+
+
+# ---------------------------------------------------------------- deaths
+
+
+class Other:
+    """The other end in a process of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER_SCRIPT), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.said = json.loads(self.process.stdout.readline())
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_writer_killed_in_the_middle_is_fenced_and_nothing_lands_afterwards(name: str) -> None:
+    nbytes = 64 << 20
+    memory, reader = Memory(nbytes), start(name, READER)
+    reader.register(memory.region)
+    reader.permit(Permit(7, WRITER, 0, ((0, nbytes),)))
+    other = Other("writer", name, str(nbytes), reader.advert().hex())
+    eventually(lambda: memory.bytes[0] == 0xAB, "the writer writes")
+    if name == "shm":
+        assert reader.close(WRITER) is Fence.CANNOT_FENCE, "the process is alive"
+    other.end()
+    eventually(lambda: reader.close(WRITER) is Fence.FENCED, "the fence")
+    memory.bytes[:] = 0
+    time.sleep(0.3)
+    assert not memory.bytes.any()
+    reader.shutdown()
+    memory.drop()
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_paused_writer_lands_nothing_after_the_fence(name: str) -> None:
+    """SIGSTOP in the middle, fence, reuse of the memory, SIGCONT: the reused memory does not change."""
+    nbytes = 64 << 20
+    memory, reader = Memory(nbytes), start(name, READER)
+    reader.register(memory.region)
+    reader.permit(Permit(7, WRITER, 0, ((0, nbytes),)))
+    other = Other("writer", name, str(nbytes), reader.advert().hex())
+    eventually(lambda: memory.bytes[0] == 0xAB, "the writer writes")
+    stop_child(other.process.pid)
+    fence = reader.revoke(7)
+    if fence is Fence.FENCED:
+        memory.bytes[:] = 0
+        other.signal(signal.SIGCONT)
+        time.sleep(0.3)
+        assert not memory.bytes.any()
+    else:
+        assert name == "shm" and reader.close(WRITER) is Fence.CANNOT_FENCE
+        other.signal(signal.SIGCONT)
+    other.end()
+    reader.shutdown()
+    memory.drop()
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_reader_killed_in_the_middle_ends_every_write(name: str) -> None:
+    nbytes = 64 << 20
+    memory, writer = Memory(nbytes), start(name, WRITER)
+    writer.register(memory.region)
+    other = Other("reader", name, str(nbytes))
+    writer.connect(READER, bytes.fromhex(other.said["advert"]))
+    first = writer.write(READER, 0, 0, Stamp(7, 0, 1, 64), (Run(0, 0, 64),))
+    eventually(lambda: writer.poll(first) is WriteStatus.DONE, "the first write")
+    stop_child(other.process.pid)
+    chunk = 8 << 20
+    handles = [writer.write(READER, 0, 0, Stamp(7, n, 1, chunk), (Run(n * chunk, n * chunk, chunk),)) for n in range(8)]
+    time.sleep(0.05)
+    other.end()
+    left = set(handles)
+    seen: list[WriteStatus] = []
+
+    def all_settled() -> bool:
+        for handle in list(left):
+            status = writer.poll(handle)
+            if status is not WriteStatus.PENDING:
+                left.discard(handle)
+                seen.append(status)
+        return not left
+
+    eventually(all_settled, "every write is settled")
+    assert set(seen) <= {WriteStatus.DONE, WriteStatus.FAILED, WriteStatus.LOST}
+    assert name == "shm" or WriteStatus.DONE not in seen
+    writer.shutdown()
+    memory.drop()
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_reader_that_stands_still_keeps_no_write_to_another_from_its_end(name: str) -> None:
+    """Its process is stopped with a window of writes on their way to it; those to the other reader all end meanwhile, and it is still stopped."""
+    nbytes, chunk = 64 << 20, 8 << 20
+    stuck, peer = Other("reader", name, str(nbytes)), Peer("living", "l1")
+    source, target = Memory(nbytes), Memory(nbytes)
+    source.bytes[:] = 7
+    writer, reader = start(name, WRITER), start(name, READER)
+    writer.register(source.region)
+    reader.register(target.region)
+    reader.permit(Permit(9, WRITER, 0, ((0, nbytes),)))
+    writer.connect(READER, bytes.fromhex(stuck.said["advert"]))
+    first = writer.write(READER, 0, 0, Stamp(7, 0, 1, 64), (Run(0, 0, 64),))
+    eventually(lambda: writer.poll(first) is WriteStatus.DONE, "the first write")
+    stop_child(stuck.process.pid)
+    held = [writer.write(READER, 0, 0, Stamp(7, n, 1, chunk), (Run(n * chunk, n * chunk, chunk),)) for n in range(8)]
+    writer.connect(peer, reader.advert())
+    handles = {writer.write(peer, 0, 0, Stamp(9, n, 1, chunk), (Run(n * chunk, n * chunk, chunk),)) for n in range(8)}
+
+    def all_done() -> bool:
+        handles.difference_update([each for each in handles if writer.poll(each) is WriteStatus.DONE])
+        return not handles
+
+    eventually(all_done, "the writes to the living one")
+    assert (target.bytes == 7).all()
+    assert name == "shm" or all(writer.poll(each) is WriteStatus.PENDING for each in held[-2:]), "the others still wait"
+    stuck.end()
+    writer.shutdown()
+    reader.shutdown()
+    source.drop()
+    target.drop()

@@ -1,0 +1,110 @@
+"""What every transfer backend does with bytes of strangers, and with damaged frames: they are dropped and counted, and others go on."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+import msgspec
+import pytest
+from backend_ends import REAL, Ends, eventually
+from transfer_peer import READER, WRITER
+
+from pdcluster.transfer.base import Backend, Peer, Run, WriteStatus
+from pdcluster.transfer.runs import span_table
+
+
+def address_of(backend: Backend) -> tuple[str, int]:
+    host, port, _ = msgspec.msgpack.decode(backend.advert())
+    return host, port
+
+
+def stranger(backend: Backend, data: bytes) -> bytes:
+    """Connect, send the data, and wait until the reader hangs up."""
+    if backend.name == "shm":
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect(b"\0" + msgspec.msgpack.decode(backend.advert())[0])
+    else:
+        sock = socket.create_connection(address_of(backend))
+    with sock:
+        sock.settimeout(20)
+        try:
+            sock.send(data)
+            return sock.recv(4096)
+        except (ConnectionResetError, BrokenPipeError):
+            return b""
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_garbage_on_the_socket_is_dropped_and_counted_and_others_go_on(name: str) -> None:
+    ends = Ends(name)
+    ends.connect()
+    ends.permit()
+    generator = random.Random(2)
+    for size in (1, 26, 100, 1000):
+        data = generator.randbytes(max(size, 26))
+        assert stranger(ends.reader, data) == b""
+    eventually(lambda: ends.reader.counters["bad_frame"] >= 4, "four bad hellos counted")
+    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    assert ends.target.bytes[:64].any()
+    ends.close()
+
+
+@pytest.mark.parametrize("name", REAL[1:])
+@pytest.mark.parametrize("frame", ["random", "huge", "many runs", "not adding up"])
+def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, frame: str) -> None:
+    from pdcluster.transfer import links, staged, tcp
+
+    ends = Ends(name)
+    ends.connect()
+    ends.permit()
+    link = links.connect(Peer("x", "x1"), READER, links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20)
+    if name != "tcp":
+        staged._read_grant(link)
+    frames = {
+        "tcp": {
+            "random": random.Random(3).randbytes(200),
+            "huge": tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 1 << 60),
+            "many runs": tcp.FRAME.pack(tcp.WRITE_MAGIC, 1 << 31, 7, 0, 1, 0, 64),
+            "not adding up": links.sealed(tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + span_table([(0, 65)]).pack()),
+        },
+        "staged": {
+            "random": random.Random(3).randbytes(200),
+            "huge": staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 1 << 60),
+            "many runs": staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1 << 31, 7, 0, 1, 0, 64, 64),
+            "not adding up": links.sealed(staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + span_table([(0, 65)]).pack()),
+        },
+    }
+    link.send(frames["tcp" if name == "tcp" else "staged"][frame])
+    eventually(lambda: ends.reader.counters["bad_frame"] == 1, "the bad frame is counted")
+    link.sock.close()
+    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    ends.close()
+
+
+@pytest.mark.parametrize("name", REAL[1:])
+def test_whichever_byte_of_a_frame_is_damaged_nothing_comes_of_it(name: str) -> None:
+    """One that names another place under the same permit would spoil what landed there before."""
+    from pdcluster.transfer import links, staged, tcp
+
+    ends = Ends(name)
+    ends.connect()
+    ends.permit()
+    ends.target.bytes[:] = 7
+    table = span_table([(128, 64)]).pack()
+    if name == "tcp":
+        good = links.sealed(tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + table)
+    else:
+        good = links.sealed(staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + table)
+    for number in range(len(good)):
+        link = links.connect(WRITER, READER, links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20)
+        if name != "tcp":
+            staged._read_grant(link)
+        link.send(good[:number] + bytes([good[number] ^ 1 << number % 8]) + good[number + 1 :] + bytes(64))
+        with pytest.raises(OSError):  # it hung up, perhaps already
+            link.sock.shutdown(socket.SHUT_WR)
+            link.receive(1)
+        link.sock.close()
+    assert (ends.target.bytes == 7).all() and not ends.reader.arrivals()
+    assert ends.reader.counters["bad_frame"] + ends.reader.counters["link_ended"] == len(good)
+    ends.close()
