@@ -18,6 +18,8 @@ from typing import Any
 
 from pdcluster.errors import ModelError
 
+DECODER = codecs.getincrementaldecoder("utf-8")
+
 SPACE_MARK = "\u2581"
 """What SentencePiece writes for a space."""
 
@@ -122,7 +124,8 @@ class Detokenizer:
         self._texts = pieces.texts
         self._skip = pieces.special if skip_special_tokens else frozenset[int]()
         self._strip = at_start and pieces.strips_lead
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder: codecs.IncrementalDecoder | None = None
+        """Made for the first piece that is no whole text."""
         self._is_whole = not self._strip
         """No incomplete character is pending, and no leading space to look for."""
 
@@ -138,13 +141,15 @@ class Detokenizer:
         if self._strip and piece:
             self._strip = False
             piece = piece.removeprefix(b" ")
+        if self._decoder is None:
+            self._decoder = DECODER("replace")
         text = self._decoder.decode(piece)
         self._is_whole = not self._strip and not self._decoder.getstate()[0]
         return text
 
     def flush(self) -> str:
         """What is left at the end: an incomplete character becomes U+FFFD."""
-        return self._decoder.decode(b"", final=True)
+        return "" if self._decoder is None else self._decoder.decode(b"", final=True)
 
 
 def detokenize(pieces: Pieces, token_ids: Iterable[int], *, skip_special_tokens: bool, at_start: bool = True) -> str:

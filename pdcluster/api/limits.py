@@ -6,11 +6,15 @@ from array import array
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from pdcluster.api.openai import Common
 from pdcluster.api.text import SamplingDefaults
 from pdcluster.errors import BadRequest
 from pdcluster.messages import Sampling
+
+FEW = 256
+"""Ids that are looked at sooner than numpy is called."""
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions; chat goes on to the end of the context."""
@@ -24,10 +28,17 @@ class Limits(msgspec.Struct, frozen=True, gc=False):
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> array[int]:
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+    if token_ids and not _are_within(token_ids, vocab_size):
         index, token_id = next((index, token_id) for index, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
         raise BadRequest(f"{param}[{index}] is {token_id}, which is no token id of this model; ids go from 0 to {vocab_size - 1}", param)
-    return array("i", token_ids)
+    return token_ids if isinstance(token_ids, array) else array("i", token_ids)
+
+
+def _are_within(token_ids: Sequence[int], vocab_size: int) -> bool:
+    if isinstance(token_ids, array) and len(token_ids) > FEW:
+        packed = np.frombuffer(token_ids, np.int32)
+        return bool(packed.min() >= 0 and packed.max() < vocab_size)
+    return min(token_ids) >= 0 and max(token_ids) < vocab_size
 
 
 def check_prompt(num_tokens: int, limits: Limits, param: str) -> None:

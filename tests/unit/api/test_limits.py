@@ -52,6 +52,15 @@ def test_token_ids_at_the_edges_of_the_vocabulary_are_taken() -> None:
             limits.check_token_ids([wrong], 50, "prompt")
 
 
+@pytest.mark.parametrize("wrong", [-1, 50])
+def test_of_a_long_prompt_the_wrong_token_id_is_named(wrong: int) -> None:
+    given = array("i", [7] * 1000)
+    assert limits.check_token_ids(given, 50, "prompt") is given
+    given[700] = wrong
+    with pytest.raises(BadRequest, match=rf"prompt\[700\] is {wrong}, which is no token id"):
+        limits.check_token_ids(given, 50, "prompt")
+
+
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63)])
 def test_every_seed_of_openai_fits_the_generator_s_key(seed: int) -> None:
     assert 0 <= limits.wire_seed(seed) < 2**63
