@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from pdcluster.tally import Spread, Tally
+from pdcluster.tally import Level, Spread, Tally
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """From a fast step to a long queue."""
@@ -31,7 +31,7 @@ class RouterMetrics:
             return Spread(f"pdcluster_{name}_tokens", help_text, buckets=TOKENS, registry=registry)
 
         self.http_requests = counter("http_requests", "HTTP requests by endpoint and status (499: the client left).", "endpoint", "status")
-        self.http_requests_open = Gauge("pdcluster_http_requests_open", "HTTP requests being worked on.", registry=registry)
+        self.http_requests_open = Level("pdcluster_http_requests_open", "HTTP requests being worked on.", registry=registry)
         self.grpc_requests = counter("grpc_requests", "Calls of the gRPC API by method and status code.", "method", "code")
         self.request_seconds = seconds("request", "From a request's arrival to its last byte.", "endpoint")
         self.errors = counter("errors", "Requests that ended in an error, by its code.", "code")

@@ -1,4 +1,4 @@
-"""Counters and histograms for what happens to every request: plain numbers of one thread, shown to Prometheus when it asks.
+"""Counters, gauges and histograms for what happens to every request: plain numbers of one thread, shown to Prometheus when it asks.
 
 `prometheus_client`'s own take a lock and walk their buckets for each value, which for a dozen values a request is as much as parsing it. Names and
 exposition are the same. Only for owners that count in one thread.
@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -51,6 +51,24 @@ class Tally(Collector):
         for values, count in self._series.items():
             family.add_metric(values, count.value)
         yield family
+
+
+class Level(Collector):
+    """A gauge without labels."""
+
+    def __init__(self, name: str, help_text: str, *, registry: CollectorRegistry) -> None:
+        self._name, self._help = name, help_text
+        self.value = 0.0
+        registry.register(self)
+
+    def inc(self) -> None:
+        self.value += 1
+
+    def dec(self) -> None:
+        self.value -= 1
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(self._name, self._help, value=self.value)
 
 
 class Heap:

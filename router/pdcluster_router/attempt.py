@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import Protocol
 
 from pdcluster import errors
@@ -81,7 +81,7 @@ class StageDeadlines:
     hold_s: float = 0.05
 
 
-class Stage(Enum):
+class Stage(IntEnum):
     """What an attempt may be waiting for; each has a clock of its own."""
 
     QUEUE = auto()

@@ -110,9 +110,12 @@ class Ledger:
             self.deliver(leg.request, incarnation, Lost(reason))
 
 
+NUMBERED = (TokenRow, Finished, Scheduled, Delivered, Refused, Failed, Lost)
+
+
 def attempt_of(body: object) -> int | None:
     """The attempt a message speaks of; None when it is about the whole node."""
-    if isinstance(body, TokenRow | Finished | Scheduled | Delivered | Refused | Failed | Lost):
+    if isinstance(body, NUMBERED):
         return body.attempt
     if isinstance(body, Reserved):
         return body.ticket.attempt

@@ -88,7 +88,7 @@ def deadline_of(given: str | None, most_s: float) -> float:
 def mode_of(given: str | None) -> Force | None:
     """From the header x-pdcluster-mode; the field pdcluster_mode of a body wins over it."""
     if given is None or given in ("auto", "remote", "local"):
-        return cast(Force | None, given)
+        return cast("Force | None", given)
     raise BadRequest(f"x-pdcluster-mode is {given[:100]!r}; it must be auto, remote or local", "x-pdcluster-mode")
 
 
@@ -173,7 +173,7 @@ def encode(text: TextModel, prompt: str, *, add_special_tokens: bool) -> array[i
     return text.encode(prompt, add_special_tokens=add_special_tokens)
 
 
-def _encode_prompt(prompt: str | list[int], request: openai.CompletionRequest, model: Model, param: str) -> Prompt:
+def _encode_prompt(prompt: str | Sequence[int], request: openai.CompletionRequest, model: Model, param: str) -> Prompt:
     if isinstance(prompt, str):
         if not prompt:
             raise BadRequest(f"{param} is empty; send at least one character", param)

@@ -35,6 +35,8 @@ class PullRule:
     def holder(self, node: NodeView, query: Query, view: ClusterView) -> NodeView | None:
         """Who has most beyond what `node` holds; None when nobody has enough."""
         held = query.cached if query.held is None else query.held
+        if not held or (len(held) == 1 and node.incarnation in held):
+            return None
         able = [each for each in map(view.find, held) if each is not None and _can_give(each, node, query)]
         best = min(able, key=lambda each: (-query.held_on(each), each.num_requests, each.name), default=None)
         if best is None:

@@ -74,8 +74,10 @@ def ready(pool: Pool, query: Query, view: ClusterView) -> Pool:
 
 
 def _without(pool: Pool, left_out: Set[str], view: ClusterView) -> Pool:
+    if not left_out:
+        return pool
     rows = {view.roster.row_of.get(incarnation) for incarnation in left_out}
-    return pool.only(lambda row: row not in rows) if rows else pool
+    return pool.only(lambda row: row not in rows)
 
 
 def partners(pool: Pool, prefill: NodeView, view: ClusterView) -> Pool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pdcluster.tally import Spread, Tally
+from pdcluster.tally import Level, Spread, Tally
 
 BUCKETS = (0.001, 0.5, 1.0, 10.0)
 
@@ -26,6 +26,15 @@ def test_exposition_is_the_same(values: list[tuple[str, float]]) -> None:
         histogram.labels(label).observe(value)
         tally.labels(label).inc(value)
         spread.labels(label).observe(value)
+    assert shown(ours) == shown(theirs)
+
+
+def test_a_level_goes_up_and_down() -> None:
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    for gauge in (Gauge("z", "Help.", registry=theirs), Level("z", "Help.", registry=ours)):
+        gauge.inc()
+        gauge.inc()
+        gauge.dec()
     assert shown(ours) == shown(theirs)
 
 
