@@ -130,8 +130,8 @@ async def _serve(config: RouterConfig) -> int:
 
 
 def collect_seldom() -> None:
-    """What is there when a router begins to serve stays: modules, vocabularies. The garbage collector need not walk it, nor look at the young so often:
-    requests let go of what they made, and a pause of tens of milliseconds is one for all streams."""
+    """What is there when a router begins to serve stays: modules, vocabularies. The garbage collector need not walk it, nor look at the young so
+    often: requests let go of what they made, and a pause of tens of milliseconds is one for all streams."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECTED)
