@@ -43,14 +43,18 @@ HEALTH_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class GrpcSettings:
-    """deadline_s: for calls without a deadline, and the most that one may ask for; stall_s: longest time for a client to read a message.
-    id_prefix: begins the ids of requests; is_port_shared: other workers of this router listen there, too."""
+    """deadline_s: for calls without a deadline, and the most that one may ask for; stall_s: longest time for a client to read a message;
+    last_word_s: for one that reads nothing, to take the error that ended its call; connection_age_s: after it a connection takes no more calls (clients
+    make another by themselves), so that one with a call that nobody reads ends, at the latest when calls of its time are past their deadlines: gRPC
+    for Python cannot reset a call. id_prefix: begins the ids of requests; is_port_shared: other workers of this router listen there, too."""
 
     max_message_bytes: int = 8 * 2**20
     max_calls: int = 2048
     max_choices: int = 128
     deadline_s: float = 600.0
     stall_s: float = 60.0
+    last_word_s: float = 1.0
+    connection_age_s: float = 600.0
     id_prefix: str = ""
     is_port_shared: bool = False
 
@@ -138,8 +142,13 @@ class Inference(stubs.InferenceServicer):
         return self._settings.deadline_s if left is None else min(left, self._settings.deadline_s)
 
     async def _fail(self, context: grpc.aio.ServicerContext, error: PdclusterError) -> None:
+        """The status waits behind what the client has not read; the call does not, since it would keep its place. Who reads on later gets both."""
         self._metrics.errors.labels(error.code).inc()
-        await context.abort(status_of(error), str(error), retry_metadata(error))
+        try:
+            async with asyncio.timeout(self._settings.last_word_s):
+                await context.abort(status_of(error), str(error), retry_metadata(error))
+        except TimeoutError:
+            log.info("a client does not read why its call ended: %s", error)
 
 
 class _Reader:
@@ -195,6 +204,8 @@ async def listening(servicer: Inference, dispatcher: Dispatcher, address: str, s
             ("grpc.max_receive_message_length", settings.max_message_bytes),
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 5_000),
+            ("grpc.max_connection_age_ms", round(settings.connection_age_s * 1e3)),
+            ("grpc.max_connection_age_grace_ms", round((settings.deadline_s + settings.last_word_s) * 1e3)),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
         ),
         maximum_concurrent_rpcs=settings.max_calls,

@@ -262,6 +262,30 @@ async def test_a_client_that_does_not_read_is_left_and_holds_little(dispatcher: 
         call.cancel()
 
 
+async def test_a_client_that_never_reads_keeps_its_call_no_longer_than_its_connection_may_live(dispatcher: ScriptedDispatcher) -> None:
+    """The one place for calls is free again while the client still reads nothing, not even why its call ended."""
+    words, never = Tokens(tuple(TEXT.encode("word " * 10, add_special_tokens=False))), asyncio.Event()
+    dispatcher.max_len = 2**20
+    dispatcher.script = lambda _: [*[words] * 4000, Wait(never)]
+    window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
+    settings = GrpcSettings(stall_s=0.2, last_word_s=0.1, connection_age_s=0.5, deadline_s=1.0, max_calls=1)
+    async with served(dispatcher, settings) as address, grpc.aio.insecure_channel(address, options=window) as channel:
+        request = api._request("hi", {"max_tokens": 500_000})
+        stalled = channel.unary_stream(f"/{SERVICE}/Generate", request_serializer=type(request).SerializeToString)(request)
+        await stalled.read()
+        await until(lambda: len(dispatcher.cancelled) == 1)
+        dispatcher.script = lambda _: says("ok")
+        async with api.AsyncClient(address) as other:
+            async with asyncio.timeout(20):
+                while True:
+                    try:
+                        assert (await other.complete("hi", max_tokens=9)).texts == ("ok",)
+                        break
+                    except PdclusterError:  # RESOURCE_EXHAUSTED until then
+                        await asyncio.sleep(0.05)
+        stalled.cancel()
+
+
 async def test_the_request_id_of_the_client_is_echoed(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         request = api._request("hi", {"max_tokens": 3})
