@@ -101,6 +101,7 @@ class Timings:
     decode_s: float | None
     transfer_bytes: int | None
     attempts: int | None
+    placed_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class TimelineReport(Struct):
-    """Seconds; null where there is no such moment."""
+    """Seconds; null where there is no such moment, or nobody knows it. Of the attempt that came to the end, which was given nodes placed_s after the
+    request came (held, or tried before that); ttft_s and ttst_s are the request's. A stop string ends it before nodes report: their times are 0."""
 
     queue_s: float
     prefill_s: float
@@ -36,10 +37,11 @@ class TimelineReport(Struct):
     decode_tokens: int
     transfer_bytes: int
     pulled_tokens: int
+    placed_s: float | None
 
 
 class RouteReport(Struct):
-    """Where one choice ran. attempts and timeline are null when a stop string ended it: then nodes did not report."""
+    """Where one choice ran."""
 
     mode: str
     prefill: str | None

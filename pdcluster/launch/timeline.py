@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 WIDTH = 44
+WORTH_TELLING_S = 0.005
 BAR, FAINT = "█", "░"
 
 
@@ -45,9 +46,10 @@ def _where(usage: Mapping[str, object], route: Mapping[str, object]) -> str:
 
 def _spans(seconds: Mapping[str, float], transfer: str) -> list[Span]:
     queue, prefill, moved, exposed, decode = (seconds.get(f"{name}_s", 0.0) for name in ("queue", "prefill", "transfer", "exposed", "decode"))
-    first, second = seconds.get("ttft_s"), seconds.get("ttst_s")
-    sampled = queue + prefill
-    spans = [Span("queue", 0.0, queue, ""), Span("prefill", queue, sampled, "")]
+    first, second, placed = seconds.get("ttft_s"), seconds.get("ttst_s"), seconds.get("placed_s", 0.0)
+    queued, sampled = placed + queue, placed + queue + prefill
+    spans = [Span("held, tried", 0.0, placed, "before the attempt that came to the end")] if placed >= WORTH_TELLING_S else []
+    spans += [Span("queue", placed, queued, ""), Span("prefill", queued, sampled, "")]
     if transfer:
         exposed_part = min(moved, exposed)
         end = sampled + exposed_part

@@ -87,6 +87,7 @@ def add_report(reply: pb.GenerateReply, report: RouteReport) -> None:
         _set(
             reply.timings, ttft_s=timeline.ttft_s, ttst_s=timeline.ttst_s, queue_s=timeline.queue_s, prefill_s=timeline.prefill_s,
             transfer_s=timeline.transfer_s, exposed_s=timeline.exposed_s, decode_s=timeline.decode_s, transfer_bytes=timeline.transfer_bytes,
+            placed_s=timeline.placed_s,
         )  # fmt: skip
 
 

@@ -113,7 +113,7 @@ class Route(_message.Message):
     def __init__(self, mode: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., transfer: _Optional[str] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("ttft_s", "ttst_s", "queue_s", "prefill_s", "transfer_s", "exposed_s", "decode_s", "transfer_bytes", "attempts")
+    __slots__ = ("ttft_s", "ttst_s", "queue_s", "prefill_s", "transfer_s", "exposed_s", "decode_s", "transfer_bytes", "attempts", "placed_s")
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TTST_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +123,7 @@ class Timings(_message.Message):
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    PLACED_S_FIELD_NUMBER: _ClassVar[int]
     ttft_s: float
     ttst_s: float
     queue_s: float
@@ -132,7 +133,8 @@ class Timings(_message.Message):
     decode_s: float
     transfer_bytes: int
     attempts: int
-    def __init__(self, ttft_s: _Optional[float] = ..., ttst_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., attempts: _Optional[int] = ...) -> None: ...
+    placed_s: float
+    def __init__(self, ttft_s: _Optional[float] = ..., ttst_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., attempts: _Optional[int] = ..., placed_s: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")

@@ -256,6 +256,7 @@ def route_report(choice: Choice) -> RouteReport:
         timeline.decode_tokens,
         timeline.transfer_bytes,
         timeline.pulled_tokens,
+        timeline.placed_s,
     )
     return RouteReport(route.mode, route.prefill, route.decode, route.backend, choice.attempts, report)
 

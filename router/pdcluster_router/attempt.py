@@ -166,6 +166,10 @@ class Attempt:
         self._prefill_timings = timings
         self._route = None
 
+    def _note_cached(self, num_tokens: int) -> None:
+        self._job.note_cached(num_tokens)
+        self._route = None
+
     def route(self) -> Route:
         """Asked for with every token, so made anew only when some part of it is another."""
         if self._route is None:
@@ -173,12 +177,11 @@ class Attempt:
         return self._route
 
     def _route_now(self) -> Route:
-        backend = self._prefill_timings.backend or self._ticket_backend
+        job, decode = self._job, self._decode_node.name if self._decode_node else None
         if self._mode == "local":
-            return Route("local", None, self._decode_node.name if self._decode_node else None, "")
-        return Route(
-            "remote", self._prefill_node.name if self._prefill_node else None, self._decode_node.name if self._decode_node else None, backend
-        )
+            return Route("local", None, decode, "", job.cached_tokens, job.tries)
+        prefill = self._prefill_node.name if self._prefill_node else None
+        return Route("remote", prefill, decode, self._prefill_timings.backend or self._ticket_backend, job.cached_tokens, job.tries)
 
     @property
     def awaits_report(self) -> bool:
@@ -248,13 +251,13 @@ class Attempt:
             if leg is self._prefill:
                 self._note_timings(body.timings)
             if leg is self._prefill or self._mode == "local":
-                self._job.note_cached(body.timings.cached_tokens)
+                self._note_cached(body.timings.cached_tokens)
             return self._emit_held()
         if isinstance(body, Reserved):
             return self._on_reserved(leg, body)
         if isinstance(body, Scheduled):
             self._stop_clocks(Stage.QUEUE)
-            self._job.note_cached(body.cached_tokens)
+            self._note_cached(body.cached_tokens)
             if self._decode is None and Stage.ROOM not in self._clocks:
                 self._reserve_anywhere()
         elif isinstance(body, Delivered):

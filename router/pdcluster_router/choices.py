@@ -95,6 +95,7 @@ def advance(choice: Choice, event: Chunk | Done) -> Piece:
     if choice.text.stopped:
         _finish(choice, piece, "stop")
         choice.timeline = choice.clock.timeline(choice.text.num_tokens)
+        choice.cached_tokens, choice.attempts = event.route.cached_tokens, event.route.attempts
     return piece
 
 

@@ -63,16 +63,21 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Where a request runs: mode local has no prefill leg of its own, so `prefill` is None there; backend names the transfer ("" for none)."""
+    """Where a request runs: mode local has no prefill leg of its own, so `prefill` is None there; backend names the transfer ("" for none).
+    cached_tokens: of the prompt, None until a node has said so; attempts: the one that runs included."""
 
     mode: Mode
     prefill: str | None
     decode: str | None
     backend: str
+    cached_tokens: int | None = None
+    attempts: int = 1
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """Seconds of one request's life, as far as they are known; None where there is no such moment (no second token)."""
+    """Seconds of one request's life, as far as they are known; None where there is no such moment (no second token). ttft and ttst are the request's,
+    whichever attempts they came from; the rest is of the attempt that came to the end, which was given its nodes placed_s after the request came:
+    before that it was held, or tried before."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -84,6 +89,7 @@ class Timeline(msgspec.Struct, frozen=True):
     decode_tokens: int = 0
     transfer_bytes: int = 0
     pulled_tokens: int = 0
+    placed_s: float | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True):

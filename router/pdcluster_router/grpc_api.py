@@ -44,9 +44,9 @@ HEALTH_S = 0.2
 @dataclass(frozen=True, slots=True)
 class GrpcSettings:
     """deadline_s: for calls without a deadline, and the most that one may ask for; stall_s: longest time for a client to read a message;
-    last_word_s: for one that reads nothing, to take the error that ended its call; connection_age_s: after it a connection takes no more calls (clients
-    make another by themselves), so that one with a call that nobody reads ends, at the latest when calls of its time are past their deadlines: gRPC
-    for Python cannot reset a call. id_prefix: begins the ids of requests; is_port_shared: other workers of this router listen there, too."""
+    last_word_s: for one that reads nothing, to take the error that ended its call; connection_age_s: after it a connection takes no more calls
+    (clients make another by themselves), so that one with a call that nobody reads ends when all calls of its time are past their deadlines: gRPC for
+    Python cannot reset a call. id_prefix: begins the ids of requests; is_port_shared: other workers of this router listen there, too."""
 
     max_message_bytes: int = 8 * 2**20
     max_calls: int = 2048

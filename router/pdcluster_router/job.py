@@ -22,7 +22,7 @@ class HashChain:
 class Job:
     """force: the mode it must have, None for the router's own; session: key of its conversation.
     excluded: incarnations that failed the request; busy: until when a node asked to be left alone, by incarnation. cached_tokens: of the prompt,
-    found in a cache by the first attempt that got so far."""
+    found in a cache by the first attempt that got so far. attempts: legs that were sent; tries: attempts as clients count them."""
 
     request: str
     prompt: Sequence[int]
@@ -34,6 +34,7 @@ class Job:
     emitted: list[int] = field(default_factory=list)
     hashes: bytes = b""
     attempts: int = 0
+    tries: int = 1
     excluded: set[str] = field(default_factory=set)
     busy: dict[str, float] = field(default_factory=dict)
     has_prompt_logprobs: bool = False

@@ -71,6 +71,7 @@ class Run:
         "_job",
         "_letters",
         "_pause",
+        "_placed_at",
         "_record",
         "_report_by",
         "_second_token_at",
@@ -88,6 +89,7 @@ class Run:
         self._first_token_at: float | None = None
         self._second_token_at: float | None = None
         self._report_by: float | None = None
+        self._placed_at = started
         self._is_at_work = self._is_over = self._is_placed = False
         self._alarm: int | None = None
         self._due = 0.0
@@ -219,6 +221,8 @@ class Run:
     def _begin(self, decision: Decision, asked: float) -> None:
         shared = self._shared
         self._is_placed = True
+        self._placed_at = shared.clock()
+        self._job.tries = self._budget.attempts
         self._entry.place(decision.choice)
         self._record.decided(decision, asked, shared.clock())
         self._attempt = Attempt(self._job, decision.choice, shared.cluster, shared.chooser, shared.settings.stages, shared.clock)
@@ -294,6 +298,7 @@ class Run:
             decode_tokens=finished.timings.decode_tokens,
             transfer_bytes=prefill.transfer_bytes,
             pulled_tokens=prefill.pulled_tokens,
+            placed_s=self._placed_at - started,
         )
         return Done(finished.reason, finished.stop_token, self._job.cached_tokens or 0, self._budget.attempts, route, timeline)
 

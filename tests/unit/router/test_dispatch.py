@@ -147,6 +147,26 @@ async def test_a_decode_node_that_dies_mid_stream_is_replayed_from_what_was_emit
     assert done.attempts == 2
 
 
+async def test_the_timeline_of_a_replayed_request_says_when_the_attempt_began_that_it_is_of() -> None:
+    """Its first token came from the first attempt, so before the second one was given nodes."""
+    _, _, dispatch = make_pair(die_at={"d0": "mid_decode"})
+    _, done = await collect(dispatch, make_generation())
+    timeline = done.timeline
+    assert timeline.placed_s is not None and timeline.ttft_s is not None and timeline.placed_s > timeline.ttft_s
+    _, _, undisturbed = make_pair()
+    _, done = await collect(undisturbed, make_generation())
+    assert done.timeline.placed_s is not None and done.timeline.ttft_s is not None and done.timeline.placed_s <= done.timeline.ttft_s
+
+
+async def test_chunks_say_what_was_cached_and_which_attempt_they_are_of() -> None:
+    _, _, dispatch = make_pair(die_at={"d0": "mid_decode"})
+    routes = []
+    async with aclosing(dispatch.generate(make_generation())) as events:
+        async for event in events:
+            routes.append((event.route.attempts, event.route.cached_tokens))
+    assert routes[0] == (1, 0) and routes[-1] == (2, 0), "a node found nothing in its cache, which is not the same as unknown"
+
+
 async def test_a_decode_node_that_dies_after_the_commit_is_replayed() -> None:
     _, _, dispatch = make_pair(die_at={"d0": "after_commit"})
     tokens, _ = await collect(dispatch, make_generation())

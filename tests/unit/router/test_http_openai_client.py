@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from itertools import pairwise
 
+import msgspec
 import openai
 import pytest
 import pytest_asyncio
@@ -106,7 +107,18 @@ async def test_a_stop_string_cuts_the_text_and_cancels_the_generation(client: As
     assert dispatcher.cancelled == [dispatcher.started[0].request]
     assert reply.usage is not None
     assert reply.usage.completion_tokens < len(says("one two three four", "length"))
-    assert reply.usage.prompt_tokens_details is None
+    assert reply.usage.prompt_tokens_details is None, "no node has said so far"
+
+
+async def test_an_answer_that_a_stop_string_ended_reports_what_was_cached_and_how_often_it_was_tried(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
+    dispatcher.route = msgspec.structs.replace(dispatcher.route, cached_tokens=7, attempts=2)
+    dispatcher.script = lambda _: says("one two three four", "length")
+    reply = await client.completions.create(model=MODEL, prompt="x", max_tokens=100, stop="three")
+    assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
+    assert reply.usage.prompt_tokens_details.cached_tokens == 7
+    assert reply.usage.model_extra is not None and reply.usage.model_extra["pdcluster"]["attempts"] == 2
 
 
 async def test_a_stop_string_in_a_stream_is_never_shown_in_part(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
