@@ -26,6 +26,7 @@ from fault_script import STEPS
 from faulty_node import WIDTH
 from meddling_proxy import Order
 from oracle import VOCAB, reference
+from patient_loop import PatientLoop
 from process_cluster import ProcessCluster, ProcessNode
 from standstill import stop_child
 
@@ -325,7 +326,8 @@ def main(backend: str, seed: str = "0", *only: str) -> int:
         print(f"{outcome.cell.fault:<22}{outcome.cell.step:<14}{outcome.seconds:6.1f} s  {what}", flush=True)
 
     todo = [cell for cell in cells(backend, int(seed)) if not only or cell.fault in only]
-    outcomes = asyncio.run(run_cells(backend, todo, tell))
+    with asyncio.Runner(loop_factory=PatientLoop) as runner:
+        outcomes = runner.run(run_cells(backend, todo, tell))
     print(table(outcomes))
     return 0 if all(outcome.is_good for outcome in outcomes) else 1
 

@@ -6,16 +6,20 @@ import asyncio
 import importlib.util
 import os
 import socket
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import real_media_matrix
 from fault_script import STEPS
 from faulty_node import shut_all
+from patient_loop import PatientLoop
 from process_cluster import ProcessCluster
 from real_media_matrix import FAULTS, Cell, Outcome, cells, run_cells, table
 
+from pdcluster.transfer.base import Peer
 from pdcluster.transfer.nixl import PACKAGES
 
 Show = Callable[[str, str], None]
@@ -83,6 +87,45 @@ async def test_a_node_of_the_matrix_that_breaks_or_hangs_says_where() -> None:
         cluster.nodes["p0"].broken = ""
         await cluster.restart_dead()
         assert "listen" in await asyncio.to_thread(cluster.nodes["p0"].stacks)
+
+
+class Slow:
+    """A node whose first answer takes longer than all that one would wait for it to be idle, as if the machine had been stopped."""
+
+    def __init__(self) -> None:
+        self.me = Peer("p0", "p0-1")
+        self.answers = [{"status": {"used": 1}, "problems": []}, {"status": {"used": 0}, "problems": []}]
+
+    async def status(self) -> dict[str, object]:
+        if len(self.answers) == 2:
+            time.sleep(0.4)
+        return self.answers.pop(0)
+
+
+async def test_a_stall_of_the_machine_is_no_leak() -> None:
+    cluster = ProcessCluster({}, "tcp")
+    cluster.router = SimpleNamespace(ledger=SimpleNamespace(num_requests=lambda: 0))  # type: ignore[assignment]
+    cluster.nodes = {"p0": Slow()}  # type: ignore[dict-item]
+    assert await cluster.wait_idle(0.2) == []
+    cluster.context.destroy(0)
+
+
+def test_the_matrix_on_its_own_runs_by_the_clock_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was stopped for a while, or came to little CPU, ended in a TimeoutError of nobody."""
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def no_cells(*_: object) -> list[Outcome]:
+        loops.append(asyncio.get_running_loop())
+        return []
+
+    monkeypatch.setattr(real_media_matrix, "run_cells", no_cells)
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+    try:
+        assert real_media_matrix.main("tcp") == 0
+    finally:
+        asyncio.set_event_loop_policy(before)
+    assert [type(loop) for loop in loops] == [PatientLoop]
 
 
 def test_the_table_names_every_cell_and_sums_up() -> None:
