@@ -452,10 +452,12 @@ class Abort(Message, frozen=True, array_like=True):
 
 
 class AbortAck(Message, frozen=True, array_like=True):
-    """No write under this ticket was started, or none can land any more. Also sent unasked when the writer gives up."""
+    """No write under this ticket was started, or none can land any more, but for those by media in `lost`: what became of a write there is not known,
+    and the reader needs that medium's own fence. Also sent unasked when the writer gives up."""
 
     nonce: int
     reason: str
+    lost: tuple[str, ...] = ()
 
 
 class Fetch(Message, frozen=True, array_like=True):

@@ -92,7 +92,8 @@ class Outgoing:
     chunks: list[Chunk] = field(default_factory=list)
     waiting: deque[int] = field(default_factory=deque)
     in_flight: int = 0
-    lost: bool = False
+    lost: set[str] = field(default_factory=set)
+    """Backends by which a write was LOST."""
     reason: str = ""
     finished: tuple[int | None, TokenLogprobs | None] | None = None
     round: int = 0

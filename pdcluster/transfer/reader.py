@@ -219,6 +219,9 @@ class Reader:
         self._events.append(Send(reply_to(sender), CommitAck(message.nonce, refused="unknown ticket", round=message.round)))
 
     def _on_abort_ack(self, sender: Peer, message: AbortAck, incoming: Incoming | None) -> None:
+        if not set(message.lost).issubset(self._order):
+            self.counters["bad_abort_ack"] += 1  # by a medium that no advert of ours offers: this writer's word is no proof
+            return
         notice = self._notices.get(message.nonce)
         if notice is not None and peer_of(notice.writer) == sender:
             del self._notices[message.nonce]
@@ -229,8 +232,10 @@ class Reader:
             return
         if incoming.state is Reading.OPEN:
             self._fail(incoming, f"the writer gave up: {message.reason}", tell=False)
-        if message.nonce in self._tickets:
-            self._reclaim(incoming)
+        if incoming.state is Reading.ABORTING:
+            incoming.unfenced.intersection_update(message.lost)  # R5
+            if not incoming.unfenced:
+                self._reclaim(incoming)
 
     def _send(self, incoming: Incoming, message: CommitAck) -> None:
         self._events.append(Send(incoming.ticket.writer, message))

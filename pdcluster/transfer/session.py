@@ -8,11 +8,11 @@ reader then sends Abort, the writer answers AbortAck. Rules, cited by number in 
  R2  The reader takes pages only when chunks cover exactly the tokens asked for, every chunk's stamp arrived with the right length, and the
      digests are those of the bytes in its pages when no write can change them any more: taken after the permit was revoked, or on arrival of
      the chunk's last try, when nothing else arrived (Reader._digest_on_arrival says why that holds).
- R3  The reader reuses a dead ticket's pages only after AbortAck or after every backend's own fence. Time is never proof: until then the
-     pages are in quarantine.
+ R3  The reader reuses a dead ticket's pages only when nothing can land by any backend any more: by AbortAck, or by the backend's own fence. Time
+     is never proof: until then the pages are in quarantine.
  R4  The writer reuses source pages only when no write of the ticket can read them any more.
- R5  AbortAck is sent only when no write under the ticket can land any more. A ticket with a LOST write is never acknowledged; the reader needs
-     its own fence then.
+ R5  AbortAck is sent only when no write under the ticket is unfinished. It names the media by which writes were LOST: those may still land, and
+     the reader needs the fence of each of these media; for all others AbortAck is the proof.
  R6  Abort for an unknown ticket leaves a tombstone: that ticket can not be opened any more, until its deadline made it void anyway.
  R7  Commit and its answer carry a round. An answer to an older round decides nothing, and a Commit of an older round gets its old answer
      again: otherwise a late duplicate could reopen pages that are live.

@@ -57,8 +57,8 @@ class Writer:
         self._open: dict[int, Outgoing] = {}
         self._flights: dict[tuple[str, Handle], Flight] = {}
         self._tombstones: dict[int, float] = {}
-        self._answers: dict[int, tuple[Peer, bool, float]] = {}
-        """Tickets that ended: reader, whether R5 lets us acknowledge an Abort, until when we remember."""
+        self._answers: dict[int, tuple[Peer, tuple[str, ...], float]] = {}
+        """Tickets that ended: reader, by which media writes were lost (R5), until when we remember."""
         self._turns: dict[Peer, deque[int]] = {}
         self._events: list[WriterEvent] = []
         self._poll_now = False
@@ -239,11 +239,11 @@ class Writer:
         if outgoing is not None:
             self._give_up(outgoing, message.reason)  # AbortAck follows when the ticket is drained
         elif message.nonce in self._answers:
-            reader, can_ack, _ = self._answers[message.nonce]
+            reader, lost, _ = self._answers[message.nonce]
             if reader != sender:
                 self.counters["foreign_message"] += 1
-            elif can_ack:
-                self._events.append(Send(reply_to(sender), AbortAck(message.nonce, "ended before")))
+            else:
+                self._events.append(Send(reply_to(sender), AbortAck(message.nonce, "ended before", lost)))
         else:
             self._bury(sender, message)
 
@@ -310,7 +310,7 @@ class Writer:
         turns.remove(nonce)
         if not turns:
             del self._turns[outgoing.peer]
-        self._answers[nonce] = (outgoing.peer, not outgoing.lost, max(outgoing.deadline, self._clock()) + self._settings.commit_s)
+        self._answers[nonce] = (outgoing.peer, tuple(sorted(outgoing.lost)), max(outgoing.deadline, self._clock()) + self._settings.commit_s)
 
     def _forget_old(self) -> None:
         now = self._clock()
@@ -367,7 +367,7 @@ class Writer:
         if not flight.is_unknown:
             self.ladder.ended_badly(outgoing.peer, chunk, status)
         if status is WriteStatus.LOST:
-            outgoing.lost = True
+            outgoing.lost.add(flight.backend)
             self.counters["lost_writes"] += 1
             self._give_up(outgoing, f"the connection by {flight.backend} was lost during a write")
         elif status is WriteStatus.REFUSED:
@@ -446,14 +446,13 @@ class Writer:
         return Commit(outgoing.ticket.nonce, outgoing.block_tokens, outgoing.legs(), *outgoing.finished, round=outgoing.round)
 
     def _drain(self) -> None:
-        """End given-up tickets whose writes are all settled (R4), and tell the reader when R5 allows it."""
+        """End given-up tickets whose writes are all settled (R4), and tell the reader (R5)."""
         for nonce, outgoing in list(self._open.items()):
             if outgoing.state is not Writing.DRAINING or outgoing.in_flight:
                 continue
             outgoing.state = advance(WRITING, outgoing.state, "drained")
             self._events.append(Drained(nonce))
-            if not outgoing.lost:
-                self._events.append(Send(outgoing.ticket.reader, AbortAck(nonce, outgoing.reason)))
+            self._events.append(Send(outgoing.ticket.reader, AbortAck(nonce, outgoing.reason, tuple(sorted(outgoing.lost)))))
             self._end(outgoing)
 
     def _seek_proof(self) -> None:

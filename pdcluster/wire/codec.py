@@ -448,6 +448,9 @@ def _check_abort(message: m.Abort) -> None:
 def _check_abort_ack(message: m.AbortAck) -> None:
     _integer("nonce", message.nonce, 0, UINT64)
     _text("reason", message.reason)
+    _count("lost media", message.lost, MAX_REASONS)
+    for name in message.lost:
+        _identifier("lost medium", name)
 
 
 def _check_fetch(message: m.Fetch) -> None:

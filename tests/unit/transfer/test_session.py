@@ -331,13 +331,12 @@ def test_an_unknown_write_ends_the_ticket_and_pins_the_source_until_it_settles(c
     assert_idle(pair)
 
 
-def test_a_lost_write_frees_the_source_but_is_never_acknowledged() -> None:
+def test_a_lost_write_frees_the_source_but_the_target_waits_for_a_fence() -> None:
     pair = Pair(by_first_trial(Fault(delay_s=3.0, lost_s=0.1)), checks_permits=False)
     ticket = pair.open(PAGES, TOKENS)
     pair.send_all(ticket, SOURCE)
     pair.run(1.0)
-    assert len(pair.gave_up) == len(pair.drained) == 1 and not pair.failed
-    pair.reader.abort(ticket.nonce, "the router heard that the writer gave up")
+    assert len(pair.gave_up) == len(pair.drained) == len(pair.failed) == 1
     pair.run(5.0)
     assert not pair.reclaimed and pair.reader.quarantined_pages == 6
     pair.network.kill(WRITER)
@@ -345,6 +344,40 @@ def test_a_lost_write_frees_the_source_but_is_never_acknowledged() -> None:
     pair.run(1.0)
     assert pair.reclaimed == [Reclaimed(ticket.nonce)]
     assert_idle(pair)
+
+
+@pytest.mark.parametrize("is_asked_late", [False, True])
+@pytest.mark.parametrize("lost_by", ["fencing", "direct"])
+def test_a_lost_write_asks_for_the_fence_of_its_own_medium_only(lost_by: str, is_asked_late: bool) -> None:
+    """A reader that offers both, and a writer that can use one of them: where shm and tcp are offered, one on another host."""
+    plans = {lost_by: by_first_trial(Fault(delay_s=3.0, lost_s=0.1))}
+    pair = Pair(media=("direct", "fencing"), plans=plans, checks_permits={"direct": False, "fencing": True})
+    pair.writer._order = (lost_by,)
+    ticket = pair.open(PAGES, TOKENS)
+    pair.send_all(ticket, SOURCE)
+    pair.run(0.05)
+    if is_asked_late:  # what the writer says unasked gets lost
+        while not pair.drained:
+            pair.clock.now += 0.05
+            pair.poll()
+        pair.inbox.clear()
+        pair.reader.abort(ticket.nonce, "the router heard that the writer gave up")
+    pair.run(1.0)
+    assert len(pair.failed) == len(pair.gave_up) == len(pair.drained) == 1
+    assert pair.reader.quarantined_pages == (0 if lost_by == "fencing" else 6)
+    pair.kill(WRITER)
+    pair.reader.peer_gone(WRITER)
+    pair.run(1.0)
+    assert pair.reclaimed == [Reclaimed(ticket.nonce)]
+    assert_idle(pair)
+
+
+def test_an_ack_that_names_a_medium_nobody_offered_is_no_proof() -> None:
+    pair = Pair(checks_permits=False)
+    ticket = pair.open(PAGES, TOKENS)
+    pair.reader.abort(ticket.nonce, "client left")
+    pair.reader.handle(WRITER, AbortAck(ticket.nonce, "x", ("carrier pigeon",)))
+    assert pair.reader.quarantined_pages == 6 and pair.reader.counters["bad_abort_ack"] == 1
 
 
 # ---------------------------------------------------------------- aborts, deadlines, deaths

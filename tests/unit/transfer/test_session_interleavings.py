@@ -7,6 +7,7 @@ The same machine runs over deliberately broken rules: each must be caught, other
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -43,15 +44,29 @@ class Interleavings(RuleBasedStateMachine):
     writer_class: type[Writer] = Writer
     reader_class: type[Reader] = Reader
 
-    @initialize(checks=st.booleans(), faults=st.lists(st.integers(0, len(FAULTS) - 1), min_size=1, max_size=12))
-    def start(self, checks: bool, faults: list[int]) -> None:
+    @initialize(
+        media=st.lists(st.booleans(), min_size=1, max_size=2),
+        faults=st.lists(st.integers(0, len(FAULTS) - 1), min_size=1, max_size=12),
+    )
+    def start(self, media: list[bool], faults: list[int]) -> None:
+        """media: for each, whether the reader's end checks permits."""
         self.count = 0
+        self.needs_a_death = False
+        """A write was lost, or may be, where only the writer's death is a fence."""
 
-        def plan(_: Stamp) -> Fault:
-            self.count += 1
-            return FAULTS[faults[self.count % len(faults)]]
+        def plan_of(checks: bool) -> Callable[[Stamp], Fault]:
+            def plan(_: Stamp) -> Fault:
+                self.count += 1
+                fault = FAULTS[faults[self.count % len(faults)]]
+                self.needs_a_death |= not checks and (fault.lost_s is not None or fault.unknown_s is not None)
+                return fault
 
-        self.pair = Pair(plan, checks_permits=checks, on_land=self.on_land, writer_class=self.writer_class, reader_class=self.reader_class)
+            return plan
+
+        checks = {f"medium{number}": each for number, each in enumerate(media)}
+        plans = {name: plan_of(each) for name, each in checks.items()}
+        classes = {"writer_class": self.writer_class, "reader_class": self.reader_class}
+        self.pair = Pair(media=tuple(checks), plans=plans, checks_permits=checks, on_land=self.on_land, **classes)  # type: ignore[arg-type]
         self.reader_free = set(range(NUM_PAGES))
         self.writer_free = set(range(NUM_PAGES))
         self.tickets: dict[int, Ticket] = {}
@@ -127,7 +142,7 @@ class Interleavings(RuleBasedStateMachine):
     def writer_is_declared_dead(self, really: bool) -> None:
         if really:
             self.dead = True
-            self.pair.network.kill(WRITER)
+            self.pair.kill(WRITER)
         self.pair.reader.peer_gone(WRITER)
 
     # ------------------------------------------------------------ what the network does to messages
@@ -209,7 +224,8 @@ class Interleavings(RuleBasedStateMachine):
             for page in self.sources[nonce]:
                 self.pair.source.fill(page, 0xAA)  # another request's KV
             self.writer_free |= set(self.sources.pop(nonce))
-            reading = {write.stamp.nonce for write in self.pair.network.writes if not write.cut and write.snapshot is None}
+            writes = [write for network in self.pair.networks.values() for write in network.writes]
+            reading = {write.stamp.nonce for write in writes if not write.cut and write.snapshot is None}
             assert nonce not in reading, "a source page was freed under a write that reads it"
         elif isinstance(event, Acked):
             assert self.seen[nonce, "end"] == 1
@@ -235,7 +251,8 @@ class Interleavings(RuleBasedStateMachine):
             self.poll()
             self.deliver_all()
         if not self.pair.reader.is_idle():
-            self.pair.network.kill(WRITER)
+            assert self.needs_a_death or self.dead, "a living writer's word is proof"
+            self.pair.kill(WRITER)
             self.dead = True
             self.pair.reader.peer_gone(WRITER)
             for _ in range(3):
@@ -293,7 +310,7 @@ class AcknowledgesLost(Writer):
 
     def _drain(self) -> None:
         for outgoing in self._open.values():
-            outgoing.lost = False
+            outgoing.lost.clear()
         super()._drain()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Node:
 
 
 class Pair:
-    """`inbox` holds control messages under way, (receiver, message); `deliver` hands over the oldest ones."""
+    """`inbox` holds control messages under way, (receiver, message); `deliver` hands over the oldest. checks_permits: of all media, or by name."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Pair:
         *,
         media: Sequence[str] = ("fake",),
         plans: dict[str, Callable[[Stamp], Fault]] | None = None,
-        checks_permits: bool = True,
+        checks_permits: bool | Mapping[str, bool] = True,
         settings: Settings = QUICK,
         num_layers: int = 1,
         on_land: Callable[[FakeBackend, Stamp, list[tuple[int, int]]], None] | None = None,
@@ -67,9 +67,8 @@ class Pair:
     ) -> None:
         self.clock = Clock()
         plans = plans if plans is not None else {}
-        self.networks = {
-            name: FakeNetwork(self.clock, plan=plans.get(name, plan), checks_permits=checks_permits, on_land=on_land) for name in media
-        }
+        checks = dict.fromkeys(media, checks_permits) if isinstance(checks_permits, bool) else checks_permits
+        self.networks = {name: FakeNetwork(self.clock, plan=plans.get(name, plan), checks_permits=checks[name], on_land=on_land) for name in media}
         self.source, self.target = Node(WRITER, self.networks, 1), Node(READER, self.networks, 2)
         shape = {"region": 0, "shape": PageShape.plain(PAGE_TOKENS, PAGE_BYTES, num_layers)}
         shape |= {"clock": self.clock, "settings": settings}
@@ -125,6 +124,11 @@ class Pair:
     def run(self, seconds: float, tick: float = 0.05) -> None:
         for _ in range(round(seconds / tick)):
             self.step(tick)
+
+    def kill(self, peer: Peer) -> None:
+        """Its process dies."""
+        for network in self.networks.values():
+            network.kill(peer)
 
     def close(self) -> None:
         for node in (self.source, self.target):
