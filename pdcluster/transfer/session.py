@@ -12,7 +12,8 @@ reader then sends Abort, the writer answers AbortAck. Rules, cited by number in 
      is never proof: until then the pages are in quarantine.
  R4  The writer reuses source pages only when no write of the ticket can read them any more.
  R5  AbortAck is sent only when no write under the ticket is unfinished. It names the media by which writes were LOST: those may still land, and
-     the reader needs the fence of each of these media; for all others AbortAck is the proof.
+     the reader needs the fence of each of these media; for all others AbortAck is the proof. A writer never forgets such a ticket, since its
+     reader may ask for ever; past a bound it says of every ticket it does not know what it must say of those it forgot.
  R6  Abort for an unknown ticket leaves a tombstone: that ticket can not be opened any more, until its deadline made it void anyway.
  R7  Commit and its answer carry a round. An answer to an older round decides nothing, and a Commit of an older round gets its old answer
      again: otherwise a late duplicate could reopen pages that are live.
@@ -60,6 +61,7 @@ class Settings:
     verify_bytes: int = 32 << 20
     proof_s: float = 0.1
     max_tombstones: int = 65536
+    max_lost_tickets: int = 16384
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,9 @@ class Writer:
         self._flights: dict[tuple[str, Handle], Flight] = {}
         self._tombstones: dict[int, float] = {}
         self._answers: dict[int, tuple[Peer, tuple[str, ...], float]] = {}
-        """Tickets that ended: reader, by which media writes were lost (R5), until when we remember."""
+        """Tickets that ended: reader, by which media writes were lost (R5), until when we remember; for ever where any was."""
+        self._lost_before: set[str] = set()
+        """Media of the lost writes of tickets that had to be forgotten all the same."""
         self._turns: dict[Peer, deque[int]] = {}
         self._events: list[WriterEvent] = []
         self._poll_now = False
@@ -254,7 +256,7 @@ class Writer:
             self.counters["tombstone_refused"] += 1
             return
         self._tombstones[message.nonce] = max(self._clock() + message.remaining_s, self._tombstones.get(message.nonce, 0.0))
-        self._events.append(Send(reply_to(sender), AbortAck(message.nonce, "never started")))
+        self._events.append(Send(reply_to(sender), AbortAck(message.nonce, "never started", tuple(sorted(self._lost_before)))))
 
     def _on_commit_ack(self, outgoing: Outgoing, message: CommitAck) -> None:
         if message.refused:
@@ -318,7 +320,10 @@ class Writer:
             return
         self._forget_at = now + 1.0
         self._tombstones = {nonce: until for nonce, until in self._tombstones.items() if until > now}
-        self._answers = {nonce: answer for nonce, answer in self._answers.items() if answer[2] > now}
+        self._answers = {nonce: answer for nonce, answer in self._answers.items() if answer[1] or answer[2] > now}
+        lost = [nonce for nonce, answer in self._answers.items() if answer[1]]
+        for nonce in lost[: -self._settings.max_lost_tickets]:
+            self._lost_before.update(self._answers.pop(nonce)[1])  # from now on an Abort of any ticket that is unknown may mean this one
 
     # ------------------------------------------------------------ what poll does
 

@@ -372,6 +372,24 @@ def test_a_lost_write_asks_for_the_fence_of_its_own_medium_only(lost_by: str, is
     assert_idle(pair)
 
 
+@pytest.mark.parametrize("bound", [9, 1])
+def test_a_lost_write_is_remembered_as_long_as_its_reader_may_ask(bound: int) -> None:
+    """Long after the ticket's deadline; when there were too many of them, no Abort is proof any more."""
+    pair = Pair(lambda stamp: Fault(delay_s=1e6, lost_s=0.1), checks_permits=False, settings=replace(QUICK, max_lost_tickets=bound))
+    tickets = [pair.open([page], PAGE_TOKENS, deadline_s=5.0) for page in PAGES[:3]]
+    for ticket in tickets[:2]:
+        pair.send_all(ticket, SOURCE)
+    while len(pair.drained) < 2:
+        pair.clock.now += 0.05
+        pair.poll()
+    pair.inbox.clear()  # what it said unasked is lost
+    pair.clock.now += 60.0
+    pair.poll()
+    pair.writer.open(pair.open([PAGES[4]], PAGE_TOKENS))  # forgets what it may
+    pair.run(5.0)
+    assert len(pair.failed) == 3 and {each.nonce for each in pair.reclaimed} == ({tickets[2].nonce} if bound == 9 else set())
+
+
 def test_an_ack_that_names_a_medium_nobody_offered_is_no_proof() -> None:
     pair = Pair(checks_permits=False)
     ticket = pair.open(PAGES, TOKENS)
