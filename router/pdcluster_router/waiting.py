@@ -91,6 +91,11 @@ class Waiting:
             self._gone(request, "left")
             self.poke()
 
+    def _tell(self, request: str, outcome: str, answer: Decision | errors.PdclusterError) -> None:
+        """Unless it has left: one that hears bad news takes its siblings (other choices of its request) along, who may be the next to be told."""
+        if request in self._waiters:
+            self._gone(request, outcome).answer(answer)
+
     def _gone(self, request: str, outcome: str) -> Waiter:
         waiter = self._waiters.pop(request)
         now = self._clock()
@@ -115,29 +120,30 @@ class Waiting:
                     await self._pause()
         except Exception as error:  # the top of this task: a bug of ours, which everyone who waits must hear of
             logger.exception("the hold queue failed")
+            self._pump = None  # whoever comes while these are told needs another one
             for request in list(self._waiters):
-                self._gone(request, "refused").answer(errors.PdclusterError(f"internal error in the hold queue: {error}"))
+                self._tell(request, "refused", errors.PdclusterError(f"internal error in the hold queue: {error}"))
 
     async def _release_all(self) -> None:
         for late in self._gate.expire(self._clock()):
-            self._tell(late)
+            self._tell_released(late)
         while self.num_held:
             now = self._clock()
             released = self._gate.release(lambda held, now=now: self._waiters[held.request].decide(now), now)  # type: ignore[misc]
             if not released:
                 return
-            self._tell(released[0])
+            self._tell_released(released[0])
             await asyncio.sleep(0)  # it has started; others may want to do something, too
 
-    def _tell(self, released: Released) -> None:
+    def _tell_released(self, released: Released) -> None:
         request = released.held.request
         if released.error is None:
             assert released.decision is not None
-            self._gone(request, "placed").answer(released.decision)
+            self._tell(request, "placed", released.decision)
             return
-        if isinstance(released.error, errors.Overloaded):
+        if isinstance(released.error, errors.Overloaded) and request in self._waiters:
             self._metrics.refused(released.error.reason, released.held.tenant)
-        self._gone(request, "refused").answer(released.error)
+        self._tell(request, "refused", released.error)
 
     async def _pause(self) -> None:
         moment = self._gate.queue.next_expiry()

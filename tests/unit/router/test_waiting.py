@@ -18,7 +18,8 @@ from pdcluster.metrics import HoldMetrics
 from pdcluster_router.admission import Slo
 from pdcluster_router.attempt import StageDeadlines
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.generation import Done, Generation, Standing
+from pdcluster_router.gate import Gate, Released
+from pdcluster_router.generation import Chunk, Done, Generation, Standing
 from pdcluster_router.hold import HoldLimits
 from pdcluster_router.job import HashChain
 
@@ -35,6 +36,31 @@ class OneModel:
 
     def chain(self, model, salt):
         return HashChain(chain_root(block_tokens=4, salt=salt), 4)
+
+
+def generation_of(request: str, tenant: str = "a", deadline_s: float = 5.0, priority: int = 0) -> Generation:
+    sampling = m.Sampling(max_tokens=1, seed=1)
+    return Generation(request, "model", array("i", range(10)), sampling, deadline_s, standing=Standing(tenant, 1.0, priority))
+
+
+class Choices:
+    """Implements generation.Sink for several choices of one request: the first that fails takes the others along, as an HTTP answer does."""
+
+    def __init__(self, bench: Bench, request: str, num_choices: int, deadline_s: float) -> None:
+        self.errors: list[Exception] = []
+        generations = [generation_of(f"{request}-{number}", deadline_s=deadline_s) for number in range(num_choices)]
+        self.running = [bench.dispatch.start(generation, self) for generation in generations]
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        raise AssertionError("there is no node for it")
+
+    def on_done(self, done: Done) -> None:
+        raise AssertionError("there is no node for it")
+
+    def on_error(self, error: Exception) -> None:
+        self.errors.append(error)
+        for running in self.running:
+            running.cancel("another choice failed")
 
 
 class Bench:
@@ -63,9 +89,7 @@ class Bench:
         self.dispatch.waiting.poke()
 
     def start(self, request: str, tenant: str = "a", deadline_s: float = 5.0, priority: int = 0) -> asyncio.Task[Done]:
-        sampling = m.Sampling(max_tokens=1, seed=1)
-        generation = Generation(request, "model", array("i", range(10)), sampling, deadline_s, standing=Standing(tenant, 1.0, priority))
-        return asyncio.create_task(self.run(generation))
+        return asyncio.create_task(self.run(generation_of(request, tenant, deadline_s, priority)))
 
     async def run(self, generation: Generation) -> Done:
         async with aclosing(self.dispatch.generate(generation)) as events:
@@ -175,6 +199,43 @@ async def test_a_held_request_ends_by_its_deadline_or_its_age() -> None:
     with pytest.raises(errors.Overloaded, match="as long as it may"):
         await patient
     assert bench.dispatch.waiting.num_held == 0
+
+
+async def test_choices_that_expire_together_cost_nobody_else_their_place() -> None:
+    bench = Bench()
+    patient = bench.start("patient")
+    choices = Choices(bench, "hurried", 3, deadline_s=0.02)
+    hurried = bench.start("hurried too", deadline_s=0.03)
+    with pytest.raises(errors.DeadlineExceeded):
+        await hurried
+    assert [type(error) for error in choices.errors] == [errors.DeadlineExceeded]
+    assert not patient.done() and bench.dispatch.waiting.num_held == 1
+    bench.report(IDLE)
+    await patient
+
+
+async def test_a_bug_in_the_queue_is_told_to_all_that_wait_and_to_none_that_comes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    later = []
+
+    class ComesBack(Choices):
+        def on_error(self, error: Exception) -> None:
+            super().on_error(error)
+            later.append(Choices(bench, "later", 1, deadline_s=0.02))
+
+    def fail(self: Gate, now: float) -> list[Released]:
+        monkeypatch.undo()
+        raise RuntimeError("a bug")
+
+    choices, alone = ComesBack(bench, "several", 2, deadline_s=5.0), bench.start("alone")
+    await asyncio.sleep(0)
+    monkeypatch.setattr(Gate, "expire", fail)
+    with pytest.raises(errors.PdclusterError, match="internal error in the hold queue: a bug"):
+        await alone
+    assert len(choices.errors) == 1 and later[0].errors == []
+    with pytest.raises(errors.DeadlineExceeded):
+        await bench.start("afterwards", deadline_s=0.03)
+    assert [type(error) for error in later[0].errors] == [errors.DeadlineExceeded] and bench.dispatch.waiting.num_held == 0
 
 
 async def test_when_the_last_node_goes_those_that_wait_are_told_at_once() -> None:
