@@ -18,6 +18,8 @@ from pdcluster_router.view import ClusterView
 EVEN_SHARE = 0.25
 LONG_FACTOR = 2.0
 MIN_RETRY_S = 0.1
+LEAST_RATE = 1e-6
+"""Of a queue that nothing leaves any more, so that a wait stays a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,14 @@ def check_fits(num_tokens: int, view: ClusterView) -> None:
 
 
 class DrainRate:
-    """Work that leaves the hold queue per second while requests wait there, an average that forgets with `memory_s`. Owned by the queue's owner."""
+    """Work that leaves the hold queue per second while requests wait there, an average that forgets with `memory_s`. Owned by the queue's owner.
 
-    def __init__(self, memory_s: float = 10.0) -> None:
+    It begins as if the default had been seen for `prior_s`, which is forgotten like the rest: that nothing left for a second says little, when one
+    prompt may take that long."""
+
+    def __init__(self, memory_s: float = 10.0, prior_s: float = 3.0) -> None:
         self._memory_s = memory_s
+        self._prior_s = prior_s
         self._work = 0.0
         self._seconds = 0.0
         self._since: float | None = None
@@ -86,9 +92,7 @@ class DrainRate:
 
     def rate(self, default: float) -> float:
         """default: what it is taken to be while little was seen."""
-        weight = min(self._seconds / (self._memory_s / 10.0), 1.0)
-        measured = self._work / self._seconds if self._seconds > 0 else default
-        return max(weight * measured + (1.0 - weight) * default, 1e-6)
+        return max((self._work + default * self._prior_s) / (self._seconds + self._prior_s), LEAST_RATE)
 
     def _advance(self, now: float) -> None:
         if self._since is None:
@@ -96,5 +100,6 @@ class DrainRate:
         passed = max(now - self._since, 0.0)
         kept = math.exp(-passed / self._memory_s)
         self._seconds = self._seconds * kept + passed
+        self._prior_s *= kept
         self._work *= kept
         self._since = now

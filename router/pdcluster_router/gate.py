@@ -52,6 +52,7 @@ class Gate:
 
     def __init__(self, limits: HoldLimits, headroom: Headroom, slo: Slo) -> None:
         self.queue = HoldQueue(limits)
+        self._age_s = limits.age_s
         self._headroom = headroom
         self._slo = slo
         self._drain = DrainRate()
@@ -125,8 +126,8 @@ class Gate:
         return [Released(one.held, None, self._late(one, now)) for one in expired]
 
     def wait_s(self, held: Held, num_nodes: int) -> float:
-        """Predicted wait in the queue of a request that is not in it."""
-        return self.queue.work_before(held) / self._drain.rate(max(num_nodes, 1))
+        """Predicted wait in the queue of a request that is not in it; none may be longer than the queue's age."""
+        return min(self.queue.work_before(held) / self._drain.rate(max(num_nodes, 1)), self._age_s)
 
     # ------------------------------------------------------------ refusals
 

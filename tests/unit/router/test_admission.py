@@ -60,8 +60,19 @@ def test_the_drain_rate_follows_what_left_while_requests_waited() -> None:
     assert drain.rate(2.0) == pytest.approx(0.5, rel=0.1), "time in which nobody waited says nothing"
 
 
+def test_a_moment_in_which_nothing_left_is_no_standstill() -> None:
+    """One prompt may take a node that long."""
+    drain = DrainRate(memory_s=10.0)
+    drain.is_held(True, 0.0)
+    drain.is_held(True, 1.3)
+    assert 1.0 < drain.rate(2.0) < 2.0
+
+
 def test_a_queue_that_does_not_drain_has_a_long_wait() -> None:
     drain = DrainRate(memory_s=10.0)
     drain.is_held(True, 0.0)
-    drain.released(0.0, 60.0)
-    assert drain.rate(2.0) == pytest.approx(1e-6)
+    rates = []
+    for moment in (0.0, 5.0, 15.0, 60.0, 600.0):
+        drain.is_held(True, moment)
+        rates.append(drain.rate(2.0))
+    assert rates == sorted(rates, reverse=True) and rates[0] == 2.0 and rates[3] < 0.01 and rates[4] == pytest.approx(1e-6)

@@ -212,6 +212,26 @@ def test_with_a_service_level_the_queue_is_as_long_as_the_level_allows() -> None
     assert admitted == 11, "two nodes do 0.1 s each; 0.25 s on a node, 0.25 s for a prompt, and 0.5 s of wait or less"
 
 
+def test_a_moment_in_which_no_place_frees_does_not_end_admission() -> None:
+    """A prompt of two seconds on the only node is enough for that."""
+    world, gate = make_world("mixed"), make_gate(slo=Slo(ttft_s=10.0))
+    world.set_load("m0", load(waiting_tokens=2000))
+    for number in range(3):
+        assert gate.knock(held(f"r{number}"), world.decide, 0.0) is None
+    assert gate.release(world.decide, 1.5) == []
+    assert gate.knock(held("r3"), world.decide, 1.5) is None
+
+
+def test_nobody_is_told_to_wait_longer_than_any_request_may() -> None:
+    world, gate = make_world("mixed"), make_gate(count=1, age_s=30.0)
+    world.set_load("m0", load(waiting_tokens=250))
+    assert gate.knock(held("r0"), world.decide, 0.0) is None
+    assert gate.release(world.decide, 29.0) == [] and gate.release(world.decide, 1000.0) == []
+    with pytest.raises(errors.Overloaded) as refused:
+        gate.knock(held("r1"), world.decide, 1000.0)
+    assert refused.value.retry_after_s == 30.0
+
+
 def test_deadline_and_age_end_a_wait() -> None:
     world, gate = make_world("mixed"), make_gate(age_s=10.0)
     world.set_load("m0", load(waiting_tokens=300))
