@@ -26,7 +26,8 @@ class Work:
 class Pace:
     """backlog_s: seconds of prompt work, were it alone; stretch: how much longer prompts take because decode rows share their steps; tpot_s: between
     two tokens of a row while no prompt is computed; itl_s: between two tokens as it was lately, prompts and all, or tpot_s where that is longer;
-    prompt_step_s: while prompts are computed beside the rows, a full chunk in each step, as far behind their beginnings as those that wait now."""
+    prompt_step_s: while prompts are computed beside the rows, a full chunk in each step, as far behind their beginnings as those that wait now, or,
+    while none does, as prompts are that are as long as what rows attend to."""
 
     prefill: PrefillCost
     decode: DecodeCost
@@ -67,7 +68,7 @@ def pace(cost: NodeCost, work: Work) -> Pace:
     prefill, decode = cost.prefill, cost.decode
     added_s = decode.added_s(work.rows, work.context_tokens)
     chunk = prefill.chunk_tokens
-    depth = max(work.prefill_pairs / work.prefill_tokens if work.prefill_tokens > 0 else 0.0, chunk / 2)
+    depth = max(_depth(work), chunk / 2)
     step_s = prefill.work_s(chunk, chunk * depth)
     return Pace(
         prefill,
@@ -80,6 +81,13 @@ def pace(cost: NodeCost, work: Work) -> Pace:
         itl_s=max(work.itl_s if work.rows else 0.0, decode.fixed_s + added_s),
         prompt_step_s=max(step_s, decode.fixed_s) + added_s,
     )
+
+
+def _depth(work: Work) -> float:
+    """Tokens that a token of the prompts there attends to, on average."""
+    if work.prefill_tokens > 0:
+        return work.prefill_pairs / work.prefill_tokens
+    return work.context_tokens / work.rows / 2 if work.rows > 0 else 0.0
 
 
 def is_known(cost: NodeCost | None) -> bool:

@@ -27,7 +27,8 @@ class Station(msgspec.Struct, Generic[Number], frozen=True, gc=False):
     """One node, or all of them.
 
     is_server: 1 on nodes that compute prompts for others, 0 on decode nodes. chunk_tokens: inf when a prompt is one step. each_row_s: what a row adds
-    to a step, beside context_s for each token that it attends to; added_s: what the rows that run add together. prompt_step_s, stretch: see Pace.
+    to a step, beside context_s for each token that it attends to; added_s: what the rows that run add together. itl_s, prompt_step_s,
+    stretch: see Pace.
     missing_rows: rows that must end before there is room for one more, as a share of all. tight: 1 ÷ pages that rows hold where pages are scarce,
     else 0; spare_pages: those that a row could have."""
 
@@ -48,6 +49,7 @@ class Station(msgspec.Struct, Generic[Number], frozen=True, gc=False):
     context_tokens: Number
     added_s: Number
     tpot_s: Number
+    itl_s: Number
     prompt_step_s: Number
     missing_rows: Number
     tight: Number

@@ -166,6 +166,7 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
             pace.context_tokens,
             decode.added_s(pace.rows, pace.context_tokens),
             pace.tpot_s,
+            pace.itl_s,
             pace.prompt_step_s,
             missing_rows,
             tight,

@@ -110,6 +110,20 @@ def gap_s(node: Station[float], new: float, cached: float) -> float:
     return alone_s(node, chunk, cached + new - chunk) + node.added_s
 
 
+def paced_s(node: Station[float], new: float, cached: float, output: float) -> float:
+    """Between tokens of the rows that run there, over an answer: as it was lately, but for the steps in which this prompt is computed beside them,
+    and what waits before it."""
+    steps = max(new / node.chunk_tokens, 1.0)
+    busy_s = max(alone_s(node, new, cached) / steps, node.decode_fixed_s) + node.added_s
+    share = min((node.wait_s / max(node.prompt_step_s, busy_s, TINY) + steps) / output, 1.0)
+    return (1.0 - share) * node.itl_s + share * busy_s
+
+
+def comfort_s(node: Station[float], itl_s: float) -> float:
+    """What rows that run there may take from token to token: as asked, or COMFORT times what one of them takes alone."""
+    return itl_s or COMFORT * (node.decode_fixed_s + node.added_s / node.rows)
+
+
 def own_prompt(ask: Ask[Number], node: Station[Number], cached: Number) -> Prompt[Number]:
     """By the node's own cache. At least one token is always computed: the first output token is drawn from its logits."""
     larger = ask.larger

@@ -13,7 +13,8 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
  4. TPOT counts the prompts that will be computed beside the row while it lives. Where it is beyond COMFORT times a lone row's, a second weighs more,
     so that decode nodes take prompts while their rows stay well served, and prefill nodes take rows while they are idle enough.
  5. Remote or local, whichever is less; the mode of the last choice keeps a margin, so that a tie does not flip with every report. A prompt
-    that would hold up running rows longer than the inter-token limit goes elsewhere while there is a pair that can take it.
+    that would hold up running rows longer than the inter-token limit, or make them slow on average over an answer, goes elsewhere while there is a
+    pair that can take it: many would lose what one wins. Where first tokens will be late, rows may be slow by as much.
  6. While no node has run enough steps to know what they cost: the product score.
 """
 
@@ -109,7 +110,7 @@ class Seconds:
         market = Market(
             price=self._price(serving if serving.num_nodes else decoding, query.num_held),
             harm=self._harm,
-            share=max(_share_now(serving), _share_later(serving, decoding, query, view, asked)),
+            share=max(_share_now(serving, query.num_held), _share_later(serving, decoding, query, view, asked)),
             local_share=_share_now(decoding),
         )
         return asked.weigh(market, asked.holder(view.roster.accepting) if view.roster.accepting else None)
@@ -162,13 +163,18 @@ class Seconds:
         return None if row is None else Pick(local, row, local.values(row))
 
     def _keeps_pace(self, row: int, query: Query, view: ClusterView) -> bool:
-        """Whether running rows wait no longer for a token than they may, while the prompt is computed there."""
+        """Whether running rows wait no longer for a token than they may, once and on average, while the prompt is computed there."""
         station = view.stations.one(row)
         if not station.rows:
             return True
-        cached = query.cached_on(view.nodes[row])
+        node = view.nodes[row]
+        cached = query.cached_on(node)
         limit_s = query.itl_s if query.itl_s > 0 else self._gap * station.tpot_s
-        return seconds_of.gap_s(station, query.num_tokens - cached, cached) <= limit_s
+        if seconds_of.gap_s(station, query.num_tokens - cached, cached) > limit_s:
+            return False
+        paced_s = seconds_of.paced_s(station, query.uncached_on(node), cached, query.expected_output)
+        comfort_s = WELL * seconds_of.comfort_s(station, query.itl_s)
+        return paced_s <= comfort_s or paced_s <= comfort_s * _lateness(query, view)
 
     def _is_local_better(self, query: Query, view: ClusterView, weighed: Weighed, remote: Pair, local: Pick) -> bool:
         slowness = _slowness(local.row, weighed.tpot_s(local.row), query, view)
@@ -205,6 +211,9 @@ def _pull(row: int, view: ClusterView, weighed: Weighed) -> NodeView | None:
     return view.nodes[weighed.source] if weighed.source is not None and weighed.is_fetched(row) else None
 
 
+WELL = 0.9
+"""Of what rows may take on average from token to token, as long as some of them take more."""
+
 LEAST_STRAIN = 0.05
 """Of rows that a prompt slows at all."""
 ROUNDING = 1e-9
@@ -236,9 +245,10 @@ MOST_SHARE = 0.9
 """Nobody computes prompts for longer than that and still takes rows."""
 
 
-def _share_now(nodes: Totals) -> float:
-    """Of the time in which such nodes compute prompts, told from how many prompts are there: with Poisson arrivals ρ = N ÷ (1 + N)."""
-    return nodes.prompts / (nodes.prompts + nodes.num_nodes) if nodes.num_nodes else 0.0
+def _share_now(nodes: Totals, num_held: int = 0) -> float:
+    """Of the time in which such nodes compute prompts, told from how many are there or wait for them: with Poisson arrivals ρ = N ÷ (1 + N)."""
+    prompts = nodes.prompts + num_held
+    return prompts / (prompts + nodes.num_nodes) if nodes.num_nodes else 0.0
 
 
 def _share_later(serving: Totals, decoding: Totals, query: Query, view: ClusterView, asked: Scales) -> float:

@@ -27,7 +27,7 @@ from pdcluster_router.policy.estimates import (
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scales import MOST_CANDIDATES
 from pdcluster_router.policy.scored import Scored
-from pdcluster_router.policy.seconds import MOST_SHARE
+from pdcluster_router.policy.seconds import MOST_SHARE, WELL
 from pdcluster_router.view import ClusterView, NodeView
 
 Values = tuple[float, ...]
@@ -229,7 +229,7 @@ class PlainSeconds:
         return Market(
             price=self._price(computing or stations, query.num_held),
             harm=self._harm,
-            share=max(_share_now(computing), _share_later(stations, computing, query)),
+            share=max(_share_now(computing, query.num_held), _share_later(stations, computing, query)),
             local_share=_share_now([station for station in stations if station.node.role == "decode"]),
             source=max(view.accepting, key=query.held_on, default=None),
         )
@@ -279,23 +279,27 @@ class PlainSeconds:
         record = remote[0].candidates(query) + remote[1].candidates(query)
         if local is None:
             return self._remote_choice(remote, market, query, record)
-        calm = self._without_long_pauses(local, query) if self._keeps_pace(remote[0].best, query) else local
+        calm = self._without_long_pauses(local, query, stations) if self._keeps_pace(remote[0].best, query, stations) else local
         record += local.candidates(query) if calm is not None else local.candidates(query, "holds up running rows")
         if calm is not None and self._is_local_better(query, remote, calm, market, stations):
             return self._local_choice(calm, market, query, record)
         return self._remote_choice(remote, market, query, record)
 
-    def _without_long_pauses(self, local: Ranked, query: Query) -> Ranked | None:
-        entries = tuple(entry for entry in local.entries if self._keeps_pace(entry[1], query))
+    def _without_long_pauses(self, local: Ranked, query: Query, stations: Sequence[Station]) -> Ranked | None:
+        entries = tuple(entry for entry in local.entries if self._keeps_pace(entry[1], query, stations))
         return of_legs(local, entries=entries) if entries else None
 
-    def _keeps_pace(self, station: Station, query: Query) -> bool:
+    def _keeps_pace(self, station: Station, query: Query, stations: Sequence[Station]) -> bool:
         pace = station.pace
         if pace.rows == 0:
             return True
         limit_s = query.itl_s if query.itl_s > 0 else self._gap * pace.tpot_s
         cached = query.cached_on(station.node)
-        return pace.gap_s(query.num_tokens - cached, cached) <= limit_s
+        if pace.gap_s(query.num_tokens - cached, cached) > limit_s:
+            return False
+        added_s = pace.decode.added_s(pace.rows, pace.context_tokens)
+        comfort_s = query.itl_s or COMFORT * (pace.decode.fixed_s + added_s / pace.rows)
+        return _paced_s(station, query) <= WELL * comfort_s * max(_lateness(query, stations), 1.0)
 
     def _is_local_better(self, query: Query, remote: tuple[Ranked, Ranked], local: Ranked, market: Market, stations: Sequence[Station]) -> bool:
         """Of the price, whose term comes after those of the time to first token, only a part counts here."""
@@ -316,6 +320,17 @@ class PlainSeconds:
         prefills, decodes = remote
         predicted, pull = _predicted(prefills, decodes, market, query), _pull(prefills.best, market, query)
         return Choice("remote", prefills.best.node, decodes.best.node, lambda: record, predicted, self.name, pull)
+
+
+def _paced_s(station: Station, query: Query) -> float:
+    """Between tokens of the rows that run there: in the steps of this prompt and those before it, and as lately for the rest of an answer."""
+    pace, cached, new = station.pace, query.cached_on(station.node), query.uncached_on(station.node)
+    steps = max(new / pace.prefill.chunk_tokens, 1.0) if pace.prefill.chunk_tokens else 1.0
+    busy_s = max(pace.prefill.seconds(new, cached) / steps, pace.decode.fixed_s) + pace.decode.added_s(pace.rows, pace.context_tokens)
+    longer_s = max(pace.prompt_step_s, busy_s)
+    busy_steps = steps + (pace.wait_s / longer_s if longer_s else 0.0)
+    share = min(busy_steps / query.expected_output, 1.0)
+    return pace.itl_s * (1.0 - share) + busy_s * share
 
 
 def _predicted(first: Ranked, decodes: Ranked, market: Market, query: Query) -> Predicted:
@@ -352,9 +367,9 @@ def _slowness(station: Station, query: Query, market: Market) -> float:
     return (tpot_s - alone_s) / max((query.itl_s or 2.0 * alone_s) - alone_s, 1e-300)
 
 
-def _share_now(stations: Sequence[Station]) -> float:
-    """Of the time in which such nodes compute prompts, told from how many prompts are there: with Poisson arrivals ρ = N ÷ (1 + N)."""
-    prompts = sum(station.node.num_prompts for station in stations)
+def _share_now(stations: Sequence[Station], num_held: int = 0) -> float:
+    """Of the time in which such nodes compute prompts, told from how many are there or wait for them: with Poisson arrivals ρ = N ÷ (1 + N)."""
+    prompts = sum(station.node.num_prompts for station in stations) + num_held
     return prompts / (prompts + len(stations)) if stations else 0.0
 
 

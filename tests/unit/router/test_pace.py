@@ -18,8 +18,10 @@ def test_rows_beside_a_long_prompt_wait_longer_for_each_token_than_beside_a_shor
     assert beside_long.busy_tpot_s(1.0, 0.0) > 1.5 * beside_short.busy_tpot_s(1.0, 0.0)
 
 
-def test_without_a_prompt_a_full_chunk_is_expected_beside_rows() -> None:
-    assert _pace().prompt_step_s == pytest.approx(COST.prefill.seconds(256) + COST.decode.added_s(10, 10_000))
+def test_without_a_prompt_a_full_chunk_of_a_prompt_like_those_of_the_rows_is_expected_beside_them() -> None:
+    full_s = COST.prefill.work_s(256, 256 * 500)
+    assert _pace().prompt_step_s == pytest.approx(full_s + COST.decode.added_s(10, 10_000))
+    assert _pace(rows=0).prompt_step_s == pytest.approx(COST.prefill.seconds(256))
 
 
 def test_rows_stretch_a_long_prompt_less_than_a_short_one() -> None:

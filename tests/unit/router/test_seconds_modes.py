@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from scripted_cluster import EMPTY_LOAD, make_node
 
 from pdcluster.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
-from pdcluster_router.policy.base import Query
+from pdcluster_router.policy.base import Candidate, Query
 from pdcluster_router.policy.seconds import Seconds
 from pdcluster_router.view import ClusterView, NodeView
 
@@ -15,7 +15,7 @@ COST = NodeCost(PrefillCost(0.005, 1e-4, 2e-9, 512, 100), DecodeCost(0.02, 1.5e-
 QUERY = Query(num_tokens=4000, expected_output=200, usual_tokens=4000)
 
 
-def _node(name: str, role: str, *, tokens: int = 0, rows: int = 0, context: int = 0) -> NodeView:
+def _node(name: str, role: str, *, tokens: int = 0, rows: int = 0, context: int = 0, itl_s: float = 0.0) -> NodeView:
     load = replace(
         EMPTY_LOAD,
         waiting=int(tokens > 0),
@@ -28,6 +28,7 @@ def _node(name: str, role: str, *, tokens: int = 0, rows: int = 0, context: int 
         context_tokens=context,
         pages_total=100_000,
         pages_free=100_000,
+        itl_s=itl_s,
     )
     return replace(make_node(name, role), load=load, cost=COST, bandwidth={"d": 1e10, "p": 1e10}, max_len=100_000)
 
@@ -55,3 +56,26 @@ def test_the_more_wait_the_slower_the_rows_that_still_help() -> None:
 def test_a_prompt_that_may_take_longer_presses_less(rows: int) -> None:
     nodes = [_computes(6, rows, usual_tokens=usual) for usual in (0.0, 4000.0, 400_000.0)]
     assert nodes == sorted(nodes), "d comes before p"
+
+
+@pytest.mark.parametrize(("output", "itl_s", "first"), [(200, 0.0, "d"), (8, 0.0, "p"), (200, 0.03, "d"), (200, 0.045, "p")])
+def test_rows_are_not_made_slow_while_first_tokens_are_in_time(output: int, itl_s: float, first: str) -> None:
+    """Eight steps of 58 ms beside them are little of 200 tokens and all of 8; rows that were slow lately get nothing more to carry."""
+    view = ClusterView((_node("p", "prefill", tokens=4000), _node("d", "decode", rows=10, context=50_000, itl_s=itl_s)))
+    assert Seconds().choose(replace(QUERY, num_held=4, expected_output=output), view).first.name == first
+
+
+def test_rows_may_be_as_slow_as_first_tokens_are_late() -> None:
+    view = ClusterView((_node("p", "prefill", tokens=4000), _node("d", "decode", rows=10, context=50_000, itl_s=0.045)))
+    firsts = [Seconds().choose(replace(QUERY, num_held=num_held), view).first.name for num_held in (4, 40)]
+    assert firsts == ["p", "d"]
+
+
+def test_a_row_on_a_prefill_node_expects_the_prompts_that_wait_in_the_router() -> None:
+    view = ClusterView((_node("p", "prefill"), _node("d", "decode")))
+    few, many = (_decode_s(Seconds().choose(replace(QUERY, num_held=held, force="local"), view).candidates) for held in (0, 20))
+    assert many > 3 * few
+
+
+def _decode_s(candidates: tuple[Candidate, ...]) -> float:
+    return next(dict(candidate.terms)["decode"] for candidate in candidates if candidate.node.name == "p")

@@ -71,7 +71,7 @@ def test_a_full_queue_refuses_what_comes_then() -> None:
 
 
 def test_a_long_wait_on_prefill_nodes_sends_prompts_to_decode_nodes() -> None:
-    workload = trace(*(request(0.0, 400, num_output=2) for _ in range(40)))
+    workload = trace(*(request(0.0, 400, num_output=60) for _ in range(40)))
     nodes = layout(prefill=1, decode=1, cache_tokens=65_536).nodes(16)
     flights = Simulation(nodes, ReplayRouter(nodes, RouterSpec(make_policy("seconds")))).run(workload)
     computed_on = Counter((flight.prefill or flight.decode or nodes[0]).name for flight in flights)
