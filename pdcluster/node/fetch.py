@@ -4,6 +4,9 @@ A pull's life: a Prefill names a holder → the sequence is held in the queue, p
 to them under a ticket like any other, and Fetch asks it to → the KV is verified and published → the sequence is let go and finds a longer cached
 prefix. Whatever goes wrong, the sequence is let go and computes its prompt: a pull fails no request, and costs it at most `pull_s`.
 
+A pull is all or nothing. Its digests come with its Commit, so a page of it is known to be right only then; chunks that are not are asked for again
+(`session`), and a pull that ends without all of them publishes no page. What was cached here before stays, and is used.
+
 The pages belong to the pull alone while it is open. They are given up when it ends, well or not: what was published stays cached, what a writer
 may still write to is quarantined until the reader says Reclaimed. Owned by the node loop's thread; no sockets here. The other end is `export`.
 """

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
-from local_cluster import LocalCluster
+from local_cluster import LocalCluster, oracle_kit
 from oracle import VOCAB, reference
 
 from pdcluster import errors
 from pdcluster.kv.hashing import extend
 from pdcluster.messages import Commit, Fetch, Message
-from pdcluster.transfer.base import WriteStatus
+from pdcluster.transfer.base import Stamp, WriteStatus
 from pdcluster.transfer.fake import Fault
 from pdcluster_router.pull import PullRule
 
@@ -114,6 +116,29 @@ async def test_a_faulty_write_of_a_pull_never_changes_a_token_and_never_fails_a_
         tokens, done = await cluster.run(second, 8)
         assert tokens == reference(second, 8) and done.attempts == 1
         assert nonces and counted(cluster, "ok") + counted(cluster, "failed") == 1
+        cluster.network.plan = lambda stamp: Fault()
+        await cluster.until_idle()
+
+
+async def test_a_pull_of_which_a_part_verified_gives_nothing_and_takes_nothing_from_what_was_cached() -> None:
+    """All or nothing: its first chunk is whole, its others never are."""
+    cluster = LocalCluster(PAIR, force="remote")
+    cluster.transfer = replace(cluster.transfer, chunk_bytes=2 * oracle_kit(1).shape.pages.page_bytes)
+    async with cluster:
+        second = await first_turn(cluster)
+        chunks: Counter[int] = Counter()
+
+        def plan(stamp: Stamp) -> Fault:
+            is_pull = stamp.nonce in cluster.nodes["p0"].parts.fetch._pulls
+            chunks.update([stamp.chunk] if is_pull else [])
+            return Fault(flip_byte=5) if is_pull and stamp.chunk else Fault()
+
+        cluster.network.plan = plan
+        tokens, done = await cluster.run(second, 8)
+        assert tokens == reference(second, 8) and done.attempts == 1
+        assert chunks[0] == 1 and len(chunks) > 2 and min(count for chunk, count in chunks.items() if chunk) == 1 + cluster.transfer.rounds
+        assert counted(cluster, "failed") == 1 and done.timeline.pulled_tokens == 0
+        assert done.cached_tokens == FIRST, "what prefill had itself, and no more"
         cluster.network.plan = lambda stamp: Fault()
         await cluster.until_idle()
 
