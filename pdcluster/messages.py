@@ -452,8 +452,7 @@ class Abort(Message, frozen=True, array_like=True):
 
 
 class AbortAck(Message, frozen=True, array_like=True):
-    """No write under this ticket was started, or none can land any more, but for those by media in `lost`: what became of a write there is not known,
-    and the reader needs that medium's own fence. Also sent unasked when the writer gives up."""
+    """Nothing can land under this ticket any more, except by media in `lost`: these need their own fence. Also sent unasked: the writer gave up."""
 
     nonce: int
     reason: str
@@ -481,7 +480,6 @@ AnyMessage = (
     | Welcome | Scheduled | Reserved | Refused | Tokens | Delivered | Finished | Failed | Load | CacheDelta | Managed | FileChunk
     | Commit | CommitAck | Abort | AbortAck | Fetch | Declined
 )  # fmt: skip
-
 
 MAX_MESSAGES = 1024
 """In one frame."""
