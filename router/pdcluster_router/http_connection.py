@@ -12,7 +12,7 @@ here.
 from __future__ import annotations
 
 import math
-from asyncio import BaseTransport, Event, Protocol, Transport
+from asyncio import BaseTransport, Event, Protocol, Transport, get_running_loop
 from collections import deque
 from dataclasses import dataclass
 from time import monotonic
@@ -26,6 +26,8 @@ from pdcluster_router.http_exchange import Asked, Exchange
 
 MAX_HEAD_BYTES = 64 * 1024
 DISCARD_FACTOR = 8
+MOST_POSTED_BYTES = 16 * 1024
+"""What is posted beyond that is sent at once, so that the transport says when its client does not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,18 @@ class Connections(set["Connection"]):
     def __init__(self) -> None:
         super().__init__()
         self._none: Event | None = None
+        self._posting: list[Connection] = []
+
+    def posts(self, connection: Connection) -> None:
+        """It has something to send when this turn of the loop ends."""
+        if not self._posting:
+            get_running_loop().call_soon(self._flush)
+        self._posting.append(connection)
+
+    def _flush(self) -> None:
+        posting, self._posting = self._posting, []
+        for connection in posting:
+            connection.flush()
 
     def ended(self, connection: Connection) -> None:
         self.discard(connection)
@@ -106,6 +120,8 @@ class Connection(Protocol):
         self._ends_soon = False
         self._is_reading = True
         self._is_settling = False
+        self._posted: list[bytes] = []
+        self._posted_bytes = 0
         self.is_paused = False
         self.deadline = math.inf
 
@@ -120,6 +136,7 @@ class Connection(Protocol):
         self._transport = None
         self._open_ones.ended(self)
         self._early.clear()
+        self._posted.clear()
         current = self._current
         if current is not None and not current.finished:
             self._application.gone(current)
@@ -263,11 +280,34 @@ class Connection(Protocol):
 
     def send(self, data: bytes) -> None:
         """Implements Line."""
+        if self._posted:
+            data = self._take_posted() + data
         if self._transport is not None:
             self._transport.write(data)
 
+    def post(self, data: bytes) -> None:
+        """Implements Line."""
+        if not self._posted:
+            self._open_ones.posts(self)
+        self._posted.append(data)
+        self._posted_bytes += len(data)
+        if self._posted_bytes > MOST_POSTED_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """What was posted is sent. Idempotent."""
+        if self._posted:
+            self.send(b"")
+
+    def _take_posted(self) -> bytes:
+        posted = self._posted[0] if len(self._posted) == 1 else b"".join(self._posted)
+        self._posted.clear()
+        self._posted_bytes = 0
+        return posted
+
     def close(self) -> None:
         """After what was sent."""
+        self.flush()
         if self._transport is not None:
             self._transport.close()
 

@@ -1,6 +1,7 @@
 """One HTTP request and its answer, as the application sees them: what the client asked, and bytes on their way back. Knows no endpoint and no parser.
 
-Nothing here waits. What the client does not read stays in the transport's buffer; whoever writes more than once looks at `is_paused` first.
+Nothing here waits. What the client does not read stays in the transport's buffer; whoever writes more than once looks at `is_paused` first. A part of
+an answer goes out with the others of the same turn of the loop: a write is what costs most of a token.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ class Line(Protocol):
 
     is_paused: bool
 
-    def send(self, data: bytes) -> None: ...
+    def send(self, data: bytes) -> None:
+        """Now, behind what was posted."""
+        ...
+
+    def post(self, data: bytes) -> None:
+        """Before the loop's turn ends, together with what else is posted in it."""
+        ...
 
     def end(self, exchange: Exchange) -> None:
         """The last byte of its answer was sent, or there will be none."""
@@ -120,15 +127,17 @@ class Exchange:
         else:
             self._is_chunked = True
         self.started = True
-        self._line.send(self._head(status, headers, b"transfer-encoding: chunked\r\n" if self._is_chunked else b""))
+        self._line.post(self._head(status, headers, b"transfer-encoding: chunked\r\n" if self._is_chunked else b""))
 
     def write(self, data: bytes, *, last: bool = False) -> None:
         if self._is_chunked:
             data = b"%x\r\n%b\r\n%b" % (len(data), data, b"0\r\n\r\n" if last else b"")
+        if not last:
+            self._line.post(data)
+            return
         self._line.send(data)
-        if last:
-            self.finished = True
-            self._line.end(self)
+        self.finished = True
+        self._line.end(self)
 
     def abandon(self) -> None:
         """There is nobody to answer, and nobody reads what was written."""
