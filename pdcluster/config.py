@@ -277,7 +277,7 @@ class RouterConfig(Section):
     auto_roles: bool = key(False, boolean, "change nodes' roles by what waits for them; on one router of a cluster only")
     tenants: Path | None = key(None, path, "TOML or JSON file of tenants and their API keys; default: everyone is one tenant, without keys")
     max_requests: int = key(1024, integer(1, 2**20), "most requests accepted at a time")
-    max_body_bytes: int = key(8 * 2**20, size(1024), "largest request body")
+    max_body_bytes: int = key(8 * 2**20, size(1024), "largest request body; what it may be made of is bounded besides (100,000 strings and keys)")
     deadline_s: float = key(600.0, duration(0.001), "longest time of one request")
     retry_budget: int = key(3, integer(0, 100), "attempts after the first one")
     pull: Literal["always", "never"] = key("always", choice("always", "never"), "whether a node first fetches cached KV that another one holds")

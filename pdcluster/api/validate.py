@@ -13,6 +13,7 @@ from typing import Literal, NoReturn, TypeVar, get_args, get_origin
 
 import msgspec
 
+from pdcluster.api.bulk import check_bulk
 from pdcluster.errors import BadRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -33,6 +34,7 @@ HALF_A_PAIR = "the body has a string with half a surrogate pair (such as \\ud800
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T], schemas: Mapping[str, type[msgspec.Struct]]) -> T:
     """schemas: the struct that stands at a path ("" for the body itself, "messages[…]" with the index left out), for naming known fields."""
+    check_bulk(body)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

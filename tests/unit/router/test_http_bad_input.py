@@ -192,7 +192,7 @@ BODIES: list[tuple[bytes, str]] = [
     (b"\xef\xbb\xbf{}", "not valid JSON"),
     (DEEP, "nested too deeply"),
     (b'{"model":"tiny","seed":' + b"9" * 5000 + b"}", "integer string conversion"),
-    (b'{"model":"tiny","metadata":' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deeply"),
+    (b'{"model":"tiny","metadata":' + b"[" * 150_000 + b"]" * 150_000 + b"}", "nested too deeply"),
 ]
 
 
