@@ -31,6 +31,7 @@ from pdcluster.kv.hashing import BLOCK_TOKENS, extend
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.kv.pages import PagePool
 from pdcluster.node.files import ModelFiles
+from pdcluster.node.outbox import Outbox
 from pdcluster.node.report import Reporter
 from pdcluster.transfer.base import Peer
 from pdcluster.wire.hub import Hub, LeaseEnded
@@ -42,7 +43,7 @@ TOKEN_BYTES = 4
 @dataclass(frozen=True, slots=True)
 class Speed:
     """prefill_s: of a prompt, prefill_token_s: of each token of it that is not cached; token_s: from one output token to the next. 0: the whole
-    answer comes in one frame."""
+    answer comes in one row."""
 
     prefill_s: float = 0.0
     prefill_token_s: float = 0.0
@@ -110,6 +111,7 @@ class FakeNode:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._loses_delta = False
+        self._outbox = Outbox()
         self._nonces = itertools.count(secrets.randbits(32) << 24)
 
     def card(self, model: str = "model", max_len: int = 1 << 18, vocab_size: int = 1 << 16) -> NodeCard:
@@ -140,6 +142,7 @@ class FakeNode:
                 self._lose(event.peer)
         while self._due and self._due[0][0] <= self._clock():
             heapq.heappop(self._due)[2]()
+        self._outbox.flush(self.hub)
         self._reporter.report(self._tell)
         self.hub.tick(self._clock())
 
@@ -293,10 +296,10 @@ class FakeNode:
         work, first = served.work, served.emitted
         tokens = tuple(self._token(position) for position in range(first, first + count))
         served.emitted += count
-        self._tell(served.router, m.Tokens((m.TokenRow(work.request, work.attempt, first, tokens),)))
+        self._outbox.row(served.router, m.TokenRow(work.request, work.attempt, first, tokens))
         if served.emitted >= work.sampling.max_tokens:
             timings = m.Timings(cached_tokens=min(served.cached_tokens, served.num_tokens), decode_tokens=served.emitted)
-            self._tell(served.router, m.Finished(work.request, work.attempt, "length", served.emitted, timings))
+            self._outbox.message(served.router, m.Finished(work.request, work.attempt, "length", served.emitted, timings))
             self._keep_output(served)
             self._end(served)
 
