@@ -1,6 +1,6 @@
 """Every message between router, prefill node and decode node, as frozen msgspec structs of plain values.
 
-They know no torch, no protobuf, no HTTP and no sockets. Sizes and ranges are checked by `wire.codec` when a frame is decoded.
+They know no torch, no protobuf, no HTTP and no sockets. Sizes and ranges (`bounds`, and more in `wire.codec`) are checked when a frame is decoded.
 Durations are seconds; times never cross a machine (a deadline travels as seconds that are left). Positions of output tokens count
 from 0 over the whole request, whatever attempt produced them.
 """
@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
+
+from pdcluster.bounds import BigCount, Count, Id, Number, Positive, Seconds, SecondsLeft, Text
 
 Role = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length", "eos"]
@@ -51,18 +53,18 @@ class Sampling(Value, frozen=True, array_like=True):
     logprobs: number of alternatives reported beside each output token's own logprob (0: only its own), None for none.
     """
 
-    max_tokens: int
+    max_tokens: Positive
     seed: int
-    choice: int = 0
-    min_tokens: int = 0
+    choice: Count = 0
+    min_tokens: Count = 0
     temperature: float = 1.0
-    top_k: int | None = None
+    top_k: Positive | None = None
     top_p: float | None = None
     min_p: float | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Count, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: Count | None = None
+    prompt_logprobs: Count | None = None
 
 
 class Work(Value, frozen=True, array_like=True):
@@ -70,24 +72,23 @@ class Work(Value, frozen=True, array_like=True):
 
     token_ids: packed int32 of the prompt and of all tokens emitted by earlier attempts; num_prompt of them are the prompt.
     hashes: the chained block hashes of token_ids, HASH_BYTES each, full hash blocks only. hash_root: the key of the chain's first block
-    (kv.hashing.chain_root), so that a node can name what it decodes after a prompt shorter than a block; empty: such output is not cached.
-    """
+    (kv.hashing.chain_root), so that a node can name what it decodes after a prompt shorter than a block; empty: such output is not cached."""
 
-    request: str
-    attempt: int
+    request: Id
+    attempt: Count
     token_ids: bytes
-    num_prompt: int
+    num_prompt: Positive
     hashes: bytes
     sampling: Sampling
-    deadline_s: float
+    deadline_s: SecondsLeft
     hash_root: bytes = b""
 
 
 class Endpoint(Value, frozen=True, array_like=True):
     """How to reach one boot of one node. adverts: (backend name, opaque bytes that backend's `connect` understands), best first."""
 
-    node: str
-    incarnation: str
+    node: Id
+    incarnation: Id
     address: str
     adverts: tuple[tuple[str, bytes], ...] = ()
 
@@ -97,21 +98,20 @@ class Ticket(Value, frozen=True, array_like=True):
 
     pages: packed int32 ids in the reader's region `region`, in token order from token 0 on (the first cached_tokens/page_tokens of them are
     already filled and must not be written). nonce is random and names the ticket on the wire. ranks: those of the reader, each with a region of
-    its own from `region` on, all with the same page ids; page_bytes: of one rank's page.
-    """
+    its own from `region` on, all with the same page ids; page_bytes: of one rank's page."""
 
     nonce: int
-    request: str
-    attempt: int
+    request: Id
+    attempt: Count
     reader: Endpoint
     writer: Endpoint
-    region: int
+    region: Count
     pages: bytes
-    page_tokens: int
-    page_bytes: int
-    num_tokens: int
-    cached_tokens: int
-    deadline_s: float
+    page_tokens: Positive
+    page_bytes: Number
+    num_tokens: Positive
+    cached_tokens: Count
+    deadline_s: SecondsLeft
     ranks: int = 1
 
 
@@ -163,15 +163,15 @@ class Deliver(Message, frozen=True, array_like=True):
 class Cancel(Message, frozen=True, array_like=True):
     """Stop this attempt (and earlier ones) of the request, on whichever leg it runs. Idempotent."""
 
-    request: str
-    attempt: int
-    reason: str
+    request: Id
+    attempt: Count
+    reason: Text
 
 
 class Release(Message, frozen=True, array_like=True):
     """The prefill node may drop the KV it keeps parked for this request."""
 
-    request: str
+    request: Id
 
 
 class Manage(Message, frozen=True, array_like=True):
@@ -207,10 +207,10 @@ class TokenLogprobs(Value, frozen=True, array_like=True):
 class TokenRow(Value, frozen=True, array_like=True):
     """New output tokens of one attempt, the first of them at `position`."""
 
-    request: str
-    attempt: int
-    position: int
-    tokens: tuple[int, ...]
+    request: Id
+    attempt: Count
+    position: Count
+    tokens: tuple[Count, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
@@ -220,19 +220,18 @@ class Timings(Value, frozen=True, array_like=True):
 
     queue: arrival → first scheduled; prefill: first scheduled → first token; transfer: first write submitted → last write done;
     exposed: first token → commit acknowledged; decode: first decode step → last token. cached_tokens: those whose KV was not computed;
-    pulled_tokens of them were fetched from another node.
-    """
+    pulled_tokens of them were fetched from another node."""
 
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    transfer_s: float = 0.0
-    exposed_s: float = 0.0
-    transfer_bytes: int = 0
-    decode_s: float = 0.0
-    decode_tokens: int = 0
-    cached_tokens: int = 0
-    backend: str = ""
-    pulled_tokens: int = 0
+    queue_s: Seconds = 0.0
+    prefill_s: Seconds = 0.0
+    transfer_s: Seconds = 0.0
+    exposed_s: Seconds = 0.0
+    transfer_bytes: BigCount = 0
+    decode_s: Seconds = 0.0
+    decode_tokens: Count = 0
+    cached_tokens: Count = 0
+    backend: Text = ""
+    pulled_tokens: Count = 0
 
 
 class Welcome(Message, frozen=True, array_like=True):
@@ -245,9 +244,9 @@ class Welcome(Message, frozen=True, array_like=True):
 class Scheduled(Message, frozen=True, array_like=True):
     """The prefill node took the request out of its queue: now is the time to reserve. cached_tokens: found in its cache."""
 
-    request: str
-    attempt: int
-    cached_tokens: int = 0
+    request: Id
+    attempt: Count
+    cached_tokens: Count = 0
 
 
 class Reserved(Message, frozen=True, array_like=True):
@@ -258,11 +257,11 @@ class Refused(Message, frozen=True, array_like=True):
     """Not accepted, nothing is held for it. `leg` says which message is answered, attempt is that message's (for deliver, the ticket's; sent
     also when the ticket broke later: the KV stays parked). retryable False: no node of this size can ever take it."""
 
-    request: str
-    attempt: int
+    request: Id
+    attempt: Count
     leg: RefusedLeg
-    reason: str
-    retry_after_s: float
+    reason: Text
+    retry_after_s: Seconds
     retryable: bool = True
 
 
@@ -275,8 +274,8 @@ class Tokens(Message, frozen=True, array_like=True):
 class Delivered(Message, frozen=True, array_like=True):
     """The decode node acknowledged the commit; the prefill leg is over."""
 
-    request: str
-    attempt: int
+    request: Id
+    attempt: Count
     timings: Timings
 
 
@@ -284,21 +283,21 @@ class Finished(Message, frozen=True, array_like=True):
     """The attempt ended well; its last tokens came before this message. num_output: output tokens of the whole request, so that the
     router knows when it has them all. stop_token: the id that ended it, if one did."""
 
-    request: str
-    attempt: int
+    request: Id
+    attempt: Count
     reason: FinishReason
-    num_output: int
+    num_output: Count
     timings: Timings
-    stop_token: int | None = None
+    stop_token: Count | None = None
 
 
 class Failed(Message, frozen=True, array_like=True):
     """The attempt ended badly on this node. code is that of an error in `errors`; retryable: another node may succeed."""
 
-    request: str
-    attempt: int
-    code: str
-    message: str
+    request: Id
+    attempt: Count
+    code: Id
+    message: Text
     retryable: bool
 
 
@@ -490,10 +489,10 @@ class Envelope(Value, frozen=True, array_like=True):
     to_incarnation: the boot the sender means, "" while it does not know it (only Hello may be sent so)."""
 
     protocol: int
-    sender: str
-    incarnation: str
+    sender: Id
+    incarnation: Id
     to_incarnation: str
-    sequence: int
+    sequence: Number
     messages: Annotated[tuple[AnyMessage, ...], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 

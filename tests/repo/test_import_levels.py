@@ -8,6 +8,7 @@ from tree import Module, imports, modules, written
 
 LEVELS: dict[str, float] = {
     # 0: words. The standard library, msgspec and numpy only.
+    "pdcluster.bounds": -0.5,
     "pdcluster.errors": 0,
     "pdcluster.lifecycle": 0,
     "pdcluster.messages": 0,

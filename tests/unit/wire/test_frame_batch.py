@@ -57,7 +57,7 @@ def test_what_sets_the_count_of_frames_goes_with_nothing_else(alone: m.AnyMessag
     assert not batch.has_room(m.Release("r"), batch.encode(m.Release("r")))
     batch.clear()
     assert batch.has_room(m.Release("r"), part)
-    with pytest.raises(ProtocolError, match=f"{type(alone).__name__} stands in one frame with 1 other"):
+    with pytest.raises(ProtocolError, match="which come alone"):
         decode(encode(envelope(1, m.Release("r"), alone)))
 
 
@@ -99,7 +99,7 @@ def test_a_frame_of_no_message_or_of_too_many_is_refused(messages: tuple[m.AnyMe
 
 
 def test_one_bad_message_makes_the_whole_frame_bad() -> None:
-    with pytest.raises(ProtocolError, match="request"):
+    with pytest.raises(ProtocolError, match="malformed"):
         decode(encode(envelope(1, m.Release("r"), m.Release(""), m.Release("r"))))
 
 
