@@ -20,6 +20,8 @@ from pdcluster.errors import BadRequest
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_TOKENS = 256
+"""They go to the nodes with every choice of a request and every attempt at it."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -44,7 +46,7 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Seed | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None

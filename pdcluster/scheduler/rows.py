@@ -74,7 +74,7 @@ def finish(sequence: Sequence, token: int, eos_token_ids: frozenset[int]) -> tup
     if sequence.num_output > sampling.min_tokens:
         if not sampling.ignore_eos and token in eos_token_ids:
             return "eos", token
-        if token in sampling.stop_token_ids:
+        if token in sequence.stop_token_ids:
             return "stop", token
     if sequence.num_tokens >= sequence.max_total:
         return "length", None

@@ -54,6 +54,7 @@ class Sequence:
         "request",
         "sampling",
         "state",
+        "stop_token_ids",
         "wants_prompt_logprobs",
     )
 
@@ -65,6 +66,7 @@ class Sequence:
         self.remote = remote
         """Prefill whose decoding happens on another node: parked after its first token."""
         self.sampling: Sampling = work.sampling
+        self.stop_token_ids = frozenset(work.sampling.stop_token_ids)
         self.num_prompt = work.num_prompt
         self.num_tokens = len(work.token_ids) // 4
         self._tokens: NDArray[np.int32] = np.empty(self.num_tokens + _HEADROOM, np.int32)
