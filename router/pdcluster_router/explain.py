@@ -26,7 +26,7 @@ from pdcluster.metrics import ExplainMetrics
 from pdcluster_router.chooser import Decision
 from pdcluster_router.generation import Standing
 from pdcluster_router.headroom import Headroom
-from pdcluster_router.policy.base import Candidate, Choice, Query, Terms
+from pdcluster_router.policy.base import Candidate, Choice, Query
 from pdcluster_router.seen_blocks import SeenBlocks
 
 MAX_CANDIDATES = 16
@@ -81,28 +81,30 @@ class DecisionRecord(msgspec.Struct, frozen=True):
 
 
 class Weighed(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A candidate as it is noted: the fields of its record."""
+    """A candidate as it is noted: the fields of its record, its terms without their names."""
 
     node: str
     leg: str
     cached_tokens: int
     cost: float
-    terms: Terms
+    values: tuple[float, ...]
     ttft_s: float | None
     rejected_by: str
 
-    def told(self) -> CandidateRecord:
-        return CandidateRecord(self.node, self.leg, self.cached_tokens, self.cost, dict(self.terms), self.ttft_s, self.rejected_by)
+    def told(self, names: tuple[str, ...]) -> CandidateRecord:
+        terms = dict(zip(names, self.values, strict=False))  # none of one that was rejected
+        return CandidateRecord(self.node, self.leg, self.cached_tokens, self.cost, terms, self.ttft_s, self.rejected_by)
 
 
 class Decided(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A decision as it is noted: its record, whose candidates are still these."""
+    """A decision as it is noted: its record, whose candidates are still these. names: of the terms of each leg."""
 
     record: DecisionRecord
     candidates: tuple[Weighed, ...]
+    names: dict[str, tuple[str, ...]]
 
     def told(self) -> DecisionRecord:
-        return msgspec.structs.replace(self.record, candidates=[candidate.told() for candidate in self.candidates])
+        return msgspec.structs.replace(self.record, candidates=[each.told(self.names.get(each.leg, ())) for each in self.candidates])
 
 
 class HitTokens(msgspec.Struct, frozen=True):
@@ -307,12 +309,23 @@ class Explainer:
             [],
             shadow,
         )
-        return Decided(decided, tuple([self._weighed(candidate, query) for candidate in _worth_keeping(candidates)]))
+        kept = candidates if len(decision.view.nodes) <= MAX_CANDIDATES else _worth_keeping(candidates)
+        names = {candidate.leg: candidate.names for candidate in kept if candidate.names}
+        return Decided(decided, self._weighed(kept, query), names)
 
-    def _weighed(self, candidate: Candidate, query: Query) -> Weighed:
-        node, leg, rejected_by = candidate.node, candidate.leg, candidate.rejected_by
-        ttft_s = None if leg == "decode" or rejected_by else self._headroom.ttft_s(node, query)
-        return Weighed(node.name, leg, candidate.cached_tokens, candidate.cost, candidate.terms, ttft_s, rejected_by)
+    def _weighed(self, candidates: Sequence[Candidate], query: Query) -> tuple[Weighed, ...]:
+        """A node has one estimate, whatever the leg, and none for decoding alone."""
+        estimates: dict[str, float] = {}
+        found = []
+        for candidate in candidates:
+            node, leg, rejected_by = candidate.node, candidate.leg, candidate.rejected_by
+            name, ttft_s = node.name, None
+            if leg != "decode" and not rejected_by:
+                ttft_s = estimates.get(node.incarnation)
+                if ttft_s is None:
+                    ttft_s = estimates[node.incarnation] = self._headroom.ttft_s(node, query)
+            found.append(Weighed(name, leg, candidate.cached_tokens, candidate.cost, candidate.values, ttft_s, rejected_by))
+        return tuple(found)
 
     def _keep(self, request: str, encoded: bytes) -> None:
         self._num_bytes -= len(self._ended.pop(request, b""))

@@ -64,15 +64,20 @@ Terms = tuple[tuple[str, float], ...]
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One node for one leg. terms: what its cost is made of, in seconds, or in the policy's own points; they add up to cost unless the policy's
-    docstring says otherwise. rejected_by: the rule that removed it, "" when it was compared."""
+    """One node for one leg. names and values of the terms that its cost is made of, in seconds, or in the policy's own points; they add up to cost
+    unless the policy's docstring says otherwise. rejected_by: the rule that removed it, "" when it was compared."""
 
     node: NodeView
     leg: LegName
     cached_tokens: int
-    terms: Terms = ()
+    names: tuple[str, ...] = ()
+    values: tuple[float, ...] = ()
     cost: float = 0.0
     rejected_by: str = ""
+
+    @property
+    def terms(self) -> Terms:
+        return tuple(zip(self.names, self.values, strict=True))
 
 
 class Predicted(msgspec.Struct, frozen=True, gc=False):

@@ -12,7 +12,7 @@ from typing import Generic
 
 import msgspec
 
-from pdcluster_router.policy.base import Query, Terms
+from pdcluster_router.policy.base import Query
 from pdcluster_router.stations import Number, Station
 
 LAST_GROUP = 0.25
@@ -91,10 +91,6 @@ class Row(msgspec.Struct, Generic[Number], frozen=True, gc=False):
     decode_s: Number
     others_s: Number
     price_s: Number
-
-
-def named(names: tuple[str, ...], values: Values) -> Terms:
-    return tuple(zip(names, values, strict=True))
 
 
 def alone_s(node: Station[float], new: float, cached: float) -> float:

@@ -73,7 +73,7 @@ class Ranked:
 
 
 def _candidates(leg: LegName, names: tuple[str, ...], entries: tuple[Entry, ...], rejected_by: str) -> tuple[Candidate, ...]:
-    return tuple(Candidate(node, leg, int(cached), seconds_of.named(names, values), sum(values), rejected_by) for node, cached, values in entries)
+    return tuple(Candidate(node, leg, int(cached), names, values, sum(values), rejected_by) for node, cached, values in entries)
 
 
 class Scales(Protocol):

@@ -45,7 +45,7 @@ class Scored:
         may_be_local = filters.may_be_local(query, found)
         decodes = self._rank(filters.ready(found.decode if may_be_local else others, query, view), "decode", query, view)
         if may_be_local and (not others or decodes[0].node is prefill):
-            alone = Candidate(prefill, "local", prefills[0].cached_tokens, prefills[0].terms, prefills[0].cost)
+            alone = Candidate(prefill, "local", prefills[0].cached_tokens, prefills[0].names, prefills[0].values, prefills[0].cost)
             return self._choice("local", None, prefill, (alone, *prefills, *decodes), query, view)
         if not others:
             raise filters.no_partner(prefill)
@@ -71,8 +71,13 @@ class Scored:
             return ()
         nodes = [view.nodes[row] for row in pool.rows]
         scores = self._rule.score(nodes, leg, query)
-        candidates = [Candidate(node, leg, query.cached_on(node), terms, cost) for node, (cost, terms) in zip(nodes, scores, strict=True)]
+        candidates = [_candidate(node, leg, query, cost, terms) for node, (cost, terms) in zip(nodes, scores, strict=True)]
         return tuple(sorted(candidates, key=_order))
+
+
+def _candidate(node: NodeView, leg: LegName, query: Query, cost: float, terms: Terms) -> Candidate:
+    names, values = zip(*terms, strict=True) if terms else ((), ())
+    return Candidate(node, leg, query.cached_on(node), names, values, cost)
 
 
 def _order(candidate: Candidate) -> tuple[float, int, str]:

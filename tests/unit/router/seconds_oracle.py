@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from pdcluster.errors import Unavailable
 from pdcluster_router.pace import Pace
-from pdcluster_router.policy.base import Candidate, Choice, LegName, Predicted, Query, Terms
+from pdcluster_router.policy.base import Candidate, Choice, LegName, Predicted, Query
 from pdcluster_router.policy.estimates import (
     COMFORT,
     DECODE_TERMS,
@@ -62,10 +62,6 @@ class Prompt:
     cached: int
     compute_s: float
     is_fetched: bool = False
-
-
-def named(names: tuple[str, ...], values: Values) -> Terms:
-    return tuple(zip(names, values, strict=True))
 
 
 def prompt_on(station: Station, query: Query, source: NodeView | None) -> Prompt:
@@ -183,7 +179,7 @@ class Ranked:
 
     def candidates(self, query: Query, rejected_by: str = "") -> tuple[Candidate, ...]:
         return tuple(
-            Candidate(station.node, self.leg, query.cached_on(station.node), named(self.names, values), cost, rejected_by)
+            Candidate(station.node, self.leg, query.cached_on(station.node), self.names, values, cost, rejected_by)
             for cost, station, values in self.entries
         )
 
