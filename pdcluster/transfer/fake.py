@@ -118,7 +118,7 @@ class FakeBackend:
         self._connected: dict[Peer, int] = {}
         """With adverts of which epoch."""
         self._met: set[Peer] = set()
-        """Peers that connected to us: on a medium without checks they can write."""
+        """Peers whose hello came, which the first write brings: on a medium without checks they can write."""
         self._epoch = 0
         self._least_epoch: dict[Peer, int] = {}
         """Peers that never came and were fenced, as on shm: the oldest advert they may still come with."""
@@ -140,10 +140,7 @@ class FakeBackend:
             return
         if target is None or peer in self.network.killed:
             raise PeerUnreachable(f"no fake backend answers for {peer.node}; is its boot {peer.incarnation} over?")
-        if int(epoch) < target._least_epoch.get(self.me, 0):
-            raise PeerUnreachable(f"{peer.node} takes no writes under tickets that it fenced")
         self._connected[peer] = int(epoch)
-        target._met.add(self.me)
 
     def permit(self, permit: Permit) -> None:
         self._permits.grant(permit)
@@ -157,6 +154,10 @@ class FakeBackend:
         if peer not in self._connected:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
         network, fault, handle = self.network, self.network.plan(stamp), self._writes.new()
+        if not self._is_welcome(peer):
+            del self._connected[peer]
+            self._writes.settle(handle, WriteStatus.FAILED)
+            return handle
         write = _Write(handle, self, peer, self._regions[source_region], target_region, stamp, runs, fault)
         network.writes.append(write)
         if fault.unknown_s is not None:
@@ -168,6 +169,15 @@ class FakeBackend:
             network.at(fault.delay_s / 2, lambda: self._land_half(write, middle))
         network.at(fault.delay_s, lambda: self._finish(write, middle))
         return handle
+
+    def _is_welcome(self, peer: Peer) -> bool:
+        """The hello, with the advert that `connect` got."""
+        target = self.network.backends.get(peer)
+        if target is not None and self._connected[peer] < target._least_epoch.get(self.me, 0):
+            return False
+        if target is not None:
+            target._met.add(self.me)
+        return True
 
     def poll(self, handle: Handle) -> WriteStatus:
         self.network.run_due()

@@ -45,6 +45,8 @@ def test_a_dead_boot_is_remembered_as_long_as_its_pages_wait_for_proof() -> None
     pair = Pair(checks_permits=False)
     ticket = pair.open([3, 9], 8)
     pair.writer.open(ticket)
+    pair.writer.push(ticket.nonce, [10], 0, 4)
+    pair.poll()
     pair.reader.peer_gone(WRITER)
     silently(pair)
     assert pair.reader._gone == {WRITER} and pair.reader.quarantined_pages == 2, "it may still write"
@@ -58,6 +60,26 @@ def silently(pair: Pair) -> None:
     for _ in range(50):
         pair.clock.now += 0.1
         pair.poll()
+
+
+def test_a_ticket_that_was_fenced_is_not_written_by_the_connection_of_a_later_one() -> None:
+    """The writer lives, and opened it before its boot was declared dead; it had written nothing, and so was fenced by refusing what it holds."""
+    pair = Pair(checks_permits=False)
+    old = pair.open([3, 9], 8)
+    pair.writer.open(old)
+    before = [pair.target.page(page) for page in (3, 9)]
+    pair.reader.peer_gone(WRITER)
+    pair.poll()
+    pair.inbox.clear()  # the Abort is lost
+    assert len(pair.reclaimed) == 1 and pair.reader.is_idle()
+    for page in (20, 30, 40):  # the first of them may be refused as well: its hello was said with the old advert
+        pair.send_all(pair.open([page, page + 1], 8), [12, 13])
+        pair.run(1.0)
+    assert pair.landed
+    pair.writer.push(old.nonce, [10, 11], 0, 8)
+    pair.run(1.0)
+    assert [pair.target.page(page) for page in (3, 9)] == before
+    assert pair.writer.is_idle() and len(pair.gave_up) >= 1
 
 
 # ---------------------------------------------------------------- shared memory
