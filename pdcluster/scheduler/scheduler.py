@@ -57,8 +57,6 @@ class Scheduler:
         self._num_parked = 0
         self._credit = 0
         self._num_arrived = 0
-        self._blocked: Sequence | None = None
-        """The first waiting sequence, when there were no pages for it."""
         self._plan: StepPlan | None = None
         self._in_flight: list[Sequence] = []
         self._launched_at = 0.0
@@ -90,8 +88,8 @@ class Scheduler:
         running, forecast = self._running, self._forecast
         if self._num_free_rows == 0:
             raise Overloaded(f"all {self._limits.max_rows} rows are taken; retry later", forecast.row_free_s(running))
-        if self._blocked is not None and self.has_waiting_preempted:
-            missing = self._pool.pages_for(self._blocked.num_tokens) + self._pool.pages_for(sequence.num_tokens) - self.num_spare_pages
+        if (preempted := self._preempted) is not None:
+            missing = self._pool.pages_for(preempted.num_tokens) + self._pool.pages_for(sequence.num_tokens) - self.num_spare_pages
             raise Overloaded("a preempted request waits for KV pages; retry later", forecast.pages_free_s(running, missing))
         if not self._take_pages(sequence, sequence.num_tokens // self._pool.page_tokens):
             spare = self.num_spare_pages
@@ -189,10 +187,9 @@ class Scheduler:
     def _admit(self, step: Draft) -> None:
         """Admit waiting sequences in order. When one finds no pages, smaller ones may pass it, but only max_overtakes times, so that it cannot
         starve; a preempted one, whose client has seen tokens, is never passed."""
-        self._blocked = None
+        blocked: Sequence | None = None
         waiting = (each for each in self._waiting.values() if each.state is Residence.WAITING and (self.admit_remote or not each.remote))
         for sequence in list(islice(waiting, self._num_free_rows + _LOOKAHEAD)):
-            blocked: Sequence | None = self._blocked
             if step.left == 0 or self._num_free_rows == 0:
                 return
             if blocked is not None and (blocked.num_preempted or blocked.num_overtaken >= self._limits.max_overtakes):
@@ -202,7 +199,7 @@ class Scheduler:
                 if blocked is not None:
                     blocked.num_overtaken += 1
             elif blocked is None:
-                self._blocked = sequence
+                blocked = sequence
 
     def _try_admit(self, sequence: Sequence) -> bool:
         # Rule 5; and prompt logprobs need the logits of every prompt position.
@@ -320,7 +317,6 @@ class Scheduler:
         self.num_preemptions += 1
         self._waiting[sequence.key] = sequence
         self._waiting.move_to_end(sequence.key, last=False)
-        self._blocked = sequence
 
     def _growth(self, sequence: Sequence, num_pages: int) -> int:
         """Pages beyond num_pages for the sequence's next reserve_tokens tokens. A remote prefill never grows; the last token needs no KV."""
@@ -430,9 +426,14 @@ class Scheduler:
 
     @property
     def has_waiting_preempted(self) -> bool:
-        """Somebody whose client has seen tokens waits for pages: nobody else may take any."""
-        blocked = self._blocked
-        return blocked is not None and blocked.state is Residence.WAITING and blocked.num_preempted > 0
+        """Somebody whose client has seen tokens waits, for pages or a place in a step: nobody else may take pages meanwhile."""
+        return self._preempted is not None
+
+    @property
+    def _preempted(self) -> Sequence | None:
+        """The preempted sequence whose turn it is: these are in front of all others."""
+        first = next(iter(self._waiting.values()), None)
+        return first if first is not None and first.num_preempted else None
 
     def is_idle(self) -> bool:
         """No sequence is here and no step in flight."""

@@ -470,6 +470,21 @@ def test_no_slot_is_given_while_a_preempted_row_waits_for_pages():
     assert len(node.scheduler.reserve(make_sequence([1], key="r"))) == 1
 
 
+def test_a_preempted_row_keeps_its_right_to_pages_while_prompts_use_up_the_steps():
+    node = Node(num_pages=20, token_budget=5, reserve_tokens=0)
+    for key in "ab":
+        node.add(key, [1, 2, 3, 4, 5, ord(key)], max_tokens=30)
+    for _ in range(3):
+        node.step()
+    node.add("long", [7] * 48, max_tokens=2, remote=True)
+    while node.scheduler.num_preemptions == 0:
+        node.step()
+    assert {request for request, _, num_tokens in shape(node.plan()) if num_tokens > 1} == {"long"}, "no budget is left for the preempted row"
+    assert node.scheduler.num_spare_pages >= 3 and node.scheduler.has_waiting_preempted
+    with pytest.raises(Overloaded, match="preempted"):
+        node.scheduler.reserve(make_sequence([1] * 9, key="r"))
+
+
 def test_a_preempted_row_reports_its_prompt_logprobs_once():
     node = Node(num_pages=6, reserve_tokens=0, token_budget=3, max_rows=2)
     node.add("a", [1, 2, 3, 4], max_tokens=12)
