@@ -289,12 +289,13 @@ class Attempt:
     def _on_tokens(self, leg: Leg, row: TokenRow) -> Sequence[Chunk]:
         if not row.tokens:
             return ()  # a node says again what was lost, and nothing was
-        self._stop_clocks(Stage.QUEUE)
         if leg is not self._prefill:
+            if len(self._clocks) > 1 or Stage.LIVENESS not in self._clocks:
+                self._stop_clocks(Stage.QUEUE, Stage.TRANSFER)
             self._decode_spoke = True
-            self._stop_clocks(Stage.TRANSFER)
             self._start_clock(Stage.LIVENESS, self._stages.liveness_s)
             return self._emit(row)
+        self._stop_clocks(Stage.QUEUE)
         self._has_token = True
         if self._decode_spoke:
             return ()
@@ -465,10 +466,13 @@ class Attempt:
             return None
         tokens = row.tokens[seen:] if seen else row.tokens
         self._job.emitted.extend(tokens)
-        self._note_times(emitted)
-        for leg in (self._prefill, self._decode):
-            if leg is not None:
-                leg.position = len(self._job.emitted)
+        if emitted <= 1:
+            self._note_times(emitted)
+        position = emitted + len(tokens)
+        if self._decode is not None:
+            self._decode.position = position
+        if self._prefill is not None:
+            self._prefill.position = position
         prompt_logprobs = () if self._job.has_prompt_logprobs else row.prompt_logprobs
         self._job.has_prompt_logprobs = True
         return Chunk(emitted, tokens, row.logprobs[seen:], prompt_logprobs, self.route())

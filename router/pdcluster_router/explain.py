@@ -310,7 +310,7 @@ class Explainer:
             shadow,
         )
         kept = candidates if len(decision.view.nodes) <= MAX_CANDIDATES else _worth_keeping(candidates)
-        names = {candidate.leg: candidate.names for candidate in kept if candidate.names}
+        names: dict[str, tuple[str, ...]] = {candidate.leg: candidate.names for candidate in kept if candidate.names}
         return Decided(decided, self._weighed(kept, query), names)
 
     def _weighed(self, candidates: Sequence[Candidate], query: Query) -> tuple[Weighed, ...]:

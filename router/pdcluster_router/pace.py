@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
 
@@ -10,8 +10,7 @@ MIN_SAMPLES = 8
 """Steps of a kind before a node's own fit is believed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True, gc=False):
     """What is on a node: prompt work still to be computed, rows that decode or will, the KV that these attend to, the gap between their tokens
     lately (0: not known)."""
 
@@ -22,8 +21,7 @@ class Work:
     itl_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(msgspec.Struct, frozen=True):
     """backlog_s: seconds of prompt work, were it alone; stretch: how much longer prompts take because decode rows share their steps; tpot_s: between
     two tokens of a row while no prompt is computed; itl_s: between two tokens as it was lately, prompts and all, or tpot_s where that is longer;
     prompt_step_s: while prompts are computed beside the rows, a full chunk in each step, as far behind their beginnings as those that wait now, or,

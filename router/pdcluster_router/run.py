@@ -140,8 +140,8 @@ class Run:
                     break
                 except RetryAttempt as failure:
                     action = self._after(failure)
-            if not self._is_over:
-                self._watch()
+            if not self._is_over and self._attempt is not None:
+                self._watch(self._attempt)
         except Exception as error:  # the top of what happens to a request: its sink hears of it
             if self._is_over:
                 logger.exception("request %s: something failed after its end", self._job.request)
@@ -166,11 +166,9 @@ class Run:
 
     # ------------------------------------------------------------ clocks
 
-    def _watch(self) -> None:
-        """Have an alarm that is not later than what comes next."""
-        if self._attempt is None:
-            return  # the gate has its own clocks, a pause is one
-        due = self._attempt.due if self._report_by is None else self._report_by
+    def _watch(self, attempt: Attempt) -> None:
+        """Have an alarm that is not later than what comes next. Without an attempt there is none: the gate has its own clocks, a pause is one."""
+        due = attempt.due if self._report_by is None else self._report_by
         if self._alarm is None or due < self._due:
             self._drop_alarm()
             self._due = due

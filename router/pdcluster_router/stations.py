@@ -8,7 +8,6 @@ request is the policy's (`policy.estimates`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
@@ -103,8 +102,7 @@ class Pool:
         return part
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
+class Totals(msgspec.Struct, frozen=True, gc=False):
     """Sums over some nodes. least_wait_s: of any of them; tpot_rows: TPOT × rows."""
 
     num_nodes: int = 0

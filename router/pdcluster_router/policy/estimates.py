@@ -7,7 +7,6 @@ Each formula is asked with one node's numbers, or with those of all nodes as arr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic
 
 import msgspec
@@ -42,8 +41,7 @@ LOCAL_TERMS = (*PREFILL_TERMS, "room", "decode", "others", "row_price")
 Values = tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Market:
+class Market(msgspec.Struct, frozen=True, gc=False):
     """What holds for all nodes at one moment. price: seconds that later prompts lose for each second of work; harm: weight of a running row's pause;
     share: of the time in which a node that computes prompts for others will do so, local_share: in which a decode node will for its own."""
 

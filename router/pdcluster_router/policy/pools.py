@@ -6,7 +6,8 @@ Most requests may go to any node that takes work: then the view's own pools are 
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
+
+import msgspec
 
 from pdcluster.errors import Unavailable
 from pdcluster_router.policy.base import Candidate, Query
@@ -14,8 +15,7 @@ from pdcluster_router.stations import Pool
 from pdcluster_router.view import ClusterView, NodeView
 
 
-@dataclass(frozen=True, slots=True)
-class Pools:
+class Pools(msgspec.Struct, frozen=True):
     """Nodes for each leg. is_split: whether some node is there for one leg alone."""
 
     prefill: Pool

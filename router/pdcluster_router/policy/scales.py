@@ -7,9 +7,9 @@ only when somebody reads the record.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from pdcluster_router.policy import estimates as seconds_of
@@ -41,8 +41,7 @@ Entry = tuple[NodeView, float, Values]
 """Node, tokens that it has cached, terms."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(msgspec.Struct, frozen=True):
     """A leg's nodes. Ties go to the node with fewer requests, then by name. nodes, cached: by row."""
 
     leg: LegName

@@ -20,8 +20,7 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 from msgspec.structs import replace
 
 from pdcluster_router.policy import estimates as seconds_of
@@ -35,8 +34,7 @@ from pdcluster_router.stations import Totals
 from pdcluster_router.view import ClusterView, NodeView
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
+class Pick(msgspec.Struct, frozen=True):
     """A node of a leg, and its terms. skipped: better ones that could not be had."""
 
     ranked: Ranked
@@ -123,8 +121,8 @@ class Seconds:
 
     def _remote(self, found: filters.Pools, query: Query, view: ClusterView, weighed: Weighed) -> Pair | None:
         """The best prefill node that has a partner, and its best partner."""
-        if not (found.prefill and found.decode):
-            return None
+        if not (found.prefill and found.decode) or (len(found.decode) == 1 and found.decode.rows == found.prefill.rows):
+            return None  # one node alone is no pair
         prefills = weighed.prefill(filters.ready(found.prefill, query, view))
         pick, skipped = Pick.best(prefills), 0
         while not (partners := filters.partners(found.decode, view.nodes[pick.row], view)):
@@ -196,8 +194,7 @@ class Seconds:
         return Choice("remote", view.nodes[prefill.row], view.nodes[decode.row], record, predicted, self.name, pull)
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(msgspec.Struct, frozen=True):
     """The record of a choice."""
 
     legs: tuple[Record, ...]
