@@ -113,7 +113,8 @@ class Connection(Protocol):
         self._transport: Transport | None = None
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
-        self._head_bytes = 0
+        self._bare_bytes = 0
+        """That came since the last of a body, or of a request: of a head, or of what follows a chunked body. The parser keeps them."""
         self._parsing: Exchange | None = None
         self._current: Exchange | None = None
         self._early: deque[Exchange] = deque()
@@ -156,18 +157,17 @@ class Connection(Protocol):
             current.on_resume()
 
     def data_received(self, data: bytes) -> None:
-        if self._parsing is None:
-            self._head_bytes += len(data)
-            if self._current is None:
-                self.deadline = monotonic() + self._limits.request_s
+        self._bare_bytes += len(data)
+        if self._parsing is None and self._current is None:
+            self.deadline = monotonic() + self._limits.request_s
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self._no_more_requests()  # what follows is no HTTP
         except httptools.HttpParserError:
             self._refuse(b"400 Bad Request", b"invalid HTTP request")
-        if self._parsing is None and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(b"431 Request Header Fields Too Large", b"the request's head has more than %d bytes" % MAX_HEAD_BYTES)
+        if self._bare_bytes > MAX_HEAD_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large", b"the request's head, or its trailer, has more than %d bytes" % MAX_HEAD_BYTES)
 
     # ------------------------------------------------------------ parser
 
@@ -189,7 +189,7 @@ class Connection(Protocol):
         method = parser.get_method().decode("ascii")
         exchange = Exchange(self, Asked(method, _path(self._url), self._headers, keeps_alive, is_http_1_0), self._limits.id_prefix)
         self._parsing = exchange
-        self._head_bytes = 0
+        self._bare_bytes = 0
         if self._current is None and not self.is_paused:
             self._begin(exchange)
         else:
@@ -199,6 +199,7 @@ class Connection(Protocol):
     def on_body(self, data: bytes) -> None:
         exchange = self._parsing
         assert exchange is not None  # the parser gives bodies after heads
+        self._bare_bytes = 0
         exchange.body_bytes += len(data)
         limit = self._limits.max_body_bytes
         if exchange.body_bytes <= limit and not exchange.is_too_large:
@@ -213,6 +214,7 @@ class Connection(Protocol):
 
     def on_message_complete(self) -> None:
         exchange, self._parsing = self._parsing, None
+        self._bare_bytes = 0
         if exchange is None:
             return
         exchange.is_complete = True

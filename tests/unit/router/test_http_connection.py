@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -103,6 +104,22 @@ async def test_a_chunked_body_with_trailers_is_taken(wire) -> None:
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (BODY[:7], BODY[7:]))
     writer.write(head + chunks + b"0\r\ncontent-type: text/plain\r\n\r\n" + HEALTH)
     assert [(await answer(reader))[0] for _ in range(2)] == [200, 200]
+
+
+@pytest.mark.parametrize("header", ["content-type: application/json", "content-type: text/plain"])
+@pytest.mark.parametrize("start", [b"0\r\nx: ", b"5;x="])
+async def test_what_a_chunked_body_has_beside_its_bytes_is_bounded_too(wire, header: str, start: bytes) -> None:
+    """Trailers and extensions, of a request that waits for its body or has been answered without it."""
+    reader, writer = wire
+    writer.write(f"POST {PLAIN} HTTP/1.1\r\nhost: x\r\n{header}\r\ntransfer-encoding: chunked\r\n\r\n".encode() + start)
+    with contextlib.suppress(ConnectionError):  # it is cut while it still sends
+        for _ in range(100):
+            writer.write(b"a" * MAX_HEAD_BYTES)
+            await writer.drain()
+            await asyncio.sleep(0)
+        raise AssertionError("100 heads' worth were taken")
+    with contextlib.suppress(ConnectionError):
+        assert (await answer(reader))[0] in (431, 415)
 
 
 async def test_who_expects_100_continue_gets_it_or_the_error_before_the_body(dispatcher: ScriptedDispatcher) -> None:
