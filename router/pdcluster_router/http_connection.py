@@ -6,7 +6,9 @@ here.
    answer instead of a broken connection; a client that says what it would send, and waits for 100-continue, is answered before it does.
 3. While an answer is not complete no more is read than what came with it: requests that came early wait here, at most one read's worth.
 4. One sweep of the server looks at the deadlines of all connections (`deadline`): for a request to arrive, for the client to read, for the next one.
-5. When the server drains, a connection ends with its answer, or at once when it has none. Whoever takes longer than the server waits is told so.
+5. Nobody gets another protocol who asks for one (Java's client does, on every new connection): such a head is read again without that wish, because
+   the parser takes what follows it for the other protocol.
+6. When the server drains, a connection ends with its answer, or at once when it has none. Whoever takes longer than the server waits is told so.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pdcluster_router.http_exchange import Asked, Exchange
 
 MAX_HEAD_BYTES = 64 * 1024
 DISCARD_FACTOR = 8
+FRAMING = (b"content-length", b"transfer-encoding", b"connection")
 MOST_POSTED_BYTES = 16 * 1024
 """What is posted beyond that is sent at once, so that the transport says when its client does not read."""
 
@@ -118,6 +121,8 @@ class Connection(Protocol):
         self._parsing: Exchange | None = None
         self._current: Exchange | None = None
         self._early: deque[Exchange] = deque()
+        self._is_wish = False
+        """What is read is a head that asked for another protocol: up to its end, and then from its start again."""
         self._ends_soon = False
         self._is_reading = True
         self._is_settling = False
@@ -160,33 +165,53 @@ class Connection(Protocol):
         self._bare_bytes += len(data)
         if self._parsing is None and self._current is None:
             self.deadline = monotonic() + self._limits.request_s
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._no_more_requests()  # what follows is no HTTP
-        except httptools.HttpParserError:
-            self._refuse(b"400 Bad Request", b"invalid HTTP request")
+        while data:
+            data = self._feed(data)
         if self._bare_bytes > MAX_HEAD_BYTES:
             self._refuse(b"431 Request Header Fields Too Large", b"the request's head, or its trailer, has more than %d bytes" % MAX_HEAD_BYTES)
+
+    def _feed(self, data: bytes) -> bytes:
+        """What is to be read next instead of the rest of it."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as wish:
+            if self._is_wish:
+                return self._without_wish() + data[wish.args[0] :]
+            self._no_more_requests()  # CONNECT: what follows is no HTTP
+        except httptools.HttpParserError:
+            self._refuse(b"400 Bad Request", b"invalid HTTP request")
+        return b""
+
+    def _without_wish(self) -> bytes:
+        """The head that was just read, as far as it says where its request ends, for a parser that has not seen it."""
+        parser, self._parser = self._parser, httptools.HttpRequestParser(self)
+        framing = [b"%b: %b\r\n" % (name, self._headers[name]) for name in FRAMING if name in self._headers]
+        version = parser.get_http_version().encode()
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (parser.get_method(), self._url, version, b"".join(framing))
 
     # ------------------------------------------------------------ parser
 
     def on_message_begin(self) -> None:
-        self._url = b""
-        self._headers = {}
+        if not self._is_wish:
+            self._url = b""
+            self._headers = {}
 
     def on_url(self, url: bytes) -> None:
-        self._url += url
+        if not self._is_wish:
+            self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._parsing is None:  # trailers of a chunked body are of no use
+        if self._parsing is None and not self._is_wish:  # trailers of a chunked body are of no use
             self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         parser = self._parser
-        keeps_alive = parser.should_keep_alive() and not self._ends_soon
-        is_http_1_0 = parser.get_http_version() == "1.0"
         method = parser.get_method().decode("ascii")
+        self._is_wish = parser.should_upgrade() and method != "CONNECT"
+        if self._is_wish:
+            return
+        keeps_alive = parser.should_keep_alive() and not parser.should_upgrade() and not self._ends_soon
+        is_http_1_0 = parser.get_http_version() == "1.0"
         exchange = Exchange(self, Asked(method, _path(self._url), self._headers, keeps_alive, is_http_1_0), self._limits.id_prefix)
         self._parsing = exchange
         self._bare_bytes = 0

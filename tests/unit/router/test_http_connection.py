@@ -207,11 +207,43 @@ async def test_bytes_that_are_no_request_are_refused_and_the_connection_ends(wir
     assert (await answer(reader))[0] == status and await reader.read() == b""
 
 
+UPGRADES = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAEAAEAAAAIAAAAB")
+"""As Java's client and `curl --http2` ask for HTTP/2."""
+FRAMINGS = (f"content-length: {len(BODY)}", "transfer-encoding: chunked")
+
+
 async def test_an_upgrade_is_not_made_and_the_request_is_answered(wire) -> None:
     reader, writer = wire
-    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
-    assert (await answer(reader))[2] == b'{"status":"ok"}'
-    assert await reader.read() == b""
+    for _ in range(2):
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
+        assert (await answer(reader))[2] == b'{"status":"ok"}'
+
+
+@pytest.mark.parametrize("size", [1, 50, 100_000])
+async def test_a_request_that_would_rather_be_http_2_has_its_body_and_its_connection(wire, dispatcher: ScriptedDispatcher, size: int) -> None:
+    reader, writer = wire
+    heads = ["\r\n".join([f"POST {PLAIN} HTTP/1.1", "x-request-id: mine", *UPGRADES, framing, "", ""]).encode() for framing in FRAMINGS]
+    data = heads[0] + BODY + heads[1] + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY) + request(BODY, "x-request-id: mine")
+    for at in range(0, len(data), size):
+        writer.write(data[at : at + size])
+        await asyncio.sleep(0)
+    for _ in range(3):
+        status, headers, _ = await answer(reader)
+        assert status == 200 and headers["x-request-id"] == "mine" and "connection" not in headers
+    assert len(dispatcher.started) == 3
+
+
+async def test_many_wishes_for_another_protocol_in_one_read_are_as_many_requests(wire) -> None:
+    reader, writer = wire
+    writer.write("\r\n".join(["GET /health HTTP/1.1", "host: x", *UPGRADES, "", ""]).encode() * 2000)
+    assert [(await answer(reader))[0] for _ in range(2000)] == [200] * 2000
+
+
+async def test_a_tunnel_is_not_made_and_its_bytes_are_no_requests(wire) -> None:
+    reader, writer = wire
+    writer.write(b"CONNECT host:1 HTTP/1.1\r\nhost: host:1\r\n\r\n" + HEALTH)
+    status, headers, _ = await answer(reader)
+    assert status == 404 and headers["connection"] == "close" and await reader.read() == b""
 
 
 @pytest.mark.parametrize("target", ["/health?x=1", "http://host/health", "/%68ealth", "/health#part"])
