@@ -83,9 +83,11 @@ class Answer:
             self._end(error)
 
     def _apply(self, index: int, event: Event) -> None:
+        choice = self._choices[index]
+        if choice.text.stopped:
+            return  # said before its node knew of the stop string
         if isinstance(event, Exception):
             raise event
-        choice = self._choices[index]
         piece = advance(choice, event)
         self._writer.add(index, piece)
         if choice.finish is None:

@@ -1,0 +1,80 @@
+"""How an answer follows from what nodes say, whenever they say it: a line that pauses when the test says so, generations moved by hand."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+
+from scripted_dispatcher import MODEL, ROUTE, TEXT, ScriptedDispatcher
+
+from pdcluster.api import openai
+from pdcluster_router.answer import answer
+from pdcluster_router.generation import Chunk, Done, Generation, Sink, Timeline
+from pdcluster_router.http_exchange import Asked, Exchange
+from pdcluster_router.prepare import Terms, prepare_completion
+from pdcluster_router.server import router_metrics
+
+
+class Line:
+    """Implements http_exchange.Line."""
+
+    def __init__(self) -> None:
+        self.is_paused = False
+        self.sent = b""
+
+    def send(self, data: bytes) -> None:
+        self.sent += data
+
+    post = send
+
+    def end(self, exchange: Exchange) -> None:
+        pass
+
+    def abort(self) -> None:
+        raise AssertionError("the line was cut")
+
+
+@dataclass
+class ByHand(ScriptedDispatcher):
+    """Implements generation.Dispatcher and generation.Running."""
+
+    sinks: list[Sink] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+
+    def start(self, generation: Generation, sink: Sink) -> ByHand:
+        self.sinks.append(sink)
+        return self
+
+    def cancel(self, reason: str) -> None:
+        self.ends.append(reason)
+
+    def says(self, choice: int, position: int, text: str) -> int:
+        token_ids = tuple(TEXT.encode(text, add_special_tokens=False))
+        self.sinks[choice].on_chunk(Chunk(position, token_ids, (), (), ROUTE))
+        return position + len(token_ids)
+
+
+def asked(dispatcher: ByHand, **fields: object) -> tuple[Line, Exchange]:
+    line = Line()
+    exchange = Exchange(line, Asked("POST", "/v1/completions", {}, True, False), "")
+    request = openai.decode_completion(json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 50, **fields}).encode())
+    prepared = prepare_completion(request, dispatcher, Terms("r", time.monotonic(), 128, 60.0))
+    answer(exchange, prepared, dispatcher, router_metrics())
+    return line, exchange
+
+
+async def test_a_stop_string_that_was_left_unread_does_not_end_the_other_choices() -> None:
+    dispatcher = ByHand()
+    line, exchange = asked(dispatcher, stream=True, n=2, stop=["END"])
+    line.is_paused = True
+    position = dispatcher.says(0, 0, "ok END")
+    dispatcher.says(0, position, " more")
+    position = dispatcher.says(1, 0, "fine")
+    line.is_paused = False
+    assert exchange.on_resume is not None
+    exchange.on_resume()
+    dispatcher.sinks[1].on_done(Done("length", None, 0, 1, ROUTE, Timeline()))
+    assert b'"ok ' in line.sent and b"more" not in line.sent and b"fine" in line.sent
+    assert b"error" not in line.sent and line.sent.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert dispatcher.ends == ["a stop string came"]
