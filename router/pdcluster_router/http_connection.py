@@ -162,9 +162,9 @@ class Connection(Protocol):
             current.on_resume()
 
     def data_received(self, data: bytes) -> None:
+        if self._parsing is None and self._current is None and not self._bare_bytes:
+            self.deadline = monotonic() + self._limits.request_s  # for all of it: bytes that trickle in do not move it
         self._bare_bytes += len(data)
-        if self._parsing is None and self._current is None:
-            self.deadline = monotonic() + self._limits.request_s
         while data:
             data = self._feed(data)
         if self._bare_bytes > MAX_HEAD_BYTES:
@@ -280,7 +280,7 @@ class Connection(Protocol):
             self._next()
         self._is_settling = False
         if self._current is None and not self._early and not self._is_closing:
-            self.deadline = monotonic() + self._limits.idle_s
+            self.deadline = monotonic() + (self._limits.request_s if self._bare_bytes else self._limits.idle_s)
             self._read(True)
 
     def _next(self) -> None:

@@ -259,6 +259,20 @@ async def test_a_head_that_does_not_arrive_ends_the_connection(dispatcher: Scrip
         assert await reader.read() == b""
 
 
+@pytest.mark.parametrize("head", [b"GET /health HTTP/1.1\r\nx: " + b"a" * 1000, b"\r\n" * 500])
+async def test_a_head_that_trickles_in_has_no_more_time_than_one_that_stays_away(dispatcher: ScriptedDispatcher, head: bytes) -> None:
+    async with served(dispatcher, HttpSettings(body_s=0.1)) as url, opened(url) as (reader, writer):
+        writer.write(HEALTH)
+        assert (await answer(reader))[0] == 200
+        ended = asyncio.create_task(reader.read())
+        for byte in head:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.01)
+            if ended.done():
+                return
+        raise AssertionError("it came in for 10 s")
+
+
 async def test_an_idle_connection_is_closed_when_its_time_is_over(dispatcher: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdcluster_router.server.LineLimits", lambda *given, **named: LineLimits(*given, idle_s=0.1, **named))
     async with served(dispatcher) as url, opened(url) as (reader, writer):
