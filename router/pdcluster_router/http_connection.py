@@ -4,7 +4,8 @@ here.
 1. A request is begun when its head is there and the one before it has its answer; the application may answer at once, before the body came.
 2. A body is kept up to the application's limit, and beyond that read and dropped up to DISCARD_FACTOR times of it, so that the client sees its
    answer instead of a broken connection; a client that says what it would send, and waits for 100-continue, is answered before it does.
-3. While an answer is not complete no more is read than what came with it: requests that came early wait here, at most one read's worth.
+3. What comes while an answer is not complete waits here, a read's worth parsed and MAX_AHEAD_BYTES as it came; up to that it is read, because
+   only who reads sees that a client has left.
 4. One sweep of the server looks at the deadlines of all connections (`deadline`): for a request to arrive, for the client to read, for the next one.
 5. Nobody gets another protocol who asks for one (Java's client does, on every new connection): such a head is read again without that wish, because
    the parser takes what follows it for the other protocol.
@@ -28,6 +29,7 @@ from pdcluster_router.http_exchange import Asked, Exchange
 
 MAX_HEAD_BYTES = 64 * 1024
 DISCARD_FACTOR = 8
+MAX_AHEAD_BYTES = 64 * 1024
 FRAMING = (b"content-length", b"transfer-encoding", b"connection")
 MOST_POSTED_BYTES = 16 * 1024
 """What is posted beyond that is sent at once, so that the transport says when its client does not read."""
@@ -121,9 +123,11 @@ class Connection(Protocol):
         self._parsing: Exchange | None = None
         self._current: Exchange | None = None
         self._early: deque[Exchange] = deque()
+        self._ahead = bytearray()
+        """What came behind those that are early, not parsed yet."""
         self._is_wish = False
         """What is read is a head that asked for another protocol: up to its end, and then from its start again."""
-        self._ends_soon = False
+        self._ends_soon = self._is_deaf = False
         self._is_reading = True
         self._is_settling = False
         self._posted: list[bytes] = []
@@ -142,6 +146,7 @@ class Connection(Protocol):
         self._transport = None
         self._open_ones.ended(self)
         self._early.clear()
+        self._ahead.clear()
         self._posted.clear()
         current = self._current
         if current is not None and not current.finished:
@@ -162,6 +167,22 @@ class Connection(Protocol):
             current.on_resume()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            return
+        if not self._early and not self._ahead:
+            self._parse(data)
+            return
+        self._ahead += data
+        if len(self._ahead) > MAX_AHEAD_BYTES:
+            self._read(False)
+
+    def _parse_ahead(self) -> None:
+        """Nothing that is early is left."""
+        data, self._ahead = bytes(self._ahead), bytearray()
+        self._read(True)
+        self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
         if self._parsing is None and self._current is None and not self._bare_bytes:
             self.deadline = monotonic() + self._limits.request_s  # for all of it: bytes that trickle in do not move it
         self._bare_bytes += len(data)
@@ -177,7 +198,7 @@ class Connection(Protocol):
         except httptools.HttpParserUpgrade as wish:
             if self._is_wish:
                 return self._without_wish() + data[wish.args[0] :]
-            self._no_more_requests()  # CONNECT: what follows is no HTTP
+            self._is_deaf = True  # CONNECT: what follows is no HTTP
         except httptools.HttpParserError:
             self._refuse(b"400 Bad Request", b"invalid HTTP request")
         return b""
@@ -219,7 +240,6 @@ class Connection(Protocol):
             self._begin(exchange)
         else:
             self._early.append(exchange)
-            self._read(False)
 
     def on_body(self, data: bytes) -> None:
         exchange = self._parsing
@@ -276,12 +296,14 @@ class Connection(Protocol):
         if self._is_settling:
             return
         self._is_settling = True
-        while self._current is None and self._early and not self._is_closing and not self.is_paused:
-            self._next()
+        while self._current is None and (self._early or self._ahead) and not self._is_closing and not self.is_paused:
+            if self._early:
+                self._next()
+            else:
+                self._parse_ahead()
         self._is_settling = False
-        if self._current is None and not self._early and not self._is_closing:
+        if self._current is None and not self._early and not self._ahead and not self._is_closing:
             self.deadline = monotonic() + (self._limits.request_s if self._bare_bytes else self._limits.idle_s)
-            self._read(True)
 
     def _next(self) -> None:
         exchange = self._early.popleft()
@@ -289,7 +311,7 @@ class Connection(Protocol):
         self.deadline = math.inf if exchange.is_complete else monotonic() + self._limits.request_s
         self._begin(exchange)
         if not exchange.is_complete:
-            self._read(True)
+            self._parse_ahead()
         elif not exchange.finished:
             self._application.complete(exchange)
 
@@ -372,10 +394,6 @@ class Connection(Protocol):
         """Implements Line."""
         if self._transport is not None:
             self._transport.abort()
-
-    def _no_more_requests(self) -> None:
-        self._read(False)
-        self.drain()
 
     def _refuse(self, status: bytes, words: bytes) -> None:
         """The bytes are no request: said when nothing else is being said, and the connection ends."""

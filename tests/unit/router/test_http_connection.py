@@ -12,7 +12,8 @@ import pytest
 from scripted_dispatcher import MODEL, ScriptedDispatcher, Wait, says, served, until
 
 from pdcluster_router.app import HttpSettings
-from pdcluster_router.http_connection import MAX_HEAD_BYTES, LineLimits
+from pdcluster_router.http_connection import MAX_HEAD_BYTES, Connection, Connections, LineLimits
+from pdcluster_router.http_exchange import Exchange
 
 PLAIN = "/v1/completions"
 BODY = json.dumps({"model": MODEL, "prompt": "hi"}).encode()
@@ -84,6 +85,70 @@ async def test_a_long_line_of_pipelined_requests_is_answered(wire, dispatcher: S
     await until(lambda: len(dispatcher.started) == 1)
     gate.set()
     assert [(await answer(reader))[0] for _ in range(2001)] == [200] * 2001
+
+
+@pytest.mark.parametrize("num", [1, 1500])
+@pytest.mark.parametrize("is_at_once", [False, True])
+async def test_a_client_that_sent_more_requests_early_is_seen_to_leave(wire, dispatcher: ScriptedDispatcher, num: int, is_at_once: bool) -> None:
+    _, writer = wire
+    dispatcher.script = lambda generation: [Wait(asyncio.Event())]
+    writer.write(request() + HEALTH * num * is_at_once)
+    await until(lambda: len(dispatcher.started) == 1)
+    if not is_at_once:
+        writer.write(HEALTH * num)
+        await until(lambda: writer.transport.get_write_buffer_size() == 0)
+    writer.close()
+    await until(lambda: len(dispatcher.cancelled) == 1)
+
+
+class ByHand:
+    """Implements http_connection.Application: answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Exchange] = []
+
+    def complete(self, exchange: Exchange) -> None:
+        self.waiting.append(exchange)
+
+    def begin(self, exchange: Exchange) -> None:
+        pass
+
+    late = stalled = gone = stopping = over = begin
+
+
+class Pipe(asyncio.Transport):
+    """To whom a client writes as long as it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_reading_now, self.written = True, b""
+
+    def pause_reading(self) -> None:
+        self.is_reading_now = False
+
+    def resume_reading(self) -> None:
+        self.is_reading_now = True
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return False
+
+
+def test_what_comes_early_is_bounded_and_all_of_it_is_answered() -> None:
+    application, pipe = ByHand(), Pipe()
+    connection = Connection(application, LineLimits(1000), Connections())
+    connection.connection_made(pipe)
+    to_come, num_answered = [HEALTH, *[HEALTH * 1000] * 10], 0
+    while to_come or application.waiting:
+        while to_come and pipe.is_reading_now:
+            connection.data_received(to_come.pop(0))
+        if not num_answered:
+            assert len(to_come) == 7, "one that runs, a read that is parsed, and 64 KiB"
+        application.waiting.pop().reply(200, b"")
+        num_answered += 1
+    assert num_answered == 10_001 and pipe.is_reading_now
 
 
 async def test_a_pipelined_request_whose_body_comes_later_is_answered(wire, dispatcher: ScriptedDispatcher) -> None:
