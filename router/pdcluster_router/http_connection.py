@@ -248,7 +248,7 @@ class Connection(Protocol):
         exchange.body_bytes += len(data)
         limit = self._limits.max_body_bytes
         if exchange.body_bytes <= limit and not exchange.is_too_large:
-            exchange.parts.append(data)
+            exchange.keep(data)
             return
         exchange.is_too_large = True
         exchange.parts.clear()
@@ -287,7 +287,8 @@ class Connection(Protocol):
             self.close()
         elif exchange.is_complete:
             self._settle()
-        # else the rest of its body is dropped as it comes, in the time that a body has
+        else:
+            exchange.parts.clear()  # and the rest of its body is dropped as it comes, in the time that a body has
 
     def _settle(self) -> None:
         """The current request is over: the next ones, as far as they are here already. Those that are answered at once come back here, so that

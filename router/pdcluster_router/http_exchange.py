@@ -26,6 +26,9 @@ NO_BUFFERING: tuple[Header, ...] = (
 )
 """For event streams: nothing between us and the client may collect them."""
 
+MAX_PARTS = 256
+"""Of a body, as they came."""
+
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus} | {499: b"HTTP/1.1 499 \r\n"}
 
 
@@ -80,7 +83,7 @@ class Exchange:
         self.tenant: Tenant | None = None
         self.status = 0
         self.started = self.finished = self.is_complete = self.is_too_large = self._is_chunked = False
-        self.parts: list[bytes] = []
+        self.parts: list[bytes | bytearray] = []
         self.body_bytes = 0
         self.on_gone: Callable[[PdclusterError], object] | None = None
         self.on_resume: Callable[[], None] | None = None
@@ -103,8 +106,17 @@ class Exchange:
             return given
         return self.id.encode()
 
+    def keep(self, data: bytes) -> None:
+        """A part of its body, unless it has its answer. Many parts become one: a client may send each byte in a chunk of its own."""
+        if self.finished:
+            return
+        if len(self.parts) <= MAX_PARTS:
+            self.parts.append(data if len(self.parts) < MAX_PARTS else bytearray(data))
+        else:
+            self.parts[-1] += data
+
     def body(self) -> bytes:
-        return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
+        return bytes(self.parts[0]) if len(self.parts) == 1 else b"".join(self.parts)
 
     @property
     def is_paused(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from scripted_dispatcher import MODEL, ScriptedDispatcher, Wait, says, served, until
+from scripted_dispatcher import MODEL, TEXT, ScriptedDispatcher, Wait, says, served, until
 
 from pdcluster_router.app import HttpSettings
 from pdcluster_router.http_connection import MAX_HEAD_BYTES, Connection, Connections, LineLimits
@@ -185,6 +185,33 @@ async def test_what_a_chunked_body_has_beside_its_bytes_is_bounded_too(wire, hea
         raise AssertionError("100 heads' worth were taken")
     with contextlib.suppress(ConnectionError):
         assert (await answer(reader))[0] in (431, 415)
+
+
+def chunked(data: bytes, header: str = "x: y") -> bytes:
+    """Each byte in a chunk of its own."""
+    head = f"POST {PLAIN} HTTP/1.1\r\nhost: x\r\n{header}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    return head + b"".join(b"1\r\n%c\r\n" % byte for byte in data) + b"0\r\n\r\n"
+
+
+async def test_a_body_of_very_many_parts_is_taken(wire, dispatcher: ScriptedDispatcher) -> None:
+    reader, writer = wire
+    dispatcher.max_len = 10_000
+    writer.write(chunked(json.dumps({"model": MODEL, "prompt": "hello " * 500}).encode()))
+    assert (await answer(reader))[0] == 200
+    assert TEXT.decode(dispatcher.started[0].token_ids) == "hello " * 500
+
+
+def test_of_a_body_no_more_is_kept_than_its_bytes_and_nothing_after_the_answer() -> None:
+    application, pipe = ByHand(), Pipe()
+    connection = Connection(application, LineLimits(10_000), Connections())
+    connection.connection_made(pipe)
+    connection.data_received(chunked(b"a" * 5000))
+    assert application.waiting[0].body() == b"a" * 5000 and len(application.waiting[0].parts) < 300
+    application.waiting.pop().reply(200, b"")
+    application.begin = lambda exchange: (kept.append(exchange), exchange.reply(401, b""))  # type: ignore[method-assign]
+    kept: list[Exchange] = []
+    connection.data_received(chunked(b"a" * 5000)[:-10])
+    assert kept[0].body_bytes > 4000 and kept[0].parts == []
 
 
 async def test_who_expects_100_continue_gets_it_or_the_error_before_the_body(dispatcher: ScriptedDispatcher) -> None:
