@@ -159,6 +159,8 @@ class Connection(Protocol):
     def resume_writing(self) -> None:
         self.is_paused = False
         current = self._current
+        if self._is_closing:
+            return
         if current is None:
             self._settle()
             return
@@ -356,8 +358,9 @@ class Connection(Protocol):
         return posted
 
     def close(self) -> None:
-        """After what was sent."""
+        """After what was sent, as far as the client reads it in time."""
         self.flush()
+        self.deadline = monotonic() + self._limits.stall_s
         if self._transport is not None:
             self._transport.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -122,6 +123,7 @@ class Pipe(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.is_reading_now, self.written = True, b""
+        self.is_closed = self.is_cut = False
 
     def pause_reading(self) -> None:
         self.is_reading_now = False
@@ -132,8 +134,14 @@ class Pipe(asyncio.Transport):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.written += data
 
+    def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_closed = self.is_cut = True
+
     def is_closing(self) -> bool:
-        return False
+        return self.is_closed
 
 
 def test_what_comes_early_is_bounded_and_all_of_it_is_answered() -> None:
@@ -363,6 +371,20 @@ async def test_a_head_that_trickles_in_has_no_more_time_than_one_that_stays_away
             if ended.done():
                 return
         raise AssertionError("it came in for 10 s")
+
+
+def test_who_does_not_read_the_last_answer_is_not_waited_for_for_ever() -> None:
+    application, pipe = ByHand(), Pipe()
+    connection = Connection(application, LineLimits(1000, stall_s=5.0), Connections())
+    connection.connection_made(pipe)
+    connection.data_received(b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n")
+    application.waiting.pop().reply(200, b"so little that the transport never says it is full")
+    assert pipe.is_closing() and connection.deadline < math.inf
+    connection.pause_writing()
+    connection.resume_writing()
+    assert connection.deadline < math.inf
+    connection.expire()
+    assert pipe.is_cut
 
 
 async def test_an_idle_connection_is_closed_when_its_time_is_over(dispatcher: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
