@@ -400,8 +400,17 @@ class Connection(Protocol):
             self._transport.abort()
 
     def _refuse(self, status: bytes, words: bytes) -> None:
-        """The bytes are no request: said when nothing else is being said, and the connection ends."""
-        if self._current is None or not self._current.started:
+        """The bytes are no request. Those before them get their answers first, and the connection ends with the last; when there are none, this is
+        said."""
+        broken, self._parsing = self._parsing, None
+        self._is_deaf = True
+        if broken is not None and broken is not self._current:
+            self._early.remove(broken)
+        before = self._early[-1] if self._early else self._current
+        if before is not None and before is not broken:
+            before.keeps_alive = False
+            return
+        if before is None or not before.started:
             body = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":"invalid_request"}}' % words
             head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % (status, len(body))
             self.send(head + body)

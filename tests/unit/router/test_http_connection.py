@@ -307,6 +307,25 @@ async def test_bytes_that_are_no_request_are_refused_and_the_connection_ends(wir
     assert (await answer(reader))[0] == status and await reader.read() == b""
 
 
+@pytest.mark.parametrize("junk", [b"junk\r\n\r\n", b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\njunk\r\n", b"x: " + b"a" * MAX_HEAD_BYTES])
+@pytest.mark.parametrize("is_at_once", [False, True])
+async def test_what_came_before_junk_is_answered(wire, dispatcher: ScriptedDispatcher, junk: bytes, is_at_once: bool) -> None:
+    reader, writer = wire
+    gate = asyncio.Event()
+    dispatcher.script = lambda generation: [Wait(gate), *says("a")]
+    writer.write(request() + HEALTH + junk * is_at_once)
+    await until(lambda: len(dispatcher.started) == 1)
+    if not is_at_once:
+        writer.write(junk)
+        await asyncio.sleep(0.02)
+    gate.set()
+    assert json.loads((await answer(reader))[2])["choices"][0]["text"] == "a"
+    assert (await answer(reader))[2] == b'{"status":"ok"}'
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
+    assert dispatcher.cancelled == []
+
+
 UPGRADES = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAEAAEAAAAIAAAAB")
 """As Java's client and `curl --http2` ask for HTTP/2."""
 FRAMINGS = (f"content-length: {len(BODY)}", "transfer-encoding: chunked")
