@@ -10,8 +10,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
@@ -61,6 +62,8 @@ TYPICAL_S = 1.0
 
 EXPECTED_S = 5.0
 """Blocks of a request that was just sent are expected for so long, and for the time that the node needs for it."""
+
+WORK = (Prefill, Reserve)
 
 
 @dataclass(slots=True)
@@ -114,6 +117,21 @@ class Cluster:
         """0: it is to be looked at with the next view."""
         self._is_taking = False
         """Whether slices of what nodes said are taken in now."""
+        self._handlers: dict[type[AnyMessage], Callable[[NodeState, Any], None]] = {
+            Tokens: self._on_tokens,
+            Scheduled: self._on_answer,
+            Delivered: self._on_answer,
+            Finished: self._on_answer,
+            Refused: self._on_refusal,
+            Failed: self._on_refusal,
+            Reserved: self._on_reserved,
+            Welcome: self._on_welcome,
+            Load: self._on_load,
+            CacheDelta: self._on_delta,
+            Managed: self._on_managed,
+            FileChunk: self._on_chunk,
+        }
+        """Found by type: a chain of questions cost more than what most answers need."""
 
     # ------------------------------------------------------------ following the bootstrap
 
@@ -214,50 +232,60 @@ class Cluster:
     # ------------------------------------------------------------ what nodes say
 
     def _on_message(self, incarnation: str, message: AnyMessage) -> None:
-        state = self._nodes.get(incarnation)
-        if state is None:
-            return
-        if isinstance(message, Tokens):
-            for row in message.rows:
-                self._deliver(row.request, incarnation, row)
-        elif isinstance(message, Scheduled | Refused | Delivered | Finished | Failed):
-            if isinstance(message, Refused | Failed):
-                self._expect_no_more(incarnation, message)
-            self._deliver(message.request, incarnation, message)
-        elif isinstance(message, Reserved):
-            self._deliver(message.ticket.request, incarnation, message)
-        elif isinstance(message, Welcome):
-            for request, attempt in message.lost:
-                self._deliver(request, incarnation, Lost("it does not know the request (any more)", attempt))
-            self.ledger.rewelcome(incarnation)
-            self._notify()
-        elif isinstance(message, Load):
-            former = state.load
-            self._is_view_whole = self._is_view_whole and former is not None
-            if former is None or former.cost != message.cost:
-                state.cost = NodeCost.of(message.cost) if message.cost is not None else None
-                if self._view.typical is None:
-                    self._typical_until = 0.0  # the first that knows is told at once
-            self._reported.add(incarnation)
-            state.load = message
-            self.ledger.pending.reported(incarnation, message.seen)
-            if self.caches.is_overdue(incarnation, self._now()):
-                self._ask_cache(state)
-            self._notify()
-        elif isinstance(message, CacheDelta):
-            if self.caches.apply(incarnation, message, self._now()):
-                self._ask_cache(state)
-            if self.caches.has_pieces and not self._is_taking:
-                self._is_taking = True
-                asyncio.get_running_loop().call_soon(self._take_piece)
-        elif isinstance(message, Managed):
-            asked = self._managing.get(message.number)
-            if asked is not None and not asked.done():
-                asked.set_result(message)
-        elif isinstance(message, FileChunk):
-            waiting = self._files.get((incarnation, message.name))
-            if waiting is not None and not waiting.done():
-                waiting.set_result(message)
+        state, handle = self._nodes.get(incarnation), self._handlers.get(type(message))
+        if state is not None and handle is not None:
+            handle(state, message)
+
+    def _on_tokens(self, state: NodeState, message: Tokens) -> None:
+        for row in message.rows:
+            self._deliver(row.request, state.card.incarnation, row)
+
+    def _on_answer(self, state: NodeState, message: Scheduled | Delivered | Finished) -> None:
+        self._deliver(message.request, state.card.incarnation, message)
+
+    def _on_refusal(self, state: NodeState, message: Refused | Failed) -> None:
+        self._expect_no_more(state.card.incarnation, message)
+        self._deliver(message.request, state.card.incarnation, message)
+
+    def _on_reserved(self, state: NodeState, message: Reserved) -> None:
+        self._deliver(message.ticket.request, state.card.incarnation, message)
+
+    def _on_welcome(self, state: NodeState, message: Welcome) -> None:
+        for request, attempt in message.lost:
+            self._deliver(request, state.card.incarnation, Lost("it does not know the request (any more)", attempt))
+        self.ledger.rewelcome(state.card.incarnation)
+        self._notify()
+
+    def _on_load(self, state: NodeState, message: Load) -> None:
+        former, incarnation = state.load, state.card.incarnation
+        self._is_view_whole = self._is_view_whole and former is not None
+        if former is None or former.cost != message.cost:
+            state.cost = NodeCost.of(message.cost) if message.cost is not None else None
+            if self._view.typical is None:
+                self._typical_until = 0.0  # the first that knows is told at once
+        self._reported.add(incarnation)
+        state.load = message
+        self.ledger.pending.reported(incarnation, message.seen)
+        if self.caches.is_overdue(incarnation, self._now()):
+            self._ask_cache(state)
+        self._notify()
+
+    def _on_delta(self, state: NodeState, message: CacheDelta) -> None:
+        if self.caches.apply(state.card.incarnation, message, self._now()):
+            self._ask_cache(state)
+        if self.caches.has_pieces and not self._is_taking:
+            self._is_taking = True
+            asyncio.get_running_loop().call_soon(self._take_piece)
+
+    def _on_managed(self, state: NodeState, message: Managed) -> None:
+        asked = self._managing.get(message.number)
+        if asked is not None and not asked.done():
+            asked.set_result(message)
+
+    def _on_chunk(self, state: NodeState, message: FileChunk) -> None:
+        waiting = self._files.get((state.card.incarnation, message.name))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
 
     def _take_piece(self) -> None:
         """One slice a turn of the loop, so that requests go on between them."""
@@ -358,7 +386,7 @@ class Cluster:
         if state is None or state.link is None:
             raise NodeLost(f"node {to.node} is not connected (any more)")
         sequence = state.link.send(message)
-        if isinstance(message, Prefill | Reserve):
+        if isinstance(message, WORK):
             self._note_work(state, message, sequence)
 
     def _note_work(self, state: NodeState, message: Prefill | Reserve, sequence: int) -> None:
