@@ -36,6 +36,9 @@ MAX_CANDIDATES = 16
 MAX_DECISIONS = 16
 """Kept of one request: the first ones and the last. A request that is refused for a minute is decided a thousand times."""
 
+MAX_WHY = 500
+"""Characters of an error's message."""
+
 MAX_ALIKE = 100
 """Told of the requests that clients call alike."""
 
@@ -63,7 +66,7 @@ class ShadowRecord(msgspec.Struct, frozen=True):
 
 class DecisionRecord(msgspec.Struct, frozen=True):
     """One attempt's choice. at_s: since the request came; held_s: of these, in the hold queue for this attempt; num_candidates: compared and
-    rejected, kept here or not."""
+    rejected, kept here or not. pull: the node that the prompt's first pull_tokens are fetched from; failed: why another attempt had to follow."""
 
     at_s: float
     held_s: float
@@ -78,6 +81,9 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     num_candidates: int
     candidates: list[CandidateRecord]
     shadow: ShadowRecord | None = None
+    pull: str | None = None
+    pull_tokens: int = 0
+    failed: str = ""
 
 
 class Weighed(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -126,8 +132,9 @@ class Hindsight(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, omit_defaults=True):
-    """One request. client_id: what its client calls it; arrived: Unix seconds; error: code of the error that it ended with; hindsight: of the
-    decision that brought the first token."""
+    """One request. client_id: what its client calls it; arrived: Unix seconds; error: code of the error that it ended with, why: its message.
+    considered: what would have been done with one that waits for a node or never got one, when it was last scored. hindsight: of the decision that
+    brought the first token."""
 
     request: str
     arrived: float
@@ -139,6 +146,8 @@ class Explanation(msgspec.Struct, omit_defaults=True):
     error: str | None = None
     hindsight: Hindsight | None = None
     client_id: str = ""
+    considered: DecisionRecord | None = None
+    why: str = ""
 
 
 class Noted(msgspec.Struct, array_like=True):
@@ -146,9 +155,11 @@ class Noted(msgspec.Struct, array_like=True):
 
     explanation: Explanation
     decisions: list[Decided]
+    considered: Decided | None = None
 
     def told(self) -> Explanation:
-        return msgspec.structs.replace(self.explanation, decisions=[decided.told() for decided in self.decisions])
+        considered = None if self.considered is None else self.considered.told()
+        return msgspec.structs.replace(self.explanation, decisions=[decided.told() for decided in self.decisions], considered=considered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +173,27 @@ class Kept:
 class Record:
     """One request that runs. attempts and cached_tokens (of the prompt, as the nodes found them; None: not known) are the dispatcher's to set."""
 
-    __slots__ = ("_explainer", "_first_at", "_ideal", "_last", "_last_at", "_reachable", "_started", "attempts", "cached_tokens", "noted")
+    __slots__ = (
+        "_considered",
+        "_considered_at",
+        "_explainer",
+        "_first_at",
+        "_ideal",
+        "_last",
+        "_last_at",
+        "_reachable",
+        "_started",
+        "attempts",
+        "cached_tokens",
+        "noted",
+    )  # fmt: skip
 
     def __init__(self, explainer: Explainer, explanation: Explanation, started: float) -> None:
         self.noted = Noted(explanation, [])
         self.attempts = 0
         self.cached_tokens: int | None = None
+        self._considered: Decision | None = None
+        self._considered_at = started
         self._explainer = explainer
         self._started = started
         self._first_at: float | None = None
@@ -176,10 +202,22 @@ class Record:
         self._reachable = 0
         self._ideal: int | None = None
 
+    def consider(self, decision: Decision, now: float) -> None:
+        """It was scored; whether it may go is for others to say."""
+        self._considered, self._considered_at = decision, now
+
+    def failed(self, why: str) -> None:
+        """The attempt of the last decision came to nothing."""
+        if self.noted.decisions:
+            last = self.noted.decisions[-1]
+            self.noted.decisions[-1] = msgspec.structs.replace(last, record=msgspec.structs.replace(last.record, failed=why[:MAX_WHY]))
+
     def decided(self, decision: Decision, asked: float, now: float) -> None:
         """asked: when the attempt began to look for a place."""
+        self._considered = None
         query = decision.query
         decided = self._explainer.record(decision, now - self._started, now - asked)
+        self._explainer.count(decided.record.shadow)
         decisions = self.noted.decisions
         if len(decisions) >= MAX_DECISIONS:
             del decisions[MAX_DECISIONS // 2]
@@ -198,8 +236,18 @@ class Record:
             self._first_at = moment
             self.noted.explanation.ttft_s = moment - self._started
 
-    def end(self, error: str | None) -> Noted:
-        explanation = self.noted.explanation
+    def so_far(self) -> Noted:
+        """With what it waits for, if it waits."""
+        if self._considered is not None:
+            at_s = self._considered_at - self._started
+            self.noted.considered = self._explainer.record(self._considered, at_s, at_s)
+        else:
+            self.noted.considered = None
+        return self.noted
+
+    def end(self, error: str | None, why: str = "") -> Noted:
+        explanation = self.so_far().explanation
+        explanation.why = "" if error is None else why[:MAX_WHY]
         explanation.attempts = self.attempts
         explanation.error = error
         if self._last is not None and self._first_at is not None:
@@ -244,9 +292,9 @@ class Explainer:
             self._client_of[request] = client_id
         return record
 
-    def close(self, record: Record, error: str | None) -> None:
-        """error: the code of the error that it ended with, None for a good end."""
-        noted = record.end(error)
+    def close(self, record: Record, error: str | None, why: str = "") -> None:
+        """error: the code of the error that it ended with, None for a good end; why: its message."""
+        noted = record.end(error, why)
         explanation = noted.explanation
         del self._open[explanation.request]
         judged = explanation.hindsight
@@ -262,7 +310,7 @@ class Explainer:
         """By the id of one choice of a request; None when it is not (any longer) known."""
         running = self._open.get(request)
         if running is not None:
-            return running.noted.told()
+            return running.so_far().told()
         ended = self._ended.get(request)
         return None if ended is None else self._decoder.decode(ended).told()
 
@@ -292,8 +340,6 @@ class Explainer:
     def record(self, decision: Decision, at_s: float, held_s: float) -> Decided:
         choice, query, candidates = decision.choice, decision.query, decision.choice.candidates
         shadow = None if decision.shadow is None else _shadow(choice, decision.shadow)
-        if shadow is not None:
-            self._metrics.shadow_decisions.labels(shadow.policy, "same" if shadow.agrees else "other").inc()
         decided = DecisionRecord(
             at_s,
             held_s,
@@ -308,10 +354,16 @@ class Explainer:
             len(candidates),
             [],
             shadow,
+            choice.pull.name if choice.pull is not None else None,
+            choice.pull_tokens,
         )
         kept = candidates if len(decision.view.nodes) <= MAX_CANDIDATES else _worth_keeping(candidates)
         names: dict[str, tuple[str, ...]] = {candidate.leg: candidate.names for candidate in kept if candidate.names}
         return Decided(decided, self._weighed(kept, query), names)
+
+    def count(self, shadow: ShadowRecord | None) -> None:
+        if shadow is not None:
+            self._metrics.shadow_decisions.labels(shadow.policy, "same" if shadow.agrees else "other").inc()
 
     def _weighed(self, candidates: Sequence[Candidate], query: Query) -> tuple[Weighed, ...]:
         """A node has one estimate, whatever the leg, and none for decoding alone."""

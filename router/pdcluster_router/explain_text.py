@@ -16,8 +16,14 @@ def text_of(explanation: Explanation, *, width: int = 140, colour: bool = False)
     console = Console(file=out, width=width, force_terminal=colour, no_color=not colour, highlight=False, emoji=False, markup=False)
     console.print(_head(explanation))
     for number, decision in enumerate(explanation.decisions):
-        console.print(_decision_line(number, decision))
+        console.print(_decision_line(f"attempt {number} at {_seconds(decision.at_s)}: {decision.policy} chose", decision))
         console.print(_table(decision))
+        if decision.failed:
+            console.print(f"  it failed: {decision.failed}")
+    if (considered := explanation.considered) is not None:
+        waits = "held" if explanation.error is None else "never placed"
+        console.print(_decision_line(f"{waits}; scored last at {_seconds(considered.at_s)}: {considered.policy} would choose", considered))
+        console.print(_table(considered))
     if explanation.hindsight is not None:
         console.print(_hindsight_line(explanation.hindsight))
     return out.getvalue()
@@ -26,16 +32,19 @@ def text_of(explanation: Explanation, *, width: int = 140, colour: bool = False)
 def _head(explanation: Explanation) -> str:
     came = datetime.fromtimestamp(explanation.arrived, UTC).isoformat(timespec="milliseconds")
     tenant = f", tenant {explanation.tenant}" if explanation.tenant else ""
-    ended = f", ended with {explanation.error}" if explanation.error else ""
+    why = f" ({explanation.why})" if explanation.why else ""
+    ended = f", ended with {explanation.error}{why}" if explanation.error else ""
     ttft = f", first token after {_seconds(explanation.ttft_s)}" if explanation.ttft_s is not None else ""
     name = f"{explanation.request} ({explanation.client_id})" if explanation.client_id else explanation.request
     return f"request {name}, came {came}{tenant}, priority {explanation.priority}{ttft}{ended}"
 
 
-def _decision_line(number: int, decision: DecisionRecord) -> str:
+def _decision_line(beginning: str, decision: DecisionRecord) -> str:
     where = f"{decision.prefill} → {decision.decode}" if decision.prefill is not None else decision.decode
     predicted = decision.estimated_ttft_s if decision.predicted_ttft_s is None else decision.predicted_ttft_s
-    line = f"attempt {number} at {_seconds(decision.at_s)}: {decision.policy} chose {decision.mode} {where} for {decision.num_tokens} tokens"
+    line = f"{beginning} {decision.mode} {where} for {decision.num_tokens} tokens"
+    if decision.pull is not None:
+        line += f", {decision.pull_tokens} of them fetched from {decision.pull}"
     line += f", first token predicted after {_seconds(predicted)}"
     if decision.held_s >= 0.001:
         line += f", held {_seconds(decision.held_s)}"

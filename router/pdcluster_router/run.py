@@ -230,7 +230,9 @@ class Run:
         job, shared = self._job, self._shared
         shared.shut.apply(job, now)
         try:
-            return shared.chooser.choose(job, now)
+            decision = shared.chooser.choose(job, now)
+            self._record.consider(decision, now)
+            return decision
         except errors.Unavailable:
             check_fits(len(job.prompt) + len(job.emitted), shared.cluster.view())
             raise
@@ -252,6 +254,7 @@ class Run:
         attempt.finished = attempt.finished or self._ending()
         if attempt.is_done:
             return lambda: self._finish(attempt)
+        self._record.failed(str(failure))
         now = self._shared.clock()
         self._shared.shut.note(failure, now)
         pause_s = min(self._budget.spend(failure, self._job, now), max(self._job.deadline - now, 0.0))
@@ -315,7 +318,7 @@ class Run:
         shared.open.leave(request)
         self._entry.end = _over
         self._record.attempts, self._record.cached_tokens = self._budget.attempts, self._job.cached_tokens
-        shared.explainer.close(self._record, error)
+        shared.explainer.close(self._record, error, reason)
         shared.waiting.poke()
 
 

@@ -56,7 +56,7 @@ def entered(explainer: Explainer, request: str, standing: Standing, now: float, 
     try:
         yield record
     except errors.PdclusterError as error:
-        explainer.close(record, error.code)
+        explainer.close(record, error.code, str(error))
         raise
     explainer.close(record, None)
 
@@ -209,6 +209,49 @@ def test_an_explanation_is_json_and_reads_back_and_is_a_table_for_people() -> No
     assert "\x1b" not in text and "\x1b" in text_of(found, colour=True)
 
 
+def test_a_request_that_waits_shows_what_would_be_done_with_it_and_one_that_never_went_keeps_that_and_the_reason() -> None:
+    explainer, _ = make_explainer()
+    with pytest.raises(errors.Overloaded), entered(explainer, "r1", ANYBODY, 0.0) as record:
+        record.consider(decide(make_nodes(2, m0=500), Query(100)), 0.1)
+        record.consider(decide(make_nodes(2, m1=500), Query(100)), 0.2)
+        waiting = explainer.explain("r1")
+        assert waiting is not None and waiting.decisions == [] and waiting.considered is not None
+        assert (waiting.considered.decode, waiting.considered.at_s, waiting.considered.held_s) == ("m0", 0.2, 0.2)
+        assert "held; scored last at 200.0 ms: product would choose local m0" in text_of(waiting)
+        raise errors.Overloaded("no room for 3 s", 3.0)
+    found = explainer.explain("r1")
+    assert found is not None and found.considered == waiting.considered and (found.error, found.why) == ("overloaded", "no room for 3 s")
+    assert "ended with overloaded (no room for 3 s)" in text_of(found) and "never placed; scored last" in text_of(found)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Explanation) == found
+
+
+def test_a_request_that_went_is_not_also_shown_as_waiting() -> None:
+    explainer, _ = make_explainer()
+    with entered(explainer, "r1", ANYBODY, 0.0) as record:
+        decision = decide(make_nodes(2), Query(100))
+        record.consider(decision, 0.1)
+        assert explainer.explain("r1").considered is not None  # type: ignore[union-attr]
+        record.decided(decision, 0.0, 0.1)
+        assert explainer.explain("r1").considered is None  # type: ignore[union-attr]
+    assert explainer.explain("r1").considered is None  # type: ignore[union-attr]
+
+
+def test_an_attempt_that_failed_says_why_and_one_with_a_pull_from_where() -> None:
+    explainer, _ = make_explainer()
+    nodes = make_nodes(3)
+    with entered(explainer, "r1", ANYBODY, 0.0) as record:
+        record.failed("nothing was decided yet")
+        decision = decide(nodes, Query(100))
+        record.decided(replace(decision, choice=replace(decision.choice, pull=nodes[2], pull_tokens=64)), 0.0, 0.0)
+        record.failed("node m0: its process ended")
+        record.decided(decide(nodes, Query(100)), 0.2, 0.2)
+    found = explainer.explain("r1")
+    assert found is not None
+    assert [(one.failed, one.pull, one.pull_tokens) for one in found.decisions] == [("node m0: its process ended", "m2", 64), ("", None, 0)]
+    text = text_of(found)
+    assert "for 100 tokens, 64 of them fetched from m2" in text and "it failed: node m0: its process ended" in text
+
+
 def test_blocks_that_were_seen_are_a_prefix_that_some_request_had() -> None:
     seen, tokens = SeenBlocks(), list(range(64))
     assert seen.note(hashes_of(tokens)) == 0
@@ -248,6 +291,7 @@ async def test_dispatch_records_every_attempt_and_what_came_of_it() -> None:
     assert found is not None and found.attempts == 2 and found.error is None
     assert [(decision.mode, decision.prefill, decision.decode) for decision in found.decisions] == [("remote", "p0", "d0"), ("local", None, "d0")]
     assert found.ttft_s is not None and found.hindsight is not None and found.hindsight.hit is not None
+    assert "p0" in found.decisions[0].failed and found.decisions[1].failed == "" and found.considered is None
 
 
 def test_a_request_is_found_by_what_its_client_calls_it_while_it_is_kept() -> None:
