@@ -143,7 +143,7 @@ class FetchSide:
         if sequence.wants_prompt_logprobs:
             return 0
         usable = min(num_tokens, sequence.num_tokens - 1)
-        sequence.extend_hashes(num_tokens)
+        sequence.extend_hashes(min(num_tokens, sequence.num_tokens))
         return min(usable, len(sequence.hashes) // HASH_BYTES * self._pages.block_tokens) // self._pages.page_tokens
 
     def _take(self, cached: list[int], num_fresh: int) -> list[int] | None:

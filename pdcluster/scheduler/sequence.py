@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcluster.errors import BadRequest
+from pdcluster.errors import BadRequest, IntegrityError
 from pdcluster.kv.hashing import extend
 from pdcluster.lifecycle import RESIDENCE, Residence, advance
 from pdcluster.messages import HASH_BYTES, Sampling, TokenLogprobs, Work
@@ -131,6 +131,8 @@ class Sequence:
 
     def extend_hashes(self, num_tokens: int) -> None:
         """Have the hash chain cover the full blocks of the first num_tokens tokens, where its start is known."""
+        if num_tokens > self.num_tokens:
+            raise IntegrityError(f"hashes of {num_tokens} tokens of {self.key}, which has {self.num_tokens}: what is behind them is not its text")
         if num_tokens // self.block_tokens * HASH_BYTES <= len(self.hashes) or not (self.hashes or self._hash_root):
             return
         packed = self._tokens[:num_tokens].data

@@ -271,7 +271,7 @@ def _check_prefill(message: m.Prefill) -> None:
     _check_work(message.work)
     if message.pull is not None:
         _check_endpoint(message.pull.holder)
-        _integer("num_tokens", message.pull.num_tokens, 1)
+        _integer("num_tokens", message.pull.num_tokens, 1, len(message.work.token_ids) // 4)
 
 
 def _check_reserve(message: m.Reserve) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from pulling_nodes import BLOCK, PullingNodes, prompt_of, work_of
+from pulling_nodes import BLOCK, ROOT, PullingNodes, prompt_of, work_of
 
+from pdcluster.kv.hashing import extend
 from pdcluster.lifecycle import Residence
-from pdcluster.messages import Abort, AbortAck, Declined, Fetch, Prefill, Pull
+from pdcluster.messages import Abort, AbortAck, Declined, Fetch, Prefill, Pull, pack_tokens
 from pdcluster.node.fetch import BREAKER
 from pdcluster.transfer.base import WriteStatus
 from pdcluster.transfer.fake import Fault
@@ -54,6 +55,19 @@ def test_nothing_is_fetched_when_nothing_would_be_saved(held: int, own: int, pul
     nodes.ask("r", prompt, pull="d0", pull_tokens=pull_tokens)
     nodes.finish("r", prompt)
     assert nodes.pulls() == {"needless": 1} and not nodes.fetches()
+    nodes.end()
+
+
+def test_a_pull_of_more_tokens_than_the_prompt_has_gives_no_page_a_name_of_its_own() -> None:
+    """No text is behind the prompt yet: pages that are decoded later must get the hashes of what was decoded."""
+    nodes = PullingNodes()
+    nodes.cache("d0", PROMPT)
+    nodes.ask("r", PROMPT, 20, pull="d0", pull_tokens=100_000)
+    nodes.finish("r", PROMPT)
+    text = pack_tokens([*PROMPT, *nodes.tokens["r"]])
+    computed = (len(PROMPT) + 20 - 1) // BLOCK
+    assert nodes["p0"].parts.pages.match_length(extend(b"", text, root=ROOT, block_tokens=BLOCK)) == computed
+    assert nodes.pulls() == {"ok": 1}
     nodes.end()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fake_engine import make_sequence, make_work
 
-from pdcluster.errors import BadRequest
+from pdcluster.errors import BadRequest, IntegrityError
 from pdcluster.kv.hashing import block_hashes
 from pdcluster.lifecycle import IllegalTransition, Residence
 from pdcluster.messages import pack_tokens
@@ -60,6 +60,15 @@ def test_hashes_follow_the_tokens_that_are_named():
     assert len(sequence.hashes) == 3 * 16
     sequence.extend_hashes(9)
     assert bytes(sequence.hashes) == block_hashes(range(1, 10), block_tokens=2)
+
+
+def test_tokens_that_are_not_there_have_no_hashes():
+    """The array has room behind the last token, with whatever lay in that memory."""
+    sequence = make_sequence([1, 2, 3, 4], block_tokens=2, max_tokens=9)
+    before = bytes(sequence.hashes)
+    with pytest.raises(IntegrityError, match="hashes of 6 tokens of r, which has 4"):
+        sequence.extend_hashes(6)
+    assert bytes(sequence.hashes) == before
 
 
 def test_a_short_prompt_whose_chain_root_is_unknown_gets_no_hashes():
