@@ -116,7 +116,7 @@ def assemble(
         prefill=PrefillSide(
             scheduler, pages, writer, outbox, ended, groups=groups, parking=parking, parking_s=wiring.parking_s, clock=clock
         ),
-        decode=DecodeSide(scheduler, pages, reader, outbox, ended, clock=clock),
+        decode=DecodeSide(scheduler, pages, reader, outbox, ended, vocab_size=shape.vocab_size, clock=clock),
         fetch=FetchSide(scheduler, pages, reader, outbox, pull_s=wiring.pull_s, clock=clock),
         export=ExportSide(scheduler, pages, writer, outbox),
         files=files,

@@ -44,13 +44,22 @@ class DecodeLeg:
 
 class DecodeSide:
     def __init__(
-        self, scheduler: Scheduler, pages: PagePool, reader: Reader, outbox: Outbox, ended: EndedLegs, *, clock: Callable[[], float]
+        self,
+        scheduler: Scheduler,
+        pages: PagePool,
+        reader: Reader,
+        outbox: Outbox,
+        ended: EndedLegs,
+        *,
+        vocab_size: int,
+        clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
         self._pages = pages
         self._reader = reader
         self._outbox = outbox
         self._ended = ended
+        self._vocab_size = vocab_size
         self._clock = clock
         self._line = Line()
         self._legs: dict[str, DecodeLeg] = {}
@@ -145,6 +154,8 @@ class DecodeSide:
             self._break(leg, event.reason)
         elif event.first_token is None:
             self._break(leg, "the prefill node sent no first token")
+        elif not 0 <= event.first_token < self._vocab_size:  # it would fail the whole step, other requests' rows too
+            self._break(leg, f"the prefill node sent token {event.first_token}; this node's model has ids 0 to {self._vocab_size - 1}")
         else:
             self.on_update(self._scheduler.commit(leg.key, event.first_token, event.first_logprobs))
 
