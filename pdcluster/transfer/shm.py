@@ -198,7 +198,9 @@ class _Mover:
             except BlockingIOError:
                 if self._ending or time.monotonic() > deadline:
                     raise TimeoutError("the reader takes no notices") from None
-                select.select([], [sock], [], 0.1)
+                poller = select.poll()  # select knows no descriptor above 1023
+                poller.register(sock, select.POLLOUT)
+                poller.poll(100)
 
 
 # ---------------------------------------------------------------- the backend

@@ -59,6 +59,14 @@ class _Grant(msgspec.Struct, frozen=True, array_like=True):
     blocks: int
 
 
+def _wait_for_news(poller: select.poll, timeout_s: float | None) -> None:
+    """select would know fractions of a millisecond, but no descriptor above 1023."""
+    if timeout_s is None or timeout_s >= 0.001:
+        poller.poll(None if timeout_s is None else timeout_s * 1000)
+    elif not poller.poll(0):
+        time.sleep(timeout_s)
+
+
 # ---------------------------------------------------------------- writing
 
 
@@ -158,6 +166,9 @@ class _Pump:
 
     def _serve(self, link: Link, grant: _Grant, far: str, staging: Blocks) -> None:
         self._progress = time.monotonic()
+        poller = select.poll()
+        for fd in (link.sock.fileno(), self._doorbell.fd):
+            poller.register(fd, select.POLLIN)
         while not self._ending:
             self._start_piece(grant, far, staging)
             self._keep_awake(link)
@@ -169,7 +180,7 @@ class _Pump:
                 raise TimeoutError(f"no answer for {self._settings.progress_s} s")
             timeout = ENGINE_POLL_S if self._engine_has else self._settings.progress_s / 4 if self._reader_has else None
             if not (self._queue and self._free):
-                select.select([link.sock.fileno(), self._doorbell.fd], [], [], timeout)
+                _wait_for_news(poller, timeout)
                 self._doorbell.clear()
 
     def _start_piece(self, grant: _Grant, far: str, staging: Blocks) -> None:

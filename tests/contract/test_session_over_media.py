@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import resource
 import time
 from collections.abc import Callable, Iterator
 
@@ -79,6 +81,30 @@ class Nodes:
 def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
     nodes = Nodes(request.param)
     yield nodes
+    nodes.close()
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """All that are opened from now on have numbers above 1023."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 4096), before[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    yield
+    for fd in held:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_kv_moves_in_a_process_with_many_descriptors(many_descriptors: None, name: str) -> None:
+    nodes = Nodes(name)
+    ticket = nodes.open(list(range(40)), 40 * PAGE_TOKENS)
+    nodes.writer.open(ticket)
+    nodes.writer.push(ticket.nonce, list(range(40)), 0, 40 * PAGE_TOKENS)
+    nodes.writer.finish(ticket.nonce, 9, None)
+    nodes.until(lambda: nodes.count(Drained) == 1)
+    assert nodes.count(Landed) == nodes.count(Acked) == 1
     nodes.close()
 
 

@@ -45,6 +45,13 @@ def test_nothing_that_runs_code_when_read_is_used(module: Module) -> None:
 
 
 @pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
+def test_nobody_waits_by_select(module: Module) -> None:
+    """It raises for a descriptor above 1023, which a node with many links has; poll does not."""
+    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    assert not [call.lineno for call in calls if ast.unparse(call.func) == "select.select"], f"{module.file} calls select.select; use select.poll"
+
+
+@pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
 def test_protobuf_types_stay_in_rpc_and_bootstrap(module: Module) -> None:
     at_the_border = ("pdcluster.client", "pdcluster_router.admin_api", "pdcluster_router.grpc_api")
     if module.package in ("pdcluster.rpc", "pdcluster.bootstrap") or module.name in at_the_border:
