@@ -85,6 +85,7 @@ def assemble(
         memories=shape.memories,
         clock=clock,
         settings=wiring.transfer,
+        block_tokens=shape.block_tokens,
     )
     reader = Reader(
         Endpoint(wiring.me.node, wiring.me.incarnation, hub.address),

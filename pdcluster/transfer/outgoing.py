@@ -156,11 +156,14 @@ def _ends(blocks: int, block_bytes: int, block_runs: int, legs: int, settings: S
     return [blocks * part // parts for part in range(1, parts + 1)]
 
 
-def checked_shape(ticket: Ticket, shape: PageShape) -> PageShape:
-    """The reader's pages, or TransferError when its KV is not of our kind. Page sizes and ranks may differ."""
+def checked_shape(ticket: Ticket, shape: PageShape, block_tokens: int) -> PageShape:
+    """The reader's pages, or TransferError when its KV is not of our kind. Page sizes and ranks may differ; but pages that have only a few tokens
+    in common with ours would cost a run per layer and head of each, in the node's one loop, so they are whole blocks."""
     if ticket.ranks < 1 or (shape.heads % ticket.ranks and ticket.ranks % shape.heads):
         raise TransferError(f"ticket {ticket.nonce:x} is of {ticket.ranks} ranks, over which {shape.heads} kv heads cannot be dealt out evenly")
     theirs = replace(shape, page_tokens=ticket.page_tokens, ranks=ticket.ranks)
+    if ticket.page_tokens % block_tokens:
+        raise TransferError(f"ticket {ticket.nonce:x} has pages of {ticket.page_tokens} tokens, no multiple of this cluster's {block_tokens}")
     if ticket.page_tokens < 1 or ticket.page_bytes != theirs.page_bytes:
         raise TransferError(
             f"ticket {ticket.nonce:x} has pages of {ticket.page_tokens} tokens and {ticket.page_bytes} bytes, with this node's model and dtype they "

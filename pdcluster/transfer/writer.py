@@ -39,15 +39,18 @@ class Writer:
         memories: Sequence[memoryview],
         clock: Clock,
         settings: Settings,
+        block_tokens: int = 1,
         paths: Paths | None = None,
     ) -> None:
         """region: id of rank 0's region, those of other ranks follow; memories: their bytes (for digests), in the order of ranks; order: backend
-        names, best first; paths: which of them carries what; default: as measured, with the usual settings."""
+        names, best first; block_tokens: what pages of readers must be multiples of; paths: which of them carries what; default: as measured, with
+        the usual settings."""
         self._me = me
         self._backends = backends
         self._order = tuple(order)
         self._region = region
         self._shape = shape
+        self._block_tokens = block_tokens
         self._memories = [memory.cast("B") for memory in memories]
         self._num_pages = min(map(len, self._memories)) // shape.page_bytes
         self._clock = clock
@@ -77,7 +80,7 @@ class Writer:
             raise TransferError(f"ticket {ticket.nonce:x} was aborted by its reader before it came; a new attempt needs a new ticket")
         if ticket.nonce in self._open or ticket.nonce in self._answers:
             raise TransferError(f"ticket {ticket.nonce:x} was opened before; a ticket is used once")
-        theirs, pages = checked_shape(ticket, self._shape), checked_pages(ticket, self._me)
+        theirs, pages = checked_shape(ticket, self._shape, self._block_tokens), checked_pages(ticket, self._me)
         peer = peer_of(ticket.reader)
         backends = self._connect(peer, ticket)
         deadline = self._clock() + ticket.deadline_s

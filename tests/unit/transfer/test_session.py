@@ -171,6 +171,8 @@ def test_verification_is_spread_over_polls() -> None:
     ("change", "message"),
     [
         ({"page_tokens": 8}, "both nodes need the same"),
+        ({"page_tokens": 5, "page_bytes": 80}, "no multiple of this cluster's 4"),
+        ({"page_tokens": 0, "page_bytes": 0}, "both nodes need the same"),
         ({"page_bytes": 128}, "both nodes need the same"),
         ({"ranks": 0}, "cannot be dealt out"),
         ({"num_tokens": 0}, "must start a page"),

@@ -72,7 +72,7 @@ class Pair:
         self.source, self.target = Node(WRITER, self.networks, 1), Node(READER, self.networks, 2)
         shape = {"region": 0, "shape": PageShape.plain(PAGE_TOKENS, PAGE_BYTES, num_layers)}
         shape |= {"clock": self.clock, "settings": settings}
-        self.writer = writer_class(WRITER, self.source.backends, media, memories=[memoryview(self.source.memory)], **shape)
+        self.writer = writer_class(WRITER, self.source.backends, media, memories=[memoryview(self.source.memory)], block_tokens=PAGE_TOKENS, **shape)
         me = Endpoint(READER.node, READER.incarnation, "d0:1")
         self.reader = reader_class(me, self.target.backends, media, memories=[memoryview(self.target.memory)], rng=random.Random(5), **shape)
         self.inbox: list[tuple[Peer, Message]] = []
