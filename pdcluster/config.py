@@ -173,10 +173,10 @@ class TransferConfig:
 
     backend: BackendName = key("auto", backend, "auto, shm, tcp, mooncake or nixl", flag="transfer")
     host: str = key("127.0.0.1", text, "address the transfer engine listens on and tells its peers")
-    deadline_s: float = key(30.0, duration(0.001), "longest time of one ticket from its delivery to its acknowledgement")
+    deadline_s: float = key(30.0, duration(0.001), "longest wait for the answer to a ticket's Commit")
     retries: int = key(3, integer(0, 100), "times a chunk is written again before its ticket fails")
     window_bytes: int = key(64 * 2**20, size(4096), "most bytes in flight to one peer")
-    chunk_bytes: int = key(16 * 2**20, size(4096), "aimed size of one chunk")
+    chunk_bytes: int = key(16 * 2**20, size(4096, 2**30), "aimed size of one chunk; no medium takes more than 1 GiB at once")
     devices: tuple[str, ...] = key((), devices, "RDMA devices for mooncake or nixl, such as mlx5_0,mlx5_1; not run on hardware")
     gid_index: int | None = key(None, integer(0, 255), "GID index of those devices; default: the library's choice; not run on hardware")
     rails: int | None = key(None, integer(1, 64), "over how many of those devices nixl spreads one write; not run on hardware")

@@ -63,7 +63,7 @@ def duration(low: float = 0.0, high: float = 7 * 86400.0) -> Kind[float]:
     return parse
 
 
-def size(low: int = 0) -> Kind[int]:
+def size(low: int = 0, high: int = 2**63 - 1) -> Kind[int]:
     """Bytes, as a number or as text with a unit: 512KiB, 64MB, 2GiB."""
     units = {"": 1, "B": 1}
     for power, letter in enumerate("KMGT", start=1):
@@ -75,6 +75,8 @@ def size(low: int = 0) -> Kind[int]:
             value = round(float(match[1]) * units[match[2]])
         if value is None or value < low:
             raise ValueError(f"must be a size of at least {low} bytes, such as 67108864, 64MiB or 2GB")
+        if value > high:
+            raise ValueError(f"must be a size of at most {high} bytes")
         return value
 
     return parse

@@ -20,6 +20,12 @@ def test_sizes_that_are_none_are_refused(raw: object) -> None:
         size()(raw)
 
 
+def test_a_size_has_an_upper_bound_where_one_is_named() -> None:
+    assert size(4096, 2**30)("1GiB") == 2**30
+    with pytest.raises(ValueError, match="at most 1073741824 bytes"):
+        size(4096, 2**30)("2GiB")
+
+
 @pytest.mark.parametrize(("raw", "value"), [("500ms", 0.5), ("2.5s", 2.5), ("10m", 600.0), ("1h", 3600.0), (3, 3.0), ("4", 4.0)])
 def test_durations_are_read_with_their_units(raw: object, value: float) -> None:
     assert duration()(raw) == pytest.approx(value)
