@@ -7,9 +7,9 @@ what the router misses. The rules of a link are in `wire.dialer`; this is their 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal
 
@@ -26,6 +26,7 @@ from pdcluster.wire.sockets import WireSettings, derive_keys, open_router
 
 Kind = Literal["router", "node"]
 MAX_RETIRED = 1024
+MAX_FORMER = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,13 @@ class _Route:
     batch: Batch
     sent: int = 0
     alive: bool = True
+    former: deque[bytes] = field(default_factory=lambda: deque(maxlen=MAX_FORMER))
+    """Its connections before this one. The socket reads what those still held in any order, so a Hello among it is no news."""
 
 
 class Hub:
-    """`dropped` counts what was not accepted or could not be sent, by reason: malformed, other_incarnation, old_incarnation, unknown_peer,
-    duplicate, misdirected, too_many_peers, unreachable, high_water, bad_address. `gaps` counts the times when frames were missing."""
+    """`dropped` counts what was not accepted or could not be sent, by reason: malformed, other_incarnation, old_incarnation, old_connection,
+    unknown_peer, duplicate, misdirected, too_many_peers, unreachable, high_water, bad_address. `gaps` counts the times when frames were missing."""
 
     def __init__(
         self, me: Peer, *, listen: str, context: zmq.Context[zmq.Socket[bytes]], settings: WireSettings, clock: Callable[[], float] = monotonic
@@ -311,6 +314,11 @@ class Hub:
             route = self._new_route(identity, peer, hello.kind)
             if route is None:
                 return ()
+        if identity in route.former:
+            self.dropped["old_connection"] += 1
+            return ()
+        if identity != route.identity:
+            route.former.append(route.identity)
         self._flush_route(peer, route)  # what was said to the connection before this one goes there
         route.identity, route.kind, route.received, route.heard_at, route.alive = identity, hello.kind, sequence, self._now, True
         # Proves at once that this boot lives, also when the loop is about to compute for a while before its Welcome.

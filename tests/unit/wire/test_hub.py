@@ -166,6 +166,20 @@ def test_a_router_whose_lease_ended_is_asked_for_a_hello_and_may_come_back(node:
     assert node.messages(m.Release) == [m.Release("now")]
 
 
+def test_a_hello_that_a_replaced_connection_still_held_is_no_news(node: Node, router: Caller, context: Context) -> None:
+    router.say(m.Hello("router"))
+    pump(lambda: len(node.messages(m.Hello)) == 1, node)
+    newer = Caller(context, node, router.me)
+    newer.say(m.Hello("router"), skip=8)
+    pump(lambda: len(node.messages(m.Hello)) == 2, node)
+    router.say(m.Hello("router"))
+    pump(lambda: node.hub.dropped["old_connection"] == 1, node)
+    newer.say(m.Release("r"))
+    pump(lambda: bool(node.messages(m.Release)), node)
+    assert len(node.messages(m.Hello)) == 2 and not node.hub.dropped["unknown_peer"]
+    newer.close()
+
+
 def test_a_busy_node_does_not_end_leases_of_routers_whose_pings_wait_unread(context: Context) -> None:
     now = [100.0]
     me = Peer("decode-0", "boot-1")
