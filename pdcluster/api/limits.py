@@ -52,6 +52,12 @@ def check_prompt(num_tokens: int, limits: Limits, param: str) -> None:
         )
 
 
+def check_output(num_tokens: int, limits: Limits, param: str) -> None:
+    """Of ids that are to be made text: no model gave more."""
+    if num_tokens > limits.max_len:
+        raise BadRequest(f"{param} has {num_tokens} ids, this model takes and gives {limits.max_len} at most; send them in parts", param)
+
+
 def output_tokens(asked: int | None, default: int | None, num_prompt: int, limits: Limits, param: str) -> int:
     """max_tokens of one request: as asked, if it fits; else the default or all that is left."""
     left = limits.max_len - num_prompt

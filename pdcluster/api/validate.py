@@ -29,6 +29,12 @@ KIND_NAMES = {
 }
 BOUNDS = {">=": "at least", "<=": "at most", ">": "greater than", "<": "less than"}
 SHOWN_CHARACTERS = 60
+LOOKED_AT_BYTES = 256 * 1024
+"""Of a larger body that is wrong it is said where and what, but not shown what is there: a second look at it takes as long as 8 MiB take Python."""
+LONGEST_NAME = 128
+"""That is compared to others."""
+UNSEEN = object()
+NESTED_TOO_DEEPLY = "the body is JSON nested too deeply; send a flatter object"
 HALF_A_PAIR = "the body has a string with half a surrogate pair (such as \\ud800 alone), which is no character; send whole characters"
 
 
@@ -38,8 +44,12 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T], schemas: Mapping[str, 
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), _loads(body), schemas) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _invalid(str(error), _loads(body) if len(body) <= LOOKED_AT_BYTES else UNSEEN, schemas) from error
+    except RecursionError as error:
+        raise BadRequest(NESTED_TOO_DEEPLY) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if len(body) > LOOKED_AT_BYTES:
+            raise BadRequest(f"the body is not valid JSON: {error}") from error
         _loads(body)
         raise BadRequest(HALF_A_PAIR) from error
 
@@ -54,12 +64,16 @@ def convert(fields: Mapping[str, object], kind: type[T], schemas: Mapping[str, t
 
 def closest(name: str, known: Iterable[str]) -> str:
     """" (did you mean X?)", or "" when nothing is near."""
+    if len(name) > LONGEST_NAME:
+        return ""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def shown(value: object) -> str:
     """A value as JSON, cut to a length a message can carry."""
+    if isinstance(value, str | list):
+        value = value[: SHOWN_CHARACTERS + 1]
     text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="replace").decode()
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
 
@@ -84,7 +98,7 @@ def _loads(body: bytes) -> object:
         near = text[max(error.pos - 15, 0) : error.pos + 15]
         raise BadRequest(f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}, near {shown(near)}") from error
     except RecursionError as error:
-        raise BadRequest("the body is JSON nested too deeply; send a flatter object") from error
+        raise BadRequest(NESTED_TOO_DEEPLY) from error
     except ValueError as error:  # a number of more digits than Python reads
         raise BadRequest(f"the body is not valid JSON: {error}") from error
 
@@ -110,8 +124,10 @@ def _invalid(message: str, body: object, schemas: Mapping[str, type[msgspec.Stru
     if what.startswith("Number out of range"):
         return BadRequest(f"{where} is out of range; send a finite number", path or None)
     if what.startswith("Invalid enum value"):
-        return BadRequest(f"{where} is {shown(value)}; it must be one of {', '.join(_options(path, schemas))}", path or None)
-    return BadRequest(f"{where} {_expectation(what)}, got {shown(value)}", path or None)
+        found = "of another kind" if value is UNSEEN else shown(value)
+        return BadRequest(f"{where} is {found}; it must be one of {', '.join(_options(path, schemas))}", path or None)
+    found = "" if value is UNSEEN else f", got {shown(value)}"
+    return BadRequest(f"{where} {_expectation(what)}{found}", path or None)
 
 
 def _unknown_field(name: str, path: str, schema: type[msgspec.Struct] | None) -> BadRequest:

@@ -34,6 +34,8 @@ Exposition = Callable[[], Awaitable[bytes]]
 
 T = TypeVar("T")
 
+MANY_TOKENS = 4096
+"""More of them are made text in a thread."""
 MODELS_PREFIX = "/v1/models/"
 AUTHORIZATION = b"authorization"
 DEADLINE = b"x-request-deadline-s"
@@ -233,10 +235,18 @@ class App:
 
     def _detokenize(self, exchange: Exchange) -> None:
         request = openai.decode_detokenize(exchange.body())
+        work = partial(self._text_of, request)
+        if len(request.tokens) > MANY_TOKENS:
+            self._later(exchange, lambda: asyncio.to_thread(work), lambda body: exchange.reply(200, body))
+        else:
+            exchange.reply(200, work())
+
+    def _text_of(self, request: openai.DetokenizeRequest) -> bytes:
         model = find_model(self._dispatcher, request.model)
+        limits.check_output(len(request.tokens), model.limits, "tokens")
         token_ids = limits.check_token_ids(request.tokens, model.info.vocab_size, "tokens")
         text = model.text.decode(token_ids, skip_special_tokens=bool(request.skip_special_tokens))
-        exchange.reply(200, msgspec.json.encode(DetokenizeReply(text)))
+        return msgspec.json.encode(DetokenizeReply(text))
 
     # ------------------------------------------------ state
 

@@ -31,6 +31,9 @@ from pdcluster_router.tenants import ANYBODY, Tenant
 
 SEED_BITS = 63
 
+PART_CHARACTERS = 16
+"""What a part of a message, or a call of a tool, counts besides its text."""
+
 MANY_MESSAGES = 256
 """As many as a body may hold take a third of a second to check and seconds to render."""
 
@@ -116,14 +119,25 @@ def is_long(request: openai.ChatRequest | openai.CompletionRequest | openai.Toke
             return False  # one kind in a list, or it is refused
         return sum(len(part) for part in prompt if isinstance(part, str)) > SHORT_CHARACTERS
     messages = None if isinstance(request, openai.CompletionRequest) else request.messages
-    return messages is not None and (len(messages) > MANY_MESSAGES or sum(map(_num_characters, messages)) > SHORT_CHARACTERS)
+    if messages is None:
+        return False
+    return len(messages) > MANY_MESSAGES or sum(map(_num_characters, messages)) > SHORT_CHARACTERS or _has_long_arguments(request)
 
 
 def _num_characters(message: openai.ChatMessage) -> int:
-    content = message.content
-    if isinstance(content, list):
-        return sum(len(part.text or "") for part in content)
-    return len(content or "") + sum(len(call.function.arguments) for call in message.tool_calls or ())
+    """Of all that a template may show."""
+    content = message.content or ""
+    shown = sum(len(part.text or "") + PART_CHARACTERS for part in content) if isinstance(content, list) else len(content)
+    shown += len(message.reasoning_content or "") + len(message.name or "") + len(message.tool_call_id or "")
+    for call in message.tool_calls or ():
+        shown += len(call.id) + len(call.function.name) + len(call.function.arguments) + PART_CHARACTERS
+    return shown
+
+
+def _has_long_arguments(request: openai.ChatRequest | openai.TokenizeRequest) -> bool:
+    """For the template, which may show those too."""
+    kwargs = request.chat_template_kwargs
+    return bool(kwargs) and len(msgspec.json.encode(kwargs)) > SHORT_CHARACTERS
 
 
 def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:

@@ -162,6 +162,11 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     ("/tokenize", {"prompt": "a", "messages": [USER]}, "prompt", "send either prompt"),
     ("/tokenize", {"promt": "a"}, "promt", "did you mean prompt?"),
     ("/detokenize", {"tokens": [VOCAB]}, "tokens", "is no token id"),
+    ("/detokenize", {"tokens": [1] * (MAX_LEN + 1)}, "tokens", f"tokens has {MAX_LEN + 1} ids, this model takes and gives {MAX_LEN} at most"),
+    # so large that it is not looked at again to say what is wrong with it
+    (PLAIN, plain(**{"a" * 300_000: 1}), "a" * 200, f"unknown field {'a' * 200}; leave it out"),
+    (PLAIN, plain(n="a" * 300_000), "n", "n must be a whole number"),
+    (CHAT, chat(messages=[{"role": "a" * 300_000}]), "messages[0].role", "is of another kind; it must be one of system"),
     ("/detokenize", {"tokens": "abc"}, "tokens", "tokens must be a list"),
 ]
 
@@ -192,6 +197,7 @@ BODIES: list[tuple[bytes, str]] = [
     (b"null", "the body must be an object"),
     (b"\xef\xbb\xbf{}", "not valid JSON"),
     (DEEP, "nested too deeply"),
+    (b'{"model":"' + b"a" * 300_000, "not valid JSON: Input data was truncated"),
     (b'{"model":"tiny","seed":' + b"9" * 5000 + b"}", "integer string conversion"),
     (b'{"model":"tiny","metadata":' + b"[" * 150_000 + b"]" * 150_000 + b"}", "nested too deeply"),
 ]

@@ -310,6 +310,13 @@ async def test_tokenize_and_detokenize_are_inverse(client: httpx.AsyncClient) ->
     assert text == {"prompt": "<|bos|>naïve 日本"}
 
 
+async def test_many_tokens_are_made_text_off_the_event_loop(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+    dispatcher.max_len = 10_000
+    token_ids = list(TEXT.encode("hello ", add_special_tokens=False)) * 2000
+    reply = await client.post("/detokenize", json={"tokens": token_ids[:9000]})
+    assert reply.json()["prompt"] == TEXT.decode(token_ids[:9000])
+
+
 async def test_tokenize_of_messages_shows_the_prompt_a_chat_would_have(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
     messages = [{"role": "user", "content": "hi"}]
     tokens = (await client.post("/tokenize", json={"messages": messages})).json()["tokens"]
