@@ -68,7 +68,7 @@ class Answer:
                 running.cancel("another choice failed")
                 return
             if choice.text.stopped:
-                running.cancel("a stop string came")
+                running.finish(choice.text.num_tokens)
 
     def take(self, index: int, event: Event) -> None:
         """An event of a choice's generation. Whatever goes wrong with it answers the client."""
@@ -93,7 +93,7 @@ class Answer:
         if choice.finish is None:
             return
         if choice.text.stopped and index < len(self._running):
-            self._running[index].cancel("a stop string came")
+            self._running[index].finish(choice.text.num_tokens)
         self._num_open -= 1
         if not self._num_open:
             self._writer.finish()

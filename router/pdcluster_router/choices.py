@@ -19,7 +19,7 @@ from pdcluster.api.detokenize import Detokenizer
 from pdcluster.errors import IntegrityError
 from pdcluster.messages import TokenLogprobs
 from pdcluster_router.generation import Chunk, Dispatcher, Done, Generation, Route, Timeline
-from pdcluster_router.streaming import events_of
+from pdcluster_router.streaming import Events
 
 FINISH_REASONS = {"stop": "stop", "eos": "stop", "length": "length"}
 
@@ -76,11 +76,16 @@ class Choice(msgspec.Struct):
 
 async def pieces_of(choice: Choice, dispatcher: Dispatcher) -> AsyncGenerator[Piece, None]:
     """Ends with the piece whose `finish` is set; closing it early, or a stop string, closes the generation."""
-    async with aclosing(events_of(dispatcher, choice.generation)) as events:
-        async for event in events:
-            yield advance(choice, event)
+    events = Events(choice.generation.hang_up)
+    running = events.running = dispatcher.start(choice.generation, events)
+    try:
+        while choice.finish is None:
+            piece = advance(choice, await events.next())
             if choice.text.stopped:
-                return
+                running.finish(choice.text.num_tokens)
+            yield piece
+    finally:
+        running.cancel("client left")
 
 
 def advance(choice: Choice, event: Chunk | Done) -> Piece:

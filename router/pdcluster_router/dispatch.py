@@ -37,6 +37,9 @@ class Refused:
     def cancel(self, reason: str) -> None:
         return
 
+    def finish(self, num_output: int) -> None:
+        return
+
 
 class Dispatch:
     """Implements generation.Dispatcher over a Cluster. Owned by the router's event loop."""

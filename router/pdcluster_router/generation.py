@@ -138,6 +138,10 @@ class Running(Protocol):
         """End it on the nodes; nobody wants its tokens any more. Idempotent, also after its end."""
         ...
 
+    def finish(self, num_output: int) -> None:
+        """The same when so many tokens were all that was wanted: a stop string came. A good end."""
+        ...
+
 
 class Dispatcher(Protocol):
     def start(self, generation: Generation, sink: Sink) -> Running:

@@ -124,6 +124,12 @@ class Run:
         if not self._is_over:
             self._close("cancelled", reason)
 
+    def finish(self, num_output: int) -> None:
+        """Implements generation.Running."""
+        if not self._is_over:
+            self._shared.chooser.note_end(len(self._job.prompt), num_output)
+            self._close(None, "a stop string came")
+
     def _fail(self, error: Exception) -> None:
         if not self._is_over:
             self._close(error.code if isinstance(error, errors.PdclusterError) else "internal", str(error))

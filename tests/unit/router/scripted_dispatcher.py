@@ -59,6 +59,9 @@ class Played:
     def __init__(self, events: AsyncGenerator[Chunk | Done, None], sink: Sink) -> None:
         self._task = asyncio.create_task(self._tell(events, sink))
 
+    def finish(self, num_output: int) -> None:
+        self.cancel("a stop string came")
+
     def cancel(self, reason: str) -> None:
         self._task.cancel()
 

@@ -49,6 +49,9 @@ class ByHand(ScriptedDispatcher):
     def cancel(self, reason: str) -> None:
         self.ends.append(reason)
 
+    def finish(self, num_output: int) -> None:
+        self.ends.append(f"finished with {num_output}")
+
     def says(self, choice: int, position: int, text: str) -> int:
         token_ids = tuple(TEXT.encode(text, add_special_tokens=False))
         self.sinks[choice].on_chunk(Chunk(position, token_ids, (), (), ROUTE))
@@ -77,4 +80,4 @@ async def test_a_stop_string_that_was_left_unread_does_not_end_the_other_choices
     dispatcher.sinks[1].on_done(Done("length", None, 0, 1, ROUTE, Timeline()))
     assert b'"ok ' in line.sent and b"more" not in line.sent and b"fine" in line.sent
     assert b"error" not in line.sent and line.sent.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-    assert dispatcher.ends == ["a stop string came"]
+    assert dispatcher.ends == [f"finished with {len(TEXT.encode('ok END', add_special_tokens=False))}"]

@@ -7,7 +7,7 @@ from array import array
 from contextlib import aclosing
 
 import pytest
-from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_chooser, make_node, settle
+from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_chooser, make_node, row, settle
 
 from pdcluster import errors
 from pdcluster import messages as m
@@ -18,6 +18,7 @@ from pdcluster_router.generation import Chunk, Done, Generation
 from pdcluster_router.job import HashChain, Job
 from pdcluster_router.policy.base import Force
 from pdcluster_router.retries import RetryBudget
+from pdcluster_router.streaming import Events
 
 
 class NoModels:
@@ -313,6 +314,23 @@ async def test_a_client_that_leaves_cancels_both_legs() -> None:
     await events.aclose()
     assert cluster.sent_to("p0", m.Cancel) and cluster.sent_to("d0", m.Cancel)
     assert cluster.ledger.num_requests() == 0 and cluster.ledger.in_flight("p0-boot") == 0
+
+
+async def test_a_request_that_has_all_that_is_wanted_of_it_ends_well() -> None:
+    """As one does whose stop string came: it is no cancelled one, and its length is that of an answer."""
+    cluster, pair, _ = make_pair()
+    pair.run = lambda node, work, answer, position: answer(row(work, position, (100 + position,)))  # type: ignore[method-assign]
+    chooser, noted = make_chooser(cluster), []
+    chooser.note_end = lambda *given: noted.append(given)  # type: ignore[method-assign]
+    dispatch = Dispatch(cluster, NoModels(), chooser, DispatchSettings())
+    events = Events()
+    running = dispatch.start(make_generation(max_tokens=8), events)
+    assert isinstance(await events.next(), Chunk) and len(dispatch.open) == 1
+    running.finish(1)
+    running.cancel("too late")
+    assert noted == [(10, 1)] and not len(dispatch.open)
+    assert next(iter(dispatch.explainer.recent(1))).error is None
+    assert cluster.sent_to("d0", m.Cancel), "the nodes go on with something else"
 
 
 async def test_a_first_token_that_ends_the_request_needs_no_decode_node() -> None:
