@@ -350,6 +350,8 @@ def _plain_part(part: ContentPart, path: str) -> str:
 def _plain_call(call: ToolCall, path: str) -> dict[str, object]:
     try:
         arguments = msgspec.json.decode(call.function.arguments)
+    except RecursionError as error:
+        raise BadRequest(f"{path}.function.arguments is JSON nested too deeply; send a flatter object", path) from error
     except msgspec.DecodeError as error:
         raise BadRequest(f"{path}.function.arguments is not JSON: {error}; send the arguments as a JSON object in a string", path) from error
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

@@ -158,6 +158,12 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
         "messages[0].tool_calls[0]",
         "function.arguments is not JSON",
     ),
+    (
+        CHAT,
+        chat(messages=[{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 100_000}}]}]),
+        "messages[0].tool_calls[0]",
+        "function.arguments is JSON nested too deeply",
+    ),
     ("/tokenize", {}, "prompt", "send either prompt"),
     ("/tokenize", {"prompt": "a", "messages": [USER]}, "prompt", "send either prompt"),
     ("/tokenize", {"promt": "a"}, "promt", "did you mean prompt?"),
