@@ -44,6 +44,12 @@ class TextModel:
         """files: contents by name, of those in files.TEXT_FILES that the model has; only tokenizer.json must be there.
 
         Raises ModelError naming the file that is missing or wrong."""
+        try:
+            self._build(files)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:  # of files that are JSON, but of another shape
+            raise ModelError(f"the model's text files are not as expected: {type(error).__name__}: {error}; take its original files") from error
+
+    def _build(self, files: Mapping[str, bytes]) -> None:
         config = {**_json_file(files, "special_tokens_map.json"), **_json_file(files, "tokenizer_config.json")}
         generation = _json_file(files, "generation_config.json")
         special = _special_tokens(config)
@@ -183,7 +189,7 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
     if penalty != 1.0:
         log.warning("generation_config.json recommends repetition_penalty %s, which is not supported yet and not applied", penalty)
     return SamplingDefaults(
-        temperature=float(generation.get("temperature") or 1.0),
+        temperature=1.0 if generation.get("temperature") is None else float(generation["temperature"]),
         top_p=None if generation.get("top_p") in (None, 1.0) else float(generation["top_p"]),
         top_k=None if generation.get("top_k") in (None, 0) else int(generation["top_k"]),
         min_p=None if generation.get("min_p") in (None, 0.0) else float(generation["min_p"]),
@@ -194,6 +200,6 @@ def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], tok
     for source in (generation, config):
         ids = source.get("eos_token_id")
         if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+            return tuple(map(int, ids)) if isinstance(ids, list) else (int(ids),)
     named = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
     return () if named is None else (named,)

@@ -62,6 +62,10 @@ def test_sampling_defaults_come_from_the_generation_config() -> None:
     assert text.eos_token_ids == (1, 3)
 
 
+def test_a_model_that_recommends_temperature_zero_is_sampled_at_zero() -> None:
+    assert TextModel(byte_level_files() | {"generation_config.json": b'{"temperature": 0.0}'}).defaults.temperature == 0.0
+
+
 def test_without_a_generation_config_the_defaults_are_openai_s() -> None:
     text = TextModel(byte_level_files())
     assert text.defaults == SamplingDefaults(temperature=1.0, top_p=None, top_k=None, min_p=None)
@@ -113,6 +117,13 @@ def test_tokens_named_only_in_the_config_are_added_under_their_ids() -> None:
         (with_config(byte_level_files(), added_tokens_decoder={"99999": {"content": "<x>"}}), "'<x>' the id 99999"),
         (with_config(byte_level_files(), chat_template="{% if %}"), "chat template does not compile: line 1"),
         (with_config(byte_level_files(), chat_template=7), "chat_template is a int"),
+        (with_config(byte_level_files(), chat_template=["x"]), "not as expected: TypeError"),
+        (with_config(byte_level_files(), added_tokens_decoder={"x": {"content": "a"}}), "not as expected: ValueError"),
+        (with_config(byte_level_files(), added_tokens_decoder=["x"]), "not as expected: AttributeError"),
+        (byte_level_files() | {"chat_template.jinja": b"\xff\xfe"}, "not as expected: UnicodeDecodeError"),
+        (byte_level_files() | {"generation_config.json": b'{"eos_token_id": "</s>"}'}, "not as expected: ValueError"),
+        (byte_level_files() | {"generation_config.json": b'{"eos_token_id": ["</s>"]}'}, "not as expected: ValueError"),
+        (byte_level_files() | {"generation_config.json": b'{"temperature": "0.7x"}'}, "not as expected: ValueError"),
     ],
 )
 def test_broken_files_are_refused_by_name(files: dict[str, bytes], message: str) -> None:
