@@ -62,23 +62,23 @@ async def _serve(loaded: Loaded[RouterConfig]) -> int:
         stack.push_async_callback(supervisor.stop, [[spec.name for spec in specs]])
         started = asyncio.ensure_future(_all_started([supervisor.start(spec) for spec in specs]))
         code = await _until(stop, started)
-        if started.done():
+        if code is not None:
             announce(config.ready_fd, http, name=name, grpc=grpc, admin=admin, workers=config.workers)
             logger.info("router %s serves http://%s with %d workers", name, http, config.workers)
             if config.spare:
                 await supervisor.keep_spare((sys.executable, "-m", spare.__name__))
             code = await _until(stop, asyncio.ensure_future(_crashes(supervisor)))
         logger.info("draining %d workers", config.workers)
-    return 1 if supervisor.killed else code
+    return 1 if supervisor.killed else code or 0
 
 
-async def _until(stop: asyncio.Event, work: asyncio.Future[int]) -> int:
-    """Until the work is done or `stop` is set; raises what the work raised."""
+async def _until(stop: asyncio.Event, work: asyncio.Future[int]) -> int | None:
+    """Until the work is done or `stop` is set, None then; raises what the work raised."""
     stopped = asyncio.create_task(stop.wait())
     work.add_done_callback(lambda _: stopped.cancel())
     try:
         await asyncio.gather(stopped, return_exceptions=True)
-        return work.result() if work.done() else 0
+        return work.result() if work.done() else None
     finally:
         stopped.cancel()
         work.cancel()
