@@ -43,7 +43,7 @@ RIVALS = [policy for policy in POLICIES if policy != OURS]
 CONTENDERS = [Contender(OURS), *map(Contender, RIVALS), *(Contender(policy, True) for policy in RIVALS)]
 RECORDED = str(Path(__file__).resolve().parents[2] / "shared" / "data" / "conversation_trace.jsonl")
 LOADS = (0.5, 0.7, 0.85, 1.0, 1.2)
-CACHES = (1_000_000, 4_000_000)
+CACHES = (400_000, 4_000_000)
 NUM_NODES = 12
 CLOSE = 0.95
 """Within 5 % of the best."""
@@ -52,12 +52,12 @@ Way = Literal["colocated", "static", "auto"]
 FORCED: Mapping[Way, Force] = {"colocated": "local", "static": "remote", "auto": "auto"}
 
 UNITS = {"ttft_mean_s": "s", "ttft_p90_s": "s", "ttft_p99_s": "s", "tpot_mean_s": "s", "goodput": "1/s", "token_goodput": "tokens/s"}
-MODE_LOADS = (0.7, 0.8, 0.9, 1.0, 1.15)
+MODE_LOADS = (0.7, 0.85, 1.0, 1.15)
 MODE_NODES = 4
 MODE_SEEDS = (11, 12)
 """Of generated mixes; a recorded one has stretches instead."""
 
-MOST_RECORDED, MOST_GENERATED, MOST_MIXED = 2500, 800, 500
+MOST_RECORDED, MOST_GENERATED, MOST_MIXED = 1200, 400, 400
 MODE_CACHE = 1_500_000
 CHUNKS = (256, 512)
 BALANCED = ("balanced", "everything", "recorded")

@@ -21,6 +21,10 @@ FULL = 0.85
 """Of the limit on TPOT, in steps of a decode node that is as full as it should be; for sizing pools."""
 
 
+ROOM = 0.8
+"""Of a decode node's cache that rows may fill; for sizing pools."""
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """path: of a recorded trace, "" for a generated kind. requests: how many; 0: all. seed: of a recorded trace, which stretch of so many."""
@@ -121,13 +125,20 @@ def decode_work_s(trace: Trace, layout: Layout) -> float:
     return sum(r.num_output for r in trace.requests) * step_s / rows
 
 
+def row_tokens_s(trace: Trace, layout: Layout) -> float:
+    """KV tokens of rows × the seconds that they are held, in full decode steps."""
+    step_s = FULL * Slo(layout.cost, trace.mean_tokens).tpot_s(round(trace.mean_tokens))
+    return sum(r.num_output * step_s * (r.num_tokens + r.num_output) for r in trace.requests)
+
+
 def pools_for(workload: Workload, num_nodes: int, cache_tokens: int, peak_load: float) -> Layout:
-    """Most prefill nodes such that the others can decode what these let through at the highest load."""
+    """Most prefill nodes such that the others can decode what these let through at the highest load, and have room for its KV."""
     trace = trace_of(workload)
     for prefill in range(num_nodes - 1, 1, -1):
         layout = Layout(prefill=prefill, decode=num_nodes - prefill, cache_tokens=cache_tokens)
         known = oracle_of(workload, layout)
-        share = decode_work_s(trace, layout) / known.work_s
-        if share * prefill * peak_load <= num_nodes - prefill:
+        offered = prefill * peak_load / known.work_s
+        nodes = max(decode_work_s(trace, layout), row_tokens_s(trace, layout) / (ROOM * cache_tokens))
+        if offered * nodes <= num_nodes - prefill:
             return layout
     return Layout(prefill=1, decode=num_nodes - 1, cache_tokens=cache_tokens)
