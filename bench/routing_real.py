@@ -1,9 +1,10 @@
 """Real nodes with a small model: the router choosing P/D per request, against every request on one node and every request on two, paired.
 
 One cluster of a prefill and a decode node, a core each; the mode is asked for with each request, so all three ways meet the same processes. A round
-sends the same requests at the same moments through each way, in turns that change with the round, at each of RATES times the rate that both nodes
-could serve if their work were spread evenly (from floors measured first). A way's goodput in a round is its best over the rates; what is compared is
-goodput(auto) ÷ max(colocated, static), and its lower 95 % bound over the rounds. Limits: 5 × the floor of the first token, 2 × that of the others.
+sends requests of the same lengths at the same moments through each way, with tokens that no node has seen, in turns that change with the round, at
+each of RATES times the rate that both nodes could serve if their work were spread evenly (from floors measured first). A way's goodput in a round is
+its best over the rates; what is compared is goodput(auto) ÷ max(colocated, static), and its lower 95 % bound over the rounds. Limits: 5 × the floor
+of the first token, 2 × that of the others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.cluster import Client, NodePlan, cluster, random_prompt
@@ -88,6 +89,12 @@ def requests(rate: float, seconds: float, seed: int) -> list[Asked]:
         asked.append(Asked(now, random_prompt(length, chance), max(_length(chance, MEAN_OUTPUT, 0.6, MOST_OUTPUT), 2)))
         now += chance.expovariate(rate)
     return asked
+
+
+def unseen(asked: Sequence[Asked], seed: str) -> list[Asked]:
+    """The same moments and lengths with other tokens: the way before left its prompts in the nodes' caches."""
+    chance = random.Random(seed)
+    return [replace(each, prompt=random_prompt(len(each.prompt), chance)) for each in asked]
 
 
 def _length(chance: random.Random, mean: float, spread: float, most: int) -> int:
@@ -168,7 +175,8 @@ def _round(where: tuple[str, int], model: str, floor: Floor, seconds: float, see
         asked = requests(share * floor.rate, seconds, 31 * seed + number)
         for place in range(len(WAYS)):
             way = WAYS[(seed + number + place) % len(WAYS)]
-            good = sum(map(floor.is_good, asyncio.run(turn(where, model, asked, way))))
+            answers = asyncio.run(turn(where, model, unseen(asked, f"{seed} {number} {way}"), way))
+            good = sum(map(floor.is_good, answers))
             best[way] = max(best[way], good / seconds)
     return best
 

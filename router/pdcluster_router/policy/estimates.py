@@ -114,8 +114,8 @@ def paced_s(node: Station[float], new: float, cached: float, output: float) -> f
 
 
 def comfort_s(node: Station[float], itl_s: float) -> float:
-    """What rows that run there may take from token to token: as asked, or COMFORT times what one of them takes alone."""
-    return itl_s or COMFORT * (node.decode_fixed_s + node.added_s / node.rows)
+    """What rows that run there, or will, may take from token to token: as asked, or COMFORT times what one of them takes alone."""
+    return itl_s or COMFORT * (node.decode_fixed_s + (node.added_s / node.rows if node.rows else node.each_row_s))
 
 
 def own_prompt(ask: Ask[Number], node: Station[Number], cached: Number) -> Prompt[Number]:

@@ -14,7 +14,8 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
     so that decode nodes take prompts while their rows stay well served, and prefill nodes take rows while they are idle enough.
  5. Remote or local, whichever is less; the mode of the last choice keeps a margin, so that a tie does not flip with every report. A prompt
     that would hold up running rows longer than the inter-token limit, or make them slow on average over an answer, goes elsewhere while there is a
-    pair that can take it: many would lose what one wins. Where first tokens will be late, rows may be slow by as much.
+    pair that can take it: many would lose what one wins. Prompts that wait on a
+    decode node will be rows there.
  6. While no node has run enough steps to know what they cost: the product score.
 """
 
@@ -163,7 +164,7 @@ class Seconds:
     def _keeps_pace(self, row: int, query: Query, view: ClusterView) -> bool:
         """Whether running rows wait no longer for a token than they may, once and on average, while the prompt is computed there."""
         station = view.stations.one(row)
-        if not station.rows:
+        if not (station.rows or (station.num_prompts and not station.is_server)):
             return True
         node = view.nodes[row]
         cached = query.cached_on(node)
@@ -171,8 +172,7 @@ class Seconds:
         if seconds_of.gap_s(station, query.num_tokens - cached, cached) > limit_s:
             return False
         paced_s = seconds_of.paced_s(station, query.uncached_on(node), cached, query.expected_output)
-        comfort_s = WELL * seconds_of.comfort_s(station, query.itl_s)
-        return paced_s <= comfort_s or paced_s <= comfort_s * _lateness(query, view)
+        return paced_s <= WELL * seconds_of.comfort_s(station, query.itl_s)
 
     def _is_local_better(self, query: Query, view: ClusterView, weighed: Weighed, remote: Pair, local: Pick) -> bool:
         slowness = _slowness(local.row, weighed.tpot_s(local.row), query, view)

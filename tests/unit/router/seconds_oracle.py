@@ -275,27 +275,27 @@ class PlainSeconds:
         record = remote[0].candidates(query) + remote[1].candidates(query)
         if local is None:
             return self._remote_choice(remote, market, query, record)
-        calm = self._without_long_pauses(local, query, stations) if self._keeps_pace(remote[0].best, query, stations) else local
+        calm = self._without_long_pauses(local, query) if self._keeps_pace(remote[0].best, query) else local
         record += local.candidates(query) if calm is not None else local.candidates(query, "holds up running rows")
         if calm is not None and self._is_local_better(query, remote, calm, market, stations):
             return self._local_choice(calm, market, query, record)
         return self._remote_choice(remote, market, query, record)
 
-    def _without_long_pauses(self, local: Ranked, query: Query, stations: Sequence[Station]) -> Ranked | None:
-        entries = tuple(entry for entry in local.entries if self._keeps_pace(entry[1], query, stations))
+    def _without_long_pauses(self, local: Ranked, query: Query) -> Ranked | None:
+        entries = tuple(entry for entry in local.entries if self._keeps_pace(entry[1], query))
         return of_legs(local, entries=entries) if entries else None
 
-    def _keeps_pace(self, station: Station, query: Query, stations: Sequence[Station]) -> bool:
+    def _keeps_pace(self, station: Station, query: Query) -> bool:
         pace = station.pace
-        if pace.rows == 0:
+        if pace.rows == 0 and (station.node.role != "decode" or station.node.num_prompts == 0):
             return True
         limit_s = query.itl_s if query.itl_s > 0 else self._gap * pace.tpot_s
         cached = query.cached_on(station.node)
         if pace.gap_s(query.num_tokens - cached, cached) > limit_s:
             return False
         added_s = pace.decode.added_s(pace.rows, pace.context_tokens)
-        comfort_s = query.itl_s or COMFORT * (pace.decode.fixed_s + added_s / pace.rows)
-        return _paced_s(station, query) <= WELL * comfort_s * max(_lateness(query, stations), 1.0)
+        row_s = added_s / pace.rows if pace.rows else pace.decode.row_s
+        return _paced_s(station, query) <= WELL * (query.itl_s or COMFORT * (pace.decode.fixed_s + row_s))
 
     def _is_local_better(self, query: Query, remote: tuple[Ranked, Ranked], local: Ranked, market: Market, stations: Sequence[Station]) -> bool:
         """Of the price, whose term comes after those of the time to first token, only a part counts here."""

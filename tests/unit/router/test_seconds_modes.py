@@ -59,16 +59,19 @@ def test_a_prompt_that_may_take_longer_presses_less(rows: int) -> None:
 
 
 @pytest.mark.parametrize(("output", "itl_s", "first"), [(200, 0.0, "d"), (8, 0.0, "p"), (200, 0.03, "d"), (200, 0.045, "p")])
-def test_rows_are_not_made_slow_while_first_tokens_are_in_time(output: int, itl_s: float, first: str) -> None:
+def test_rows_are_not_made_slow_for_any_queue(output: int, itl_s: float, first: str) -> None:
     """Eight steps of 58 ms beside them are little of 200 tokens and all of 8; rows that were slow lately get nothing more to carry."""
     view = ClusterView((_node("p", "prefill", tokens=4000), _node("d", "decode", rows=10, context=50_000, itl_s=itl_s)))
-    assert Seconds().choose(replace(QUERY, num_held=4, expected_output=output), view).first.name == first
+    assert Seconds().choose(replace(QUERY, num_held=200, expected_output=output), view).first.name == first
 
 
-def test_rows_may_be_as_slow_as_first_tokens_are_late() -> None:
-    view = ClusterView((_node("p", "prefill", tokens=4000), _node("d", "decode", rows=10, context=50_000, itl_s=0.045)))
-    firsts = [Seconds().choose(replace(QUERY, num_held=num_held), view).first.name for num_held in (4, 40)]
-    assert firsts == ["p", "d"]
+def test_a_prompt_that_waits_on_a_decode_node_will_be_a_row_there() -> None:
+    """One step of a whole prompt would hold it up."""
+    whole = NodeCost(PrefillCost(0.005, 1e-4, 2e-9, 0, 100), COST.decode)
+    nodes = [_node("p", "prefill", tokens=40_000), _node("d", "decode"), _node("d", "decode", tokens=100)]
+    prefill, idle, computing = (replace(node, cost=whole) for node in nodes)
+    firsts = [Seconds().choose(replace(QUERY, num_held=20), ClusterView((prefill, decode))).first.name for decode in (idle, computing)]
+    assert firsts == ["d", "p"]
 
 
 def test_a_row_on_a_prefill_node_expects_the_prompts_that_wait_in_the_router() -> None:
