@@ -65,6 +65,7 @@ def ours(roles: Sequence[str], token_s: float = 0.0) -> Iterator[tuple[Placed, s
             argv = [sys.executable, "-m", "bench.fake_node", "--bootstrap", bootstrap, "--model", str(model), "--name", f"f{number}"]
             running.append(subprocess.Popen([*argv, "--role", role, "--token-s", str(token_s)]))
         own = ["--http", "127.0.0.1:0", "--grpc", "none", "--admin", "none", "--bootstrap", bootstrap, "--tokenizer", str(model)]
+        own += ["--mode", "remote"] if "prefill" in roles else []  # nodes that take no time are best left alone with a request
         address = start(running, ["pdcluster_router.cli", *own])
         pid = running[-1].pid
         os.sched_setaffinity(pid, {ROUTER_CORE})
