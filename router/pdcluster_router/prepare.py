@@ -118,9 +118,9 @@ def is_long(request: openai.ChatRequest | openai.CompletionRequest | openai.Toke
         if prompt and not isinstance(prompt[0], str):
             return False  # one kind in a list, or it is refused
         return sum(len(part) for part in prompt if isinstance(part, str)) > SHORT_CHARACTERS
-    messages = None if isinstance(request, openai.CompletionRequest) else request.messages
-    if messages is None:
+    if isinstance(request, openai.CompletionRequest) or request.messages is None:
         return False
+    messages = request.messages
     return len(messages) > MANY_MESSAGES or sum(map(_num_characters, messages)) > SHORT_CHARACTERS or _has_long_arguments(request)
 
 
