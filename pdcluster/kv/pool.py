@@ -58,29 +58,6 @@ class KVPool:
         self._mapping = None
 
 
-class MappedPool:
-    """The pool of another process of this node, mapped through its descriptor, which this object takes over."""
-
-    def __init__(self, fd: int, nbytes: int) -> None:
-        self.fd = fd
-        self.nbytes = nbytes
-        self._mapping: mmap.mmap | None = mmap.mmap(fd, nbytes)
-        _populate(self._mapping)
-        self.address: int = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
-
-    @property
-    def view(self) -> memoryview:
-        """All bytes, writable."""
-        assert self._mapping is not None, "the pool was given up"
-        return memoryview(self._mapping)
-
-    def close(self) -> None:
-        """Give up the descriptor; the mapping goes with its last view. Idempotent."""
-        if self._mapping is not None:
-            os.close(self.fd)
-            self._mapping = None
-
-
 def _map_shared(nbytes: int) -> tuple[int, mmap.mmap]:
     fd = os.memfd_create("pdcluster-kv", os.MFD_CLOEXEC)
     try:

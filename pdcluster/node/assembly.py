@@ -19,12 +19,14 @@ from pdcluster.node.outbox import Outbox
 from pdcluster.node.parking import Parking
 from pdcluster.node.parts import Neighbours, NodeParts, StepEngine
 from pdcluster.node.prefill import PrefillSide
+from pdcluster.node.rank_link import LinkedMemories, RankLink
 from pdcluster.node.sequences import SequenceFactory
 from pdcluster.node.standing import Standing
 from pdcluster.node.stopwatch import Stopwatch
 from pdcluster.scheduler.scheduler import Limits, Scheduler
 from pdcluster.transfer.base import Backend, Peer, Region
 from pdcluster.transfer.geometry import PageShape
+from pdcluster.transfer.ranked import RankedBackend
 from pdcluster.transfer.reader import Reader
 from pdcluster.transfer.session import Settings as TransferSettings
 from pdcluster.transfer.writer import Writer
@@ -37,7 +39,7 @@ KV_REGION = 0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the model and the pools fix. regions, memories: each rank's pool and its bytes, in the order of ranks."""
+    """What the model and the pools fix. regions, memories: the pool of rank 0 and its bytes; links: to the other ranks, in their order."""
 
     vocab_size: int
     num_pages: int
@@ -45,6 +47,7 @@ class Shape:
     pages: PageShape
     regions: tuple[Region, ...]
     memories: tuple[memoryview, ...]
+    links: tuple[RankLink, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +73,16 @@ def assemble(
 ) -> NodeParts:
     """Everything the loop needs. The hub is bound when this returns; nothing was said yet."""
     hub = Hub(wiring.me, listen=wiring.listen, context=wiring.context, settings=wiring.wire, clock=clock)
-    for backend in wiring.backends.values():
+    backends = {name: RankedBackend((own, *(link.ends[name] for link in shape.links)), KV_REGION) for name, own in wiring.backends.items()}
+    for backend in backends.values():
         for region in shape.regions:
             backend.register(region)
-    order = tuple(wiring.backends)
+    order = tuple(backends)
     pages = PagePool(shape.num_pages, shape.pages.page_tokens, shape.block_tokens)
     scheduler = Scheduler(pages, limits, clock)
     writer = Writer(
         wiring.me,
-        wiring.backends,
+        backends,
         order,
         region=KV_REGION,
         shape=shape.pages,
@@ -89,11 +93,12 @@ def assemble(
     )
     reader = Reader(
         Endpoint(wiring.me.node, wiring.me.incarnation, hub.address),
-        wiring.backends,
+        backends,
         order,
         region=KV_REGION,
         shape=shape.pages,
         memories=shape.memories,
+        ranks=LinkedMemories(shape.memories[0], shape.links),
         clock=clock,
         settings=wiring.transfer,
     )
@@ -109,7 +114,7 @@ def assemble(
         pages=pages,
         sequences=SequenceFactory(shape.vocab_size, shape.block_tokens, limits.max_len, clock),
         hub=hub,
-        backends=tuple(wiring.backends.values()),
+        backends=tuple(backends.values()),
         writer=writer,
         reader=reader,
         outbox=outbox,

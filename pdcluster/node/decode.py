@@ -96,7 +96,7 @@ class DecodeSide:
         self._pages.attach_writer(pages[cached // self._pages.page_tokens :], ticket.nonce)
         leg.nonce = ticket.nonce
         self._by_nonce[ticket.nonce] = leg
-        self._outbox.message(router, Reserved(ticket))
+        self._outbox.message(router, Reserved(ticket), once=lambda: self._reader.is_permitted(ticket.nonce))
 
     def cancel(self, request: str, attempt: int, reason: str) -> None:
         """End the leg if it is of this attempt or an earlier one."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pdcluster.config import NodeConfig, cache_directory
+from pdcluster.config import NodeConfig, TransferConfig, cache_directory
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.kv.pool import MappedPool
 from pdcluster.node.parts import StepEngine
+from pdcluster.node.rank_channel import Media
+from pdcluster.node.rank_link import RankLink
 from pdcluster.node.ranks import RankedEngine, RankSettings
-from pdcluster.transfer.base import Region
+from pdcluster.transfer.base import Peer, Region
 from pdcluster.transfer.geometry import PageShape
 
 logger = logging.getLogger(__name__)
@@ -24,28 +25,30 @@ LOG_FLUSH_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class NodeEngine:
-    """driver: what the loop drives and the node closes at its end; local: the engine of this process, rank 0; regions, memories: each rank's pool and
-    its bytes (a single empty one for pools in device memory)."""
+    """driver: what the loop drives and the node closes at its end; local: the engine of this process, rank 0; region, memory: its pool and its
+    bytes (none for a pool in device memory); links: to the other ranks' transfer endpoints."""
 
     driver: StepEngine
     local: Engine
     pages: PageShape
-    regions: tuple[Region, ...]
-    memories: tuple[memoryview, ...]
+    region: Region
+    memory: memoryview
+    links: tuple[RankLink, ...] = ()
 
 
-def start_engine(config: NodeConfig, model_dir: Path, first_region: int, on_lost: Callable[[str], None] | None = None) -> NodeEngine:
-    """Load the model and warm up. on_lost: told when a rank is gone; the default ends this process."""
+def start_engine(config: NodeConfig, model_dir: Path, me: Peer, region: int, on_lost: Callable[[str], None] | None = None) -> NodeEngine:
+    """Load the model and warm up. region: the id of rank 0's pool; those of the others follow. on_lost: told when a rank is gone; the default ends
+    this process."""
     engine_config = _engine_config(config, model_dir)
     if config.tp == 1:
         engine = Engine(engine_config)
         if config.warmup:
             engine.warmup()
-        return _describe(engine, engine, (), first_region, ranks=1)
-    ranked = RankedEngine(engine_config, _rank_settings(config), on_lost if on_lost is not None else end_process)
+        return _describe(engine, engine, region, ranks=1)
+    ranked = RankedEngine(engine_config, _rank_settings(config, me, region), on_lost if on_lost is not None else end_process)
     if config.warmup:
         ranked.warmup()
-    return _describe(ranked, ranked.local, ranked.mapped_pools, first_region, ranks=config.tp)
+    return replace(_describe(ranked, ranked.local, region, ranks=config.tp), links=ranked.links)
 
 
 def end_process(reason: str) -> None:
@@ -57,12 +60,10 @@ def end_process(reason: str) -> None:
     os._exit(EXIT_RANK_LOST)
 
 
-def _describe(driver: StepEngine, local: Engine, others: tuple[MappedPool, ...], first_region: int, *, ranks: int) -> NodeEngine:
+def _describe(driver: StepEngine, local: Engine, region: int, *, ranks: int) -> NodeEngine:
     pool = local.pool
-    own = Region(first_region, pool.address, pool.nbytes, pool.fd)
-    regions = (own, *(Region(first_region + number, other.address, other.nbytes, other.fd) for number, other in enumerate(others, 1)))
-    memories = (pool.view if pool.fd is not None else memoryview(bytearray()), *(other.view for other in others))
-    return NodeEngine(driver, local, PageShape.of(local.full_layout, ranks), regions, memories)
+    memory = pool.view if pool.fd is not None else memoryview(bytearray())
+    return NodeEngine(driver, local, PageShape.of(local.full_layout, ranks), Region(region, pool.address, pool.nbytes, pool.fd), memory)
 
 
 def _engine_config(config: NodeConfig, model_dir: Path) -> EngineConfig:
@@ -78,9 +79,28 @@ def _engine_config(config: NodeConfig, model_dir: Path) -> EngineConfig:
     )
 
 
-def _rank_settings(config: NodeConfig) -> RankSettings:
+def _rank_settings(config: NodeConfig, me: Peer, region: int) -> RankSettings:
     return RankSettings(
-        size=config.tp, cores=share_cores(config.cores, config.tp), pulse_s=config.heartbeat_s / 2, silence_s=config.lease_s, log=config.log
+        size=config.tp,
+        cores=share_cores(config.cores, config.tp),
+        pulse_s=config.heartbeat_s / 2,
+        silence_s=config.lease_s,
+        log=config.log,
+        media=_media(config.transfer, me, region) if config.device == "cpu" else None,
+    )
+
+
+def _media(transfer: TransferConfig, me: Peer, region: int) -> Media:
+    return Media(
+        node=me.node,
+        incarnation=me.incarnation,
+        region=region,
+        backend=transfer.backend,
+        host=transfer.host,
+        staging_bytes=transfer.staging_bytes,
+        devices=transfer.devices,
+        gid_index=transfer.gid_index,
+        rails=transfer.rails,
     )
 
 

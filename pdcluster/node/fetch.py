@@ -167,7 +167,8 @@ class FetchSide:
         self._pulls[ticket.nonce] = Pulling(sequence, holder, ticket.nonce, pages, len(cached), now, now + seconds)
         # All that the holder has: its pages may be larger than ours, and are named by their last hash.
         num_hashes = pull.num_tokens // self._pages.block_tokens
-        self._outbox.message(pull.holder, Fetch(ticket, bytes(sequence.hashes[: num_hashes * HASH_BYTES])))
+        fetch = Fetch(ticket, bytes(sequence.hashes[: num_hashes * HASH_BYTES]))
+        self._outbox.message(pull.holder, fetch, once=lambda: self._reader.is_permitted(ticket.nonce))
 
     def _breaker(self, holder: Peer) -> Breaker:
         return self._breakers.setdefault(holder, Breaker(BREAKER))

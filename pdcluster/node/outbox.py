@@ -5,7 +5,7 @@ Owned by the node loop's thread. It does not know what the messages mean, only t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,17 +33,25 @@ class Pending:
 class Outbox:
     def __init__(self) -> None:
         self._pending: dict[Peer | Endpoint, Pending] = {}
+        self._held: list[tuple[Callable[[], bool], Peer | Endpoint, AnyMessage]] = []
 
     def row(self, router: Peer, row: TokenRow) -> None:
         """Add output tokens to the router's frame of this turn."""
         self._pending.setdefault(router, Pending()).rows.append(row)
 
-    def message(self, to: Peer | Endpoint, message: AnyMessage) -> None:
-        """Send `message` after this turn's tokens. A node that has not called us is named by its endpoint."""
+    def message(self, to: Peer | Endpoint, message: AnyMessage, *, once: Callable[[], bool] | None = None) -> None:
+        """Send `message` after this turn's tokens. A node that has not called us is named by its endpoint. once: not before this is true, which
+        it must become."""
+        if once is not None and not once():
+            self._held.append((once, to, message))
+            return
         self._pending.setdefault(to, Pending()).messages.append(message)
 
     def flush(self, sender: Sender) -> None:
         """Send everything. What a dead link drops is not kept: the router asks for it again by its Hello."""
+        held, self._held = self._held, []
+        for once, to, message in held:
+            self.message(to, message, once=once)
         pending, self._pending = self._pending, {}
         for router, turn in pending.items():
             for rows in frames(turn.rows):

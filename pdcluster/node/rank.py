@@ -1,7 +1,8 @@
-"""The process of one rank above 0 of a tensor-parallel node: its share of the weights, its pool, and the plans that rank 0 sends.
+"""The process of one rank above 0 of a tensor-parallel node: its share of the weights, its pool, its transfer endpoint, and the plans that rank 0
+sends.
 
-Started by `node.ranks`, never by hand: `python -m pdcluster.node.rank CHANNEL PULSE PARENT` with two inherited descriptors and the parent's pid.
-It ends when its channel ends, and with its parent however that dies. Signals of a terminal are rank 0's business.
+Started by `node.ranks`, never by hand: `python -m pdcluster.node.rank PLANS TRANSFERS PULSE PARENT` with three inherited descriptors and the parent's
+pid. It ends when a channel ends, and with its parent however that dies. Signals of a terminal are rank 0's business.
 """
 
 from __future__ import annotations
@@ -22,46 +23,74 @@ from pdcluster.config import LogConfig, LogFormat, LogLevel
 from pdcluster.engine.collective import Ranks, join_store
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.engine.weights import DTypeChoice
-from pdcluster.node.rank_channel import Here, Plan, RankChannel, Ready, Start, frame, unpack_plan
+from pdcluster.node.rank_channel import Here, Media, Plan, RankChannel, Ready, Start, frame, unpack_plan
+from pdcluster.node.rank_endpoint import RankEndpoint
+from pdcluster.transfer.base import Backend, Peer, Region
+from pdcluster.transfer.choose import create_backends
+from pdcluster.transfer.staging import Fabric
 
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 SEND_S = 10.0
-PARENT_GONE = 127
+PARENT_GONE, ENDPOINT_FAILED = 127, 71
 
 
 def main() -> int:
-    channel_fd, pulse_fd, parent = map(int, sys.argv[1:])
+    plans_fd, transfers_fd, pulse_fd, parent = map(int, sys.argv[1:])
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    channel = RankChannel(socket.socket(fileno=channel_fd), send_s=SEND_S)
-    received = channel.receive()
-    if received is None or not isinstance(received[0], Start):
+    channel = RankChannel(socket.socket(fileno=plans_fd), send_s=SEND_S)
+    transfers = RankChannel(socket.socket(fileno=transfers_fd), send_s=SEND_S)
+    start = channel.receive()
+    if not isinstance(start, Start):
         return PARENT_GONE
-    start = received[0]
     log.configure(log_config(start), process=f"rank {start.rank}")
     threading.Thread(target=pulse, args=(pulse_fd, start.pulse_s), name="pulse", daemon=True).start()
     if start.cores:
         os.sched_setaffinity(0, start.cores)
     channel.send(frame(Here()))
     engine = start_engine(start)
+    backends = open_backends(start.media, engine) if start.media is not None else {}
     try:
-        pool = engine.pool
-        channel.send(frame(Ready(engine.num_pages, pool.nbytes, engine.weights_digest)), () if pool.fd is None else (pool.fd,))
+        adverts = tuple((name, backend.advert()) for name, backend in backends.items())
+        if backends:
+            endpoint = RankEndpoint(transfers, backends, engine.pool.view)
+            threading.Thread(target=move, args=(endpoint,), name="endpoint", daemon=True).start()
+        channel.send(frame(Ready(engine.num_pages, engine.weights_digest, adverts)))
         serve(channel, engine)
     finally:
+        for backend in backends.values():
+            backend.shutdown()
         engine.close()
     return 0
 
 
 def serve(channel: RankChannel, engine: Engine) -> None:
     """Compute what is sent until the stream ends. A step that fails leaves the ranks out of step, so it ends this one, and with it the node."""
-    while (received := channel.receive()) is not None:
-        message, _ = received
+    while (message := channel.receive()) is not None:
         assert isinstance(message, Plan)
         engine.step(unpack_plan(message))
+
+
+def move(endpoint: RankEndpoint) -> None:
+    """The thread of the transfer endpoint. Without it the rank is of no use: an error there ends the process, and with it the node."""
+    try:
+        endpoint.run()
+    except Exception:
+        logger.exception("the transfer endpoint of this rank failed")
+        os._exit(ENDPOINT_FAILED)
+
+
+def open_backends(media: Media, engine: Engine) -> dict[str, Backend]:
+    fabric = Fabric(media.devices, media.gid_index, media.rails)
+    backends = create_backends(
+        media.backend, Peer(media.node, media.incarnation), host=media.host, staging_bytes=media.staging_bytes, fabric=fabric
+    )  # fmt: skip
+    for backend in backends.values():
+        backend.register(Region(media.region, engine.pool.address, engine.pool.nbytes, engine.pool.fd))
+    return backends
 
 
 def start_engine(start: Start) -> Engine:

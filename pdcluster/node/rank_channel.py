@@ -1,30 +1,47 @@
 """What rank 0 of a tensor-parallel node and its other ranks say to each other: length-prefixed msgpack over a socket pair.
 
-Start and Plan go down; Here and Ready come up once each, the latter with the rank's pool as a descriptor. The end of the stream is the end of the
-node. No state but the socket; which process is started or declared dead is not decided here.
+Start and Plan go down; Here and Ready come up once each. A second channel of the same kind carries `rank_messages`. The end of a stream is the end
+of the node. No state but the socket; which process is started or declared dead is not decided here.
 """
 
 from __future__ import annotations
 
-import os
+import select
 import socket
 import struct
+import time
 
 import msgspec
 import numpy as np
 
 from pdcluster.errors import ProtocolError
 from pdcluster.messages import Sampling
+from pdcluster.node.rank_messages import FromRank, ToRank
 from pdcluster.step import Row, StepPlan
 from pdcluster.transfer.base import DECODE_ERRORS
 
 LENGTH = struct.Struct("<I")
 MAX_BYTES = 256 << 20
+MAX_PIECE = 1 << 20
+
+
+class Media(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank's transfer endpoint is: boot and media of its node (fields of config.TransferConfig), the id of its pool's region."""
+
+    node: str
+    incarnation: str
+    region: int
+    backend: str
+    host: str
+    staging_bytes: int
+    devices: tuple[str, ...] = ()
+    gid_index: int | None = None
+    rails: int | None = None
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What a rank computes, and where it finds the others. config: the fields of engine.EngineConfig, paths as text; cores: empty for all;
-    pulse_s: how often it must show that it lives."""
+    pulse_s: how often it must show that it lives; media: None for a rank without transfers."""
 
     rank: int
     size: int
@@ -43,6 +60,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
     log_level: str
     log_format: str
     cores: tuple[int, ...] = ()
+    media: Media | None = None
 
 
 class Here(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -50,11 +68,11 @@ class Here(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The rank has its weights and its pool. Its memfd travels beside the message, unless the pool is in device memory."""
+    """The rank has its weights and its pool. adverts: of its transfer endpoint, by medium."""
 
     num_pages: int
-    pool_bytes: int
     weights_digest: str
+    adverts: tuple[tuple[str, bytes], ...] = ()
 
 
 class PlanRow(msgspec.Struct, frozen=True, array_like=True):
@@ -74,10 +92,10 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rows: tuple[PlanRow, ...]
 
 
-RankMessage = Start | Here | Ready | Plan
+RankMessage = Start | Here | Ready | Plan | ToRank | FromRank
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(RankMessage)
+_decoder: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMessage)
 
 
 def pack_plan(plan: StepPlan) -> Plan:
@@ -127,52 +145,65 @@ def frame(message: RankMessage) -> bytes:
 
 
 class RankChannel:
-    """One end. Owned by one thread; blocking, with a deadline for every send and, when told so, for a receive."""
+    """One end. One thread may send while another receives; both block, with a deadline for every send and, when told so, for a receive."""
 
     def __init__(self, sock: socket.socket, *, send_s: float) -> None:
         self.sock = sock
         self._send_s = send_s
 
-    def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        """A `frame`; raises TimeoutError when the other end takes nothing, OSError when it is gone."""
-        self.sock.settimeout(self._send_s)
-        sent = socket.send_fds(self.sock, [data], list(fds)) if fds else 0
-        self.sock.sendall(memoryview(data)[sent:])
+    def fileno(self) -> int:
+        return self.sock.fileno()
 
-    def receive(self, timeout_s: float | None = None) -> tuple[RankMessage, list[int]] | None:
-        """The next message and the descriptors beside it, which the caller closes; None at the end of the stream."""
-        self.sock.settimeout(timeout_s)
-        fds: list[int] = []
+    def send(self, data: bytes) -> None:
+        """Frames; raises TimeoutError when the other end takes nothing, OSError when it is gone."""
+        view, deadline = memoryview(data), time.monotonic() + self._send_s
+        while view:
+            try:
+                view = view[self.sock.send(view, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline)
+
+    def receive(self, timeout_s: float | None = None) -> RankMessage | None:
+        """The next message; None at the end of the stream. Raises TimeoutError."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            head = self._take(LENGTH.size, fds)
+            head = self._take(LENGTH.size, deadline)
             if not head:
                 return None
             length = LENGTH.unpack(head)[0]
             if length > MAX_BYTES:
                 raise ProtocolError(f"a message of {length} bytes between ranks exceeds {MAX_BYTES} bytes; the processes run different versions")
-            return _decoder.decode(self._take(length, fds)), fds
+            return _decoder.decode(self._take(length, deadline))
         except (*DECODE_ERRORS, struct.error) as error:
-            _close_all(fds)
             raise ProtocolError(f"a message between ranks is not readable: {error}") from error
-        except BaseException:
-            _close_all(fds)
-            raise
+
+    def shutdown(self) -> None:
+        """End the stream, for whoever waits in `receive` too."""
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # the other end was faster
 
     def close(self) -> None:
         self.sock.close()
 
-    def _take(self, count: int, fds: list[int]) -> bytearray:
+    def _take(self, count: int, deadline: float | None) -> bytearray:
         """Exactly so many bytes, fewer only at the end of the stream."""
         data = bytearray()
         while len(data) < count:
-            piece, more, _, _ = socket.recv_fds(self.sock, count - len(data), 4)
-            fds += more
+            try:
+                piece = self.sock.recv(min(count - len(data), MAX_PIECE), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline)
+                continue
             if not piece:
                 break
             data += piece
         return data
 
-
-def _close_all(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+    def _wait(self, events: int, deadline: float | None) -> None:
+        poller = select.poll()
+        poller.register(self.sock, events)
+        left_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        if not poller.poll(left_ms):
+            raise TimeoutError("the other rank says or takes nothing")

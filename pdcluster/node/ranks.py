@@ -4,7 +4,7 @@ Rank 0 plans; `launch` sends the plan to all, and what rank 0 computed is the re
 engine: when one dies, falls silent, or a step fails, they are out of step for good, and `on_lost` is told, which must end this process (whoever
 watches the node starts it anew). Children die with this process.
 
-Each rank owns its pool. On a CPU rank 0 maps the others' pools by their descriptors, so that the node's transfer media reach them as regions.
+Each rank owns its pool and moves its own KV: rank 0 reaches its transfer endpoint by a `RankLink`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
+
+import msgspec
 
 from pdcluster.config import LogConfig
 from pdcluster.engine.collective import Ranks, host_store
@@ -28,8 +30,8 @@ from pdcluster.engine.model_config import read_config
 from pdcluster.engine.models.base import Progress
 from pdcluster.engine.shard import share_of
 from pdcluster.errors import DeadlineExceeded, ModelError, NodeLost, PdclusterError
-from pdcluster.kv.pool import MappedPool
-from pdcluster.node.rank_channel import Here, RankChannel, Ready, Start, frame, pack_plan
+from pdcluster.node.rank_channel import Here, Media, RankChannel, Ready, Start, frame, pack_plan
+from pdcluster.node.rank_link import RankLink
 from pdcluster.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,8 @@ M = TypeVar("M", Here, Ready)
 @dataclass(frozen=True, slots=True)
 class RankSettings:
     """size: ranks, this one included; cores: what each is pinned to, empty for anywhere; start_s: longest time until all are ready; step_s: longest
-    wait for the other ranks within a step; pulse_s, silence_s: how often a rank shows that it lives, and after how long it counts as lost."""
+    wait for the other ranks within a step; pulse_s, silence_s: how often a rank shows that it lives, and after how long it counts as lost; media: of
+    rank 0, the others' regions have the next ids; None: no transfers."""
 
     size: int
     cores: tuple[tuple[int, ...], ...] = ()
@@ -53,6 +56,7 @@ class RankSettings:
     pulse_s: float = 0.5
     silence_s: float = 5.0
     log: LogConfig = field(default_factory=LogConfig)
+    media: Media | None = None
 
 
 @dataclass(slots=True)
@@ -62,8 +66,9 @@ class Child:
     channel: RankChannel
     pulse_fd: int
     pidfd: int
+    transfers: socket.socket
+    link: RankLink | None = None
     silent_s: float = 0.0
-    pool: MappedPool | None = None
 
 
 class RankedEngine:
@@ -89,7 +94,7 @@ class RankedEngine:
             group = Ranks(0, settings.size, store, config.device, settings.step_s)
             self.local = Engine(_of_rank(config, 0), progress, group)
             for child in self._children:
-                self._take_ready(child, *self._await(child, Ready, deadline))
+                self._take_ready(child, self._await(child, Ready, deadline))
         except BaseException:
             self._end_children(0.0)
             raise
@@ -103,9 +108,9 @@ class RankedEngine:
         return tuple(child.process.pid for child in self._children)
 
     @property
-    def mapped_pools(self) -> tuple[MappedPool, ...]:
-        """The pools of the ranks above 0; empty when they are in device memory."""
-        return tuple(child.pool for child in self._children if child.pool is not None)
+    def links(self) -> tuple[RankLink, ...]:
+        """To the transfer endpoints of the ranks above 0; empty when they have none."""
+        return tuple(child.link for child in self._children if child.link is not None)
 
     @property
     def done_fd(self) -> int:
@@ -161,25 +166,27 @@ class RankedEngine:
 
     # ------------------------------------------------------------ starting and ending
 
-    def _await(self, child: Child, kind: type[M], deadline: float) -> tuple[M, list[int]]:
+    def _await(self, child: Child, kind: type[M], deadline: float) -> M:
         try:
             received = child.channel.receive(max(0.1, deadline - time.monotonic()))
         except TimeoutError as error:
             raise PdclusterError(f"rank {child.rank} was not ready within {self._settings.start_s:g} s") from error
-        if received is None or not isinstance(received[0], kind):
+        if not isinstance(received, kind):
             child.process.wait(STOP_S)
             raise PdclusterError(f"rank {child.rank} ended before it was ready (status {child.process.returncode}); its log says why")
-        return received[0], received[1]
+        return received
 
-    def _take_ready(self, child: Child, ready: Ready, fds: Sequence[int]) -> None:
-        if fds:
-            child.pool = MappedPool(fds[0], ready.pool_bytes)
+    def _take_ready(self, child: Child, ready: Ready) -> None:
+        if ready.adverts:
+            child.link = RankLink(child.transfers, child.rank, dict(ready.adverts), self._lose, send_s=self._settings.silence_s)
         if (ready.num_pages, ready.weights_digest) != (self.local.num_pages, self.local.weights_digest):
             raise ModelError(f"rank {child.rank} loaded other weights or another pool than rank 0; the model directory changed meanwhile")
 
     def _end_children(self, patience_s: float) -> None:
         for child in self._children:
             child.channel.close()  # which they take as the end
+            if child.link is not None:
+                child.link.close()
         deadline = time.monotonic() + patience_s
         for child in self._children:
             try:
@@ -187,8 +194,7 @@ class RankedEngine:
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
-            if child.pool is not None:
-                child.pool.close()
+            child.transfers.close()
             os.close(child.pulse_fd)
             os.close(child.pidfd)
         self._children.clear()
@@ -232,22 +238,23 @@ def _of_rank(config: EngineConfig, rank: int) -> EngineConfig:
 
 
 def _spawn(rank: int, config: EngineConfig, settings: RankSettings, store_port: int) -> Child:
-    here, there = socket.socketpair()
+    (plans, its_plans), (transfers, its_transfers) = socket.socketpair(), socket.socketpair()
     pulse_fd, pulse_writer = os.pipe()
+    its_fds = (its_plans.fileno(), its_transfers.fileno(), pulse_writer)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pdcluster.node.rank", str(there.fileno()), str(pulse_writer), str(os.getpid())],
-            pass_fds=(there.fileno(), pulse_writer),
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "pdcluster.node.rank", *map(str, its_fds), str(os.getpid())], pass_fds=its_fds, stdin=subprocess.DEVNULL
         )
     except OSError:
-        here.close()
+        plans.close()
+        transfers.close()
         os.close(pulse_fd)
         raise
     finally:
-        there.close()
+        its_plans.close()
+        its_transfers.close()
         os.close(pulse_writer)
-    child = Child(rank, process, RankChannel(here, send_s=settings.silence_s), pulse_fd, os.pidfd_open(process.pid))
+    child = Child(rank, process, RankChannel(plans, send_s=settings.silence_s), pulse_fd, os.pidfd_open(process.pid), transfers)
     child.channel.send(frame(_start_message(rank, config, settings, store_port)))
     return child
 
@@ -272,4 +279,5 @@ def _start_message(rank: int, config: EngineConfig, settings: RankSettings, stor
         log_level=settings.log.level,
         log_format=settings.log.format,
         cores=settings.cores[rank] if settings.cores else (),
+        media=msgspec.structs.replace(settings.media, region=settings.media.region + rank) if settings.media is not None else None,
     )

@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from pdcluster.node.engines import NodeEngine, start_engine
 from pdcluster.node.files import ModelFiles
 from pdcluster.node.loop import NodeLoop
 from pdcluster.node.parts import NodeParts
+from pdcluster.node.rank_link import RankLink
 from pdcluster.ready import announce
 from pdcluster.scheduler.scheduler import Limits
 from pdcluster.transfer.base import Backend, Peer
@@ -46,10 +47,10 @@ def run(config: NodeConfig) -> int:
     with ExitStack() as stack:
         model_dir = config.model or bundled_model()
         me = Peer(config.name or f"{config.role}-{secrets.token_hex(3)}", secrets.token_hex(8))
-        engine = start_engine(config, model_dir, KV_REGION)
+        engine = start_engine(config, model_dir, me, KV_REGION)
         stack.callback(engine.driver.close)
         files = ModelFiles(model_dir)
-        backends = open_backends(config, me)
+        backends = media_of_all(open_backends(config, me), engine.links)
         for backend in backends.values():
             stack.callback(backend.shutdown)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -70,6 +71,8 @@ def run(config: NodeConfig) -> int:
         agent = NodeAgent(config.bootstrap, heartbeat_s=config.heartbeat_s)
         stack.callback(agent.stop)
         parts = assemble(wiring, shape_of(config, engine), engine.driver, limits, files, agent, clock)
+        for each in parts.backends:
+            stack.callback(each.shutdown)
         stack.callback(parts.hub.close)
         loop = NodeLoop(parts, report_s=config.report_s, drain_s=config.drain_s, clock=clock)
         on_signals(loop.stop)
@@ -101,6 +104,15 @@ def open_backends(config: NodeConfig, me: Peer) -> dict[str, Backend]:
     return create_backends(transfer.backend, me, host=transfer.host, staging_bytes=transfer.staging_bytes, fabric=fabric)
 
 
+def media_of_all(backends: dict[str, Backend], links: Sequence[RankLink]) -> dict[str, Backend]:
+    """Those that every rank of the node has."""
+    lacking = [name for name in backends if not all(name in link.ends for link in links)]
+    for name in lacking:
+        logger.warning("this node goes on without %s, which not all of its ranks could start", name)
+        backends.pop(name).shutdown()
+    return backends
+
+
 def limits_of(config: NodeConfig, engine: Engine) -> Limits:
     return Limits(
         token_budget=config.scheduler.token_budget,
@@ -122,8 +134,9 @@ def shape_of(config: NodeConfig, engine: NodeEngine) -> Shape:
         num_pages=engine.local.num_pages,
         block_tokens=config.kv.hash_block_tokens,
         pages=engine.pages,
-        regions=engine.regions,
-        memories=engine.memories,
+        regions=(engine.region,),
+        memories=(engine.memory,),
+        links=engine.links,
     )
 
 

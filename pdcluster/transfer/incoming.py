@@ -14,6 +14,7 @@ from pdcluster.lifecycle import Reading
 from pdcluster.messages import ChunkEntry, Commit, CommitAck, Endpoint, Leg, Ticket
 from pdcluster.transfer.base import Arrival, Peer
 from pdcluster.transfer.geometry import Offsets, PageShape, Part, are_pieces, join_spans, offsets, part_bytes, piece_of
+from pdcluster.transfer.rank_memory import Answer, Answers
 from pdcluster.transfer.runs import SpanTable, chained, span_table
 
 
@@ -47,6 +48,11 @@ class Incoming:
     landings: list[Landing] = field(default_factory=list)
     """Of all chunks of the Commit, once it was found to cover the ticket."""
     unchecked: deque[Landing] | None = None
+    asked: list[tuple[ChunkEntry, Answer]] = field(default_factory=list)
+    """Digests of the chunks that were taken out of `unchecked`."""
+    permitted: Answers = ()
+    revoked: Answers | None = None
+    """All here once every rank has done what its backends were told last; None while the permit stands."""
     promised: int = 0
     """Chunks in the Commit."""
     is_in_place: bool = False

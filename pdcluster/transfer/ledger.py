@@ -67,14 +67,17 @@ class Writes:
             self._times[handle] = self._clock()
         return handle
 
-    def settle(self, handle: Handle, status: WriteStatus, digest: int | None = None, *, quietly: bool = False) -> None:
+    def settle(
+        self, handle: Handle, status: WriteStatus, digest: int | None = None, *, quietly: bool = False, seconds: float | None = None
+    ) -> None:
         """Record an answer; the first final one stays. digest: of the payload of a write that is DONE. quietly: without ringing, because more
-        answers follow soon."""
+        answers follow soon. seconds: how long it took, where that is known better than from `new` till now."""
         with self._lock:
             if self._states.get(handle) in FINAL or handle not in self._states:
                 return
             self._states[handle] = status
-            self._times[handle] = self._clock() - self._times[handle] if status in FINAL else self._times[handle]
+            if status in FINAL:
+                self._times[handle] = seconds if seconds is not None else self._clock() - self._times[handle]
             if digest is not None:
                 self._digests[handle] = digest
         if not quietly:

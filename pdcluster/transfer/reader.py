@@ -12,9 +12,10 @@ from pdcluster.errors import IntegrityError
 from pdcluster.lifecycle import READING, Reading, advance
 from pdcluster.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Endpoint, Ticket, pack_tokens
 from pdcluster.transfer.base import Arrival, Backend, Fence, Peer, Permit, Spans
-from pdcluster.transfer.chunks import digest, page_slice
+from pdcluster.transfer.chunks import page_slice
 from pdcluster.transfer.geometry import Offsets, PageShape, join_spans
 from pdcluster.transfer.incoming import Incoming, Landing, Notice, are_in_place, covers_all, part_of, spans_of
+from pdcluster.transfer.rank_memory import Answer, OwnMemories, RankMemories, are_here
 from pdcluster.transfer.runs import SpanTable, merged
 from pdcluster.transfer.session import Clock, Failed, Landed, ReaderEvent, Reclaimed, Send, Settings, TransferStats, earliest, peer_of, reply_to
 
@@ -35,17 +36,18 @@ class Reader:
         memories: Sequence[memoryview],
         clock: Clock,
         settings: Settings,
+        ranks: RankMemories | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """me: this boot's endpoint (its adverts are ignored); region: id of rank 0's region, those of other ranks follow; memories: their bytes, in
-        the order of ranks; order: best first."""
+        """me: this boot's endpoint (its adverts are ignored); region: id of rank 0's region, those of other ranks follow; memories: the bytes of
+        those that are in this process, in the order of ranks; order: best first; ranks: who digests; default: memories has them all."""
         self._me = me
         self._backends = backends
         self._order = tuple(order)
         self._region = region
         self._shape = shape
-        self._memories = [memory.cast("B") for memory in memories]
-        self._num_pages = min(map(len, self._memories)) // shape.page_bytes
+        self._ranks: RankMemories = ranks if ranks is not None else OwnMemories(memories)
+        self._num_pages = min(memory.nbytes for memory in memories) // shape.page_bytes
         self._clock = clock
         self._settings = settings
         self._random = rng if rng is not None else random.SystemRandom()
@@ -55,6 +57,8 @@ class Reader:
         self._notices: dict[int, Notice] = {}
         self._answers: dict[int, tuple[Peer, CommitAck, float]] = {}
         """Verified tickets: writer, the answer to a repeated Commit, until when we remember."""
+        self._held: dict[int, CommitAck] = {}
+        """Answers that allow writes, until every rank does."""
         self._gone: set[Peer] = set()
         """Dead boots that a ticket or an Abort still names."""
         self._proof_at: float | None = None
@@ -96,6 +100,11 @@ class Reader:
         self._permit(incoming, dict.fromkeys(range(self._shape.ranks), whole))
         return ticket
 
+    def is_permitted(self, nonce: int) -> bool:
+        """Does every rank take what is written under the ticket by now? Nobody must be told of it before. True when it ended."""
+        incoming = self._tickets.get(nonce)
+        return incoming is None or are_here(incoming.permitted)
+
     def abort(self, nonce: int, reason: str) -> None:
         """Give up a ticket; the events are Failed, and Reclaimed when its pages are safe. Nothing happens when it ended already."""
         incoming = self._tickets.get(nonce)
@@ -130,6 +139,7 @@ class Reader:
         self._collect()
         self._expire()
         self._verify()
+        self._tell_permitted()
         self._seek_proof()
         self._repeat()
         self._forget_gone()
@@ -196,6 +206,7 @@ class Reader:
             permit = Permit(incoming.ticket.nonce, incoming.writer, self._region + rank, spans, self._settings.digests)
             for name in self._order:
                 self._backends[name].permit(permit)
+        incoming.permitted = self._ranks.mark()
 
     # ------------------------------------------------------------ messages
 
@@ -203,7 +214,8 @@ class Reader:
         if incoming.state is not Reading.OPEN:
             self._send(incoming, CommitAck(message.nonce, refused="the ticket was aborted", round=message.round))
         elif message.round in incoming.answers:
-            self._send(incoming, incoming.answers[message.round])  # R7
+            if message.nonce not in self._held:
+                self._send(incoming, incoming.answers[message.round])  # R7
         elif message.round != incoming.round:
             self.counters["wrong_round"] += 1
         elif incoming.commit is None:
@@ -248,7 +260,8 @@ class Reader:
             return
         ticket, now = incoming.ticket, self._clock()
         incoming.state = advance(READING, incoming.state, "abort")
-        incoming.commit = incoming.missing = incoming.unchecked = None
+        incoming.commit = incoming.missing = incoming.unchecked = incoming.revoked = None
+        self._held.pop(ticket.nonce, None)
         self._events.append(Failed(ticket.nonce, reason))
         self.counters["failed"] += 1
         self._poll_now = True
@@ -328,8 +341,10 @@ class Reader:
     def _due(self, incoming: Incoming) -> float | None:
         if incoming.state is not Reading.OPEN:
             return None
-        if incoming.unchecked is not None:
+        if incoming.unchecked:
             return self._clock()
+        if incoming.unchecked is not None or incoming.revoked is not None:
+            return incoming.deadline  # our ranks ring
         promised = None if incoming.commit is None else incoming.commit_time + self._settings.arrival_s
         return earliest(incoming.deadline, promised)
 
@@ -339,15 +354,10 @@ class Reader:
         for incoming in list(self._tickets.values()):
             if incoming.commit is not None and incoming.unchecked is None:
                 self._begin_check(incoming, incoming.commit)
-            while incoming.unchecked is not None and budget > 0:
-                if not incoming.unchecked:
-                    self._end_check(incoming)
-                    break
-                landing = incoming.unchecked.popleft()
-                on_arrival = self._digest_on_arrival(incoming, landing)
-                budget -= 0 if on_arrival is not None else landing.entry.nbytes
-                if not self._is_intact(incoming, landing, on_arrival):
-                    incoming.bad.append(landing.entry.index)
+            while incoming.unchecked and budget > 0:
+                budget -= self._check_digest(incoming, incoming.unchecked.popleft())
+            if incoming.unchecked is not None and not incoming.unchecked and all(answer.value is not None for _, answer in incoming.asked):
+                self._end_check(incoming)
 
     def _begin_check(self, incoming: Incoming, commit: Commit) -> None:
         """Once all its stamps are here, or are overdue."""
@@ -356,8 +366,12 @@ class Reader:
         incoming.missing = [entry for entry in incoming.missing or () if not self._has_arrived(incoming, entry)]
         if incoming.missing and self._clock() < incoming.commit_time + self._settings.arrival_s:
             return
-        for name in self._order:
-            self._backends[name].revoke(commit.nonce)  # R2; the Commit promised that no write is under way
+        if incoming.revoked is None:
+            for name in self._order:
+                self._backends[name].revoke(commit.nonce)  # R2; the Commit promised that no write is under way
+            incoming.revoked = self._ranks.mark()
+        if not are_here(incoming.revoked):
+            return
         self._collect()
         incoming.promised = len(incoming.landings)
         incoming.unchecked = deque(each for each in incoming.landings if self._has_arrived(incoming, each.entry))
@@ -378,11 +392,19 @@ class Reader:
         arrival = incoming.arrived.get(entry.index)
         return arrival is not None and arrival.stamp.nbytes == entry.nbytes
 
-    def _is_intact(self, incoming: Incoming, landing: Landing, on_arrival: int | None) -> bool:
+    def _check_digest(self, incoming: Incoming, landing: Landing) -> int:
+        """Ask for the digest of a chunk, unless it is known or there are none; returns the bytes that are digested for it."""
+        on_arrival = self._digest_on_arrival(incoming, landing)
         if not self._settings.digests:
-            return True
-        found = on_arrival if on_arrival is not None else digest(self._memories[landing.rank], spans_of(self._shape, incoming, landing))
-        if found == landing.entry.digest:
+            return 0
+        if on_arrival is not None:
+            incoming.asked.append((landing.entry, Answer(on_arrival)))
+            return 0
+        incoming.asked.append((landing.entry, self._ranks.begin_digest(landing.rank, spans_of(self._shape, incoming, landing))))
+        return landing.entry.nbytes
+
+    def _is_intact(self, entry: ChunkEntry, answer: Answer) -> bool:
+        if answer.value == entry.digest:
             return True
         self.counters["digest_mismatch"] += 1
         return False
@@ -396,9 +418,11 @@ class Reader:
         return arrival.digest if is_last and incoming.is_in_place and not incoming.repeated else None
 
     def _end_check(self, incoming: Incoming) -> None:
-        commit, bad = incoming.commit, tuple(incoming.bad)
+        mismatched = (entry.index for entry, answer in incoming.asked if not self._is_intact(entry, answer))
+        commit, bad = incoming.commit, (*incoming.bad, *mismatched)
         assert commit is not None
         incoming.unchecked = None
+        incoming.asked.clear()
         if not bad:
             self._land(incoming, commit)
         elif incoming.round >= self._settings.rounds:
@@ -410,7 +434,7 @@ class Reader:
         ack = CommitAck(commit.nonce, resend=bad, round=commit.round)
         incoming.answers[commit.round] = ack
         incoming.round += 1
-        incoming.commit = incoming.missing = None
+        incoming.commit = incoming.missing = incoming.revoked = None
         incoming.resent += len(bad)
         self.counters["chunks_asked_again"] += len(bad)
         asked: dict[int, list[SpanTable]] = {}
@@ -418,7 +442,11 @@ class Reader:
             incoming.arrived.pop(landing.entry.index, None)
             asked.setdefault(landing.rank, []).append(spans_of(self._shape, incoming, landing))
         self._permit(incoming, {rank: merged(tables) for rank, tables in asked.items()})
-        self._send(incoming, ack)
+        self._held[commit.nonce] = ack
+
+    def _tell_permitted(self) -> None:
+        for nonce in [nonce for nonce in self._held if self.is_permitted(nonce)]:
+            self._send(self._tickets[nonce], self._held.pop(nonce))
 
     def _refuse(self, incoming: Incoming, commit: Commit, reason: str) -> None:
         self._send(incoming, CommitAck(commit.nonce, refused=reason, round=commit.round))

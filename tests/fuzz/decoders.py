@@ -22,14 +22,14 @@ from pdcluster import messages as m
 from pdcluster.bootstrap.card import NodeCard, check_card
 from pdcluster.errors import BadRequest, PeerUnreachable, ProtocolError
 from pdcluster.kv.layout import Fingerprint, KVLayout
-from pdcluster.node import rank_channel
+from pdcluster.node import rank_channel, rank_messages
 from pdcluster.ready import parse
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import inference_pb2
 from pdcluster.rpc.cards import card_from_proto, card_to_proto, snapshot_from_proto
 from pdcluster.rpc.inference import request_from_proto
 from pdcluster.step import Row, StepPlan
-from pdcluster.transfer import links, shm_frames, staged, tcp
+from pdcluster.transfer import links, ranked, shm_frames, staged, tcp
 from pdcluster.transfer.base import Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Counts, Doorbell, Writes
 from pdcluster.transfer.links import Advert, Cursor, Listener
@@ -202,7 +202,13 @@ def generate_decoder() -> Decoder:
 
 def rank_decoder() -> Decoder:
     row = Row("r", np.arange(4, dtype=np.int32), 0, np.arange(2, dtype=np.int32), m.Sampling(max_tokens=4, seed=1), 0)
-    said = (rank_channel.pack_plan(StepPlan((row,))), rank_channel.Ready(4, 4096, "d"), rank_channel.Here())
+    said = (
+        rank_channel.pack_plan(StepPlan((row,))),
+        rank_channel.Ready(4, "d", (("tcp", b"a"),)),
+        rank_channel.Here(),
+        rank_messages.Write("tcp", 1, ("r", "r1"), b"advert", 1, 0, (7, 0, 1, 64), bytes(24), True),
+        rank_messages.Arrived("tcp", (7, 0, 1, 64), 5, bytes(16), 1),
+    )
 
     def decode(data: bytes) -> None:
         near, far = socket.socketpair()
@@ -210,8 +216,8 @@ def rank_decoder() -> Decoder:
             far.sendall(data)
             far.shutdown(socket.SHUT_WR)
             found = rank_channel.RankChannel(near, send_s=1.0).receive(1.0)
-        if found is not None and isinstance(found[0], rank_channel.Plan):
-            rank_channel.unpack_plan(found[0])
+        if isinstance(found, rank_channel.Plan):
+            rank_channel.unpack_plan(found)
 
     return Decoder("rank message", tuple(rank_channel.frame(message) for message in said), decode, (ProtocolError,))
 
@@ -227,6 +233,11 @@ def hello_decoder() -> Decoder:
 
 def advert_decoder() -> Decoder:
     return Decoder("transfer advert", (msgspec.msgpack.encode(Advert("127.0.0.1", 4000, bytes(16))),), links.decode_advert, (PeerUnreachable,))
+
+
+def rank_adverts_decoder() -> Decoder:
+    good = tuple(ranked.pack_adverts([b"advert"] * count) for count in (1, 2, ranked.MAX_RANKS))
+    return Decoder("adverts of ranks", good, ranked.unpack_adverts, (PeerUnreachable,))
 
 
 def tcp_frame_decoder() -> Decoder:
@@ -347,6 +358,7 @@ def control_decoder() -> Decoder:
 
 def decoders() -> dict[str, Decoder]:
     every: list[Any] = [*wire_decoders(), *card_decoders(), generate_decoder(), rank_decoder(), hello_decoder(), advert_decoder()]
+    every.append(rank_adverts_decoder())
     every += [control_decoder(), tcp_frame_decoder(), lane_decoder(), *staged_decoders(), *shm_decoders()]
     return {decoder.name: decoder for decoder in every}
 

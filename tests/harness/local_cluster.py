@@ -95,10 +95,11 @@ def oracle_kit(num_pages: int, make_engine: Callable[[int, int], OracleEngine] =
 
 
 class LocalNode:
-    def __init__(self, cluster: LocalCluster, name: str, role: Role, kit: EngineKit) -> None:
+    def __init__(self, cluster: LocalCluster, name: str, role: Role, kit: EngineKit, me: Peer | None = None) -> None:
+        """me: the boot as which its ranks were started."""
         self.cluster = cluster
         self.kit = kit
-        self.me = Peer(name, f"{name}-{next(cluster.boots)}")
+        self.me = me if me is not None else Peer(name, f"{name}-{next(cluster.boots)}")
         self.role = role
         self.engine = kit.engine
         self.neighbours = NoNeighbours()
@@ -166,7 +167,7 @@ class LocalNode:
             self.is_alive = False
             await self.task
             self.parts.hub.close()
-        for backend in self.backends.values():
+        for backend in self.parts.backends:
             backend.shutdown()
         self.engine.close()
         os.close(self.neighbours.wakeup_fd)

@@ -21,6 +21,7 @@ from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.kv.layout import Fingerprint
 from pdcluster.messages import Role, Sampling
 from pdcluster.node.engines import NodeEngine, start_engine
+from pdcluster.transfer.base import Peer
 from pdcluster.transfer.choose import create_backends
 from pdcluster.wire.sockets import WireSettings
 
@@ -74,7 +75,7 @@ CHOSEN = [
 def cases() -> Iterator[object]:
     """The whole matrix for the full run, a chosen few in every run."""
     yield from (pytest.param(case, id=str(case)) for case in CHOSEN)
-    media = itertools.cycle(["shm", "tcp", "fake"])
+    media = itertools.cycle(["shm", "tcp"])
     sides = [Side(ranks, page) for ranks in (1, 2, 4) for page in (16, 64)]
     for (prefill, decode), model in itertools.product(itertools.product(sides, sides), MODELS):
         case = Case(prefill, decode, next(media), model, layer_groups=random.Random(str(prefill) + str(decode)).random() < 0.5)
@@ -129,15 +130,16 @@ class MixedCluster(LocalCluster):
             tp=side.ranks,
             threads=1,
             kv=KVConfig(memory_bytes=4 << 20, page_tokens=side.page_tokens, hash_block_tokens=BLOCK),
-            transfer=TransferConfig(),
+            transfer=TransferConfig(backend=self.case.backend) if self.case.backend != "fake" else TransferConfig(),
             warmup=False,
         )
-        return LocalNode(self, name, role, kit_of(start_engine(config, self.directory, 0, self.lost.append)))
+        me = Peer(name, f"{name}-{next(self.boots)}")
+        return LocalNode(self, name, role, kit_of(start_engine(config, self.directory, me, 0, self.lost.append)), me)
 
 
 def kit_of(engine: NodeEngine) -> EngineKit:
     local = engine.local
-    shape = NodeShape(local.config.vocab_size, local.num_pages, BLOCK, engine.pages, engine.regions, engine.memories)
+    shape = NodeShape(local.config.vocab_size, local.num_pages, BLOCK, engine.pages, (engine.region,), (engine.memory,), engine.links)
     fingerprint = Fingerprint("model", local.weights_digest, 1, BLOCK, local.full_layout)
     return EngineKit(engine.driver, shape, fingerprint, 512, token_budget=48, reserve_tokens=16)
 

@@ -42,6 +42,7 @@ LEVELS: dict[str, float] = {
     "pdcluster.transfer.moving_kernel": 3,
     "pdcluster.transfer.nixl": 3,
     "pdcluster.transfer.pidfd": 2,
+    "pdcluster.transfer.ranked": 3,
     "pdcluster.transfer.shm": 3,
     "pdcluster.transfer.shm_frames": 2.5,
     "pdcluster.transfer.staged": 3,

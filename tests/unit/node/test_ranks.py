@@ -1,4 +1,4 @@
-"""Ranks as processes: they compute what one engine computes, share their pools, end together, and a lost one is noticed."""
+"""Ranks as processes: they compute what one engine computes, move their own pools, end together, and a lost one is noticed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,20 @@ from driver import Driver, greedy
 
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.errors import ConfigError, NodeLost, PdclusterError
+from pdcluster.node.rank_channel import Media
+from pdcluster.node.rank_messages import Revoke
 from pdcluster.node.ranks import RankedEngine, RankSettings
 from pdcluster.step import Row, StepPlan
+from pdcluster.transfer.base import Peer, Permit, Region, Run, Stamp, WriteStatus
+from pdcluster.transfer.tcp import TcpBackend
 
 pytestmark = pytest.mark.timeout(120)
 
 PAGE = 8
 SHAPE = Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=32, intermediate_size=48, vocab_size=97, num_layers=3)
-PATIENT = RankSettings(size=2, step_s=60.0, pulse_s=0.1, silence_s=30.0)
+READER = Peer("r", "r1")
+MEDIA = Media("n", "n1", 4, "tcp", "127.0.0.1", 1 << 20)
+PATIENT = RankSettings(size=2, step_s=60.0, pulse_s=0.1, silence_s=30.0, media=MEDIA)
 QUICK = RankSettings(size=2, step_s=60.0, pulse_s=0.1, silence_s=1.0)
 
 
@@ -69,16 +75,34 @@ def plan() -> StepPlan:
     return StepPlan((Row("a", np.array([5, 6, 7], np.int32), 0, np.array([1], np.int32), greedy(1)),))
 
 
-def test_ranks_compute_what_one_engine_computes_and_share_their_pools(config: EngineConfig, engine: RankedEngine, lost: Lost) -> None:
+def fetched(engine: RankedEngine) -> np.ndarray:
+    """The pool of rank 1, written here by the rank itself."""
+    nbytes, here = engine.local.pool.nbytes, TcpBackend(READER)
+    memory = np.zeros(nbytes, np.uint8)
+    here.register(Region(0, memory.ctypes.data, nbytes))
+    here.permit(Permit(7, Peer(MEDIA.node, MEDIA.incarnation), 0, ((0, nbytes),)))
+    (link,) = engine.links
+    end = link.ends["tcp"]
+    end.connect(READER, here.advert())
+    handle = end.write(READER, MEDIA.region + 1, 0, Stamp(7, 0, 1, nbytes), (Run(0, 0, nbytes),))
+    deadline = time.monotonic() + 30
+    while (status := end.poll(handle)) is WriteStatus.PENDING:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert status is WriteStatus.DONE
+    here.shutdown()
+    return memory
+
+
+def test_ranks_compute_what_one_engine_computes_and_move_their_own_pools(config: EngineConfig, engine: RankedEngine, lost: Lost) -> None:
     engine.warmup()
     prompts = [checkpoints.prompt(length, SHAPE.vocab_size) for length in (1, 8, 30)]
     alone = Engine(config)
     expected = [job.tokens for job in Driver(alone).run(prompts, [greedy(12)] * 3, chunk=7, stagger=1)]
     ranked = Driver(engine)
     assert [job.tokens for job in ranked.run(prompts, [greedy(12)] * 3, chunk=7, stagger=1)] == expected
-    (pool,) = engine.mapped_pools
-    whole = alone.pool.tensor.numpy()
-    halves = [engine.local.pool.tensor.numpy(), np.frombuffer(pool.view, np.float32).reshape(engine.local.pool.tensor.shape)]
+    whole, shape = alone.pool.tensor.numpy(), engine.local.pool.tensor.shape
+    halves = [engine.local.pool.tensor.numpy(), fetched(engine).view(np.float32).reshape(shape)]
     page = int(ranked._free[0])
     np.testing.assert_allclose(np.concatenate([half[page] for half in halves], axis=2)[:, :, :, :1], whole[page][:, :, :, :1], atol=1e-4)
     alone.close()
@@ -90,9 +114,19 @@ def test_ranks_compute_what_one_engine_computes_and_share_their_pools(config: En
 def test_a_dead_rank_is_noticed_at_once_and_its_step_fails(engine: RankedEngine, lost: Lost) -> None:
     engine.warmup()
     os.kill(engine.pids[0], signal.SIGKILL)
-    assert "died" in lost.wait()
+    assert lost.wait().startswith("rank 1 ")
     with pytest.raises((NodeLost, RuntimeError)):
         engine.step(plan())
+
+
+def test_a_rank_whose_transfer_endpoint_fails_ends_and_with_it_the_engine(engine: RankedEngine, lost: Lost) -> None:
+    (link,) = engine.links
+    link.send(Revoke("a medium that it does not have", 7, 1))
+    assert lost.wait().startswith("rank 1 ")
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(engine.pids[0]) and psutil.Process(engine.pids[0]).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "it went on without its endpoint"
+        time.sleep(0.02)
 
 
 def test_a_rank_that_falls_silent_is_noticed(config: EngineConfig, lost: Lost) -> None:
@@ -134,6 +168,7 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from pdcluster.engine.engine import EngineConfig
+from pdcluster.node.rank_messages import Revoke
 from pdcluster.node.ranks import RankedEngine, RankSettings
 if __name__ == "__main__":
     engine = RankedEngine(EngineConfig(Path(sys.argv[1]), Path(sys.argv[2]), page_tokens=8, num_pages=8), RankSettings(size=2), print)

@@ -27,7 +27,7 @@ def after(messages: list[Prefill | Reserve]) -> tuple[list[Refused], int]:
         async with SimulatedCluster(loop, {"m0": "mixed"}) as cluster:
             node = cluster.nodes["m0"]
             said: list[object] = []
-            node.parts.outbox.message = lambda router, message: said.append(message)  # type: ignore[method-assign]
+            node.parts.outbox.message = lambda router, message, **_: said.append(message)  # type: ignore[method-assign]
             for message in messages:
                 node.loop._on_message(Received(ROUTER, "router", message))
             legs = node.parts.decode.num_legs + node.parts.prefill.num_legs

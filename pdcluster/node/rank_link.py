@@ -1,0 +1,233 @@
+"""Rank 0's end of another rank's transfer endpoint (`rank_endpoint`): its backends and its pool as if they were here, but that answers come later.
+
+What the loop's thread asks is sent at once; a thread of the link takes in what the rank says. A fence is told only once the rank has proved it: until
+then the answer is that there is none yet, which whoever wants it asks for again. A rank that takes or says nothing any more ends its node.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+
+from pdcluster.errors import IntegrityError, PeerUnreachable
+from pdcluster.node.rank_channel import RankChannel, frame
+from pdcluster.node.rank_messages import (
+    Arrived,
+    Close,
+    Digest,
+    Fenced,
+    FromRank,
+    Known,
+    Mark,
+    Revoke,
+    Settled,
+    ToRank,
+    Write,
+    allow,
+    name_of,
+    pack_runs,
+    words_of,
+)
+from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
+from pdcluster.transfer.ledger import Arrivals, Doorbell, Writes
+from pdcluster.transfer.rank_memory import Answer, Answers, OwnMemories
+from pdcluster.transfer.runs import SpanTable, run_table
+
+MAX_PROOFS = 4096
+"""Fences that are remembered until somebody asks for them; one that was forgotten is asked for anew."""
+JOIN_S = 5.0
+
+
+class RankLink:
+    """Used by the loop's thread, and by its own. adverts: the rank's, by medium; on_lost: told once, from any thread, why it is over."""
+
+    def __init__(self, sock: socket.socket, rank: int, adverts: Mapping[str, bytes], on_lost: Callable[[str], None], *, send_s: float) -> None:
+        self._channel = RankChannel(sock, send_s=send_s)
+        self._rank = rank
+        self._on_lost = on_lost
+        self._closing = False
+        self._questions = itertools.count(1)
+        self._answers: dict[int, Answer] = {}
+        self.ends = {name: RankEnd(self, name, advert) for name, advert in adverts.items()}
+        self._thread = threading.Thread(target=self._receive, name=f"rank-{rank}", daemon=True)
+        self._thread.start()
+
+    def send(self, message: ToRank) -> None:
+        try:
+            self._channel.send(frame(message))
+        except OSError as error:
+            self._lose(f"takes no transfers: {error}")
+
+    def question(self) -> int:
+        return next(self._questions)
+
+    def digest(self, spans: SpanTable) -> Answer:
+        number, answer = self._ask()
+        self.send(Digest(number, spans.pack()))
+        return answer
+
+    def mark(self) -> Answer:
+        number, answer = self._ask()
+        self.send(Mark(number))
+        return answer
+
+    def close(self) -> None:
+        """End the rank's endpoint, by which it ends. Idempotent."""
+        if not self._closing:
+            self._closing = True
+            self._channel.shutdown()
+            self._thread.join(JOIN_S)
+            self._channel.close()
+
+    def _ask(self) -> tuple[int, Answer]:
+        number, answer = self.question(), Answer()
+        self._answers[number] = answer
+        return number, answer
+
+    def _lose(self, reason: str) -> None:
+        if not self._closing:
+            self._on_lost(f"rank {self._rank} {reason}")
+
+    # ------------------------------------------------------------ on the link's own thread
+
+    def _receive(self) -> None:
+        try:
+            while (message := self._channel.receive()) is not None:
+                assert isinstance(message, FromRank)
+                self._take(message)
+            self._lose("ended its transfers")
+        except Exception as error:  # the top of this thread, without which the node would wait for ever
+            self._lose(f"says nothing about transfers any more: {error!r}")
+
+    def _take(self, message: FromRank) -> None:
+        if isinstance(message, Known):
+            self._answers.pop(message.question).value = message.value
+            for end in self.ends.values():
+                end.doorbell.ring()
+        else:
+            self.ends[message.medium].take(message)
+
+
+class RankEnd:
+    """A backend of the rank. Implements base.Backend, public methods for one thread; `take` is the link's."""
+
+    def __init__(self, link: RankLink, name: str, advert: bytes) -> None:
+        self.name = name
+        self._link = link
+        self._advert = advert
+        self.doorbell = Doorbell()
+        self.wakeup_fd = self.doorbell.fd
+        self.counters: Mapping[str, int] = Counter()
+        """Of what this end drops: nothing."""
+        self._writes = Writes(self.doorbell)
+        self._arrivals = Arrivals(self.doorbell)
+        self._lock = threading.Lock()
+        self._adverts: dict[Peer, bytes] = {}
+        """Of whom we write to."""
+        self._questions: dict[int, int | Peer] = {}
+        """Of which nonce or boot the rank is asked to prove that nothing more can land."""
+        self._asked: dict[int | Peer, int] = {}
+        """The first open question about it, which was put since anything of it was permitted."""
+        self._proved: OrderedDict[int | Peer, None] = OrderedDict()
+
+    def register(self, region: Region) -> None:
+        raise IntegrityError(f"region {region.id} is of another rank's process, which registers it itself")
+
+    def advert(self) -> bytes:
+        return self._advert
+
+    def connect(self, peer: Peer, advert: bytes) -> None:
+        """With every write the rank is told; where it cannot connect, the write fails."""
+        self._adverts[peer] = advert
+
+    def permit(self, permit: Permit) -> None:
+        self._reopen(permit.nonce, permit.writer)
+        self._link.send(allow(self.name, permit))
+
+    def revoke(self, nonce: int) -> Fence:
+        return self._fence(nonce, lambda question: Revoke(self.name, nonce, question))
+
+    def close(self, peer: Peer) -> Fence:
+        self._adverts.pop(peer, None)
+        return self._fence(peer, lambda question: Close(self.name, name_of(peer), question))
+
+    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
+        advert = self._adverts.get(peer)
+        if advert is None:
+            raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
+        handle, table = self._writes.new(), pack_runs(run_table(runs))
+        self._link.send(Write(self.name, handle, name_of(peer), advert, source_region, target_region, words_of(stamp), table, digests))
+        return handle
+
+    def poll(self, handle: Handle) -> WriteStatus:
+        return self._writes.poll(handle)
+
+    def take_digest(self, handle: Handle) -> int | None:
+        return self._writes.take_digest(handle)
+
+    def take_duration(self, handle: Handle) -> float | None:
+        return self._writes.take_duration(handle)
+
+    def arrivals(self) -> list[Arrival]:
+        return self._arrivals.take()
+
+    def shutdown(self) -> None:
+        """The rank shuts its own down when its channel ends."""
+        self.doorbell.close()
+
+    def take(self, message: Settled | Arrived | Fenced) -> None:
+        """What the rank says."""
+        if isinstance(message, Settled):
+            self._writes.settle(Handle(message.handle), WriteStatus(message.status), message.digest, seconds=message.seconds)
+        elif isinstance(message, Arrived):
+            self._arrivals.add(Stamp(*message.stamp), message.digest, SpanTable.unpack(message.spans), message.region)
+        else:
+            self._advert = message.advert
+            self._proof(message.question, is_fenced=message.is_fenced)
+
+    # ------------------------------------------------------------ proofs
+
+    def _fence(self, key: int | Peer, ask: Callable[[int], ToRank]) -> Fence:
+        """What is proved of it by now; the rank does it (again), and says what it can prove then."""
+        with self._lock:
+            is_proved, question = key in self._proved, self._link.question()
+            self._questions[question] = key
+            self._asked.setdefault(key, question)
+        self._link.send(ask(question))
+        return Fence.FENCED if is_proved else Fence.CANNOT_FENCE
+
+    def _proof(self, question: int, *, is_fenced: bool) -> None:
+        with self._lock:
+            key = self._questions.pop(question)
+            if question < self._asked.get(key, question + 1):
+                return  # something was permitted since
+            del self._asked[key]
+            if is_fenced:
+                self._proved[key] = None
+            while len(self._proved) > MAX_PROOFS:
+                self._proved.popitem(last=False)
+        self.doorbell.ring()
+
+    def _reopen(self, *keys: int | Peer) -> None:
+        """What was proved holds no more, nor does what is being asked."""
+        with self._lock:
+            for key in keys:
+                self._asked.pop(key, None)
+                self._proved.pop(key, None)
+
+
+class LinkedMemories:
+    """Implements rank_memory.RankMemories: rank 0's pool here, the others behind their links, in the order of ranks."""
+
+    def __init__(self, own: memoryview, links: Sequence[RankLink]) -> None:
+        self._own = OwnMemories([own])
+        self._links = tuple(links)
+
+    def begin_digest(self, rank: int, spans: SpanTable) -> Answer:
+        return self._links[rank - 1].digest(spans) if rank else self._own.begin_digest(0, spans)
+
+    def mark(self) -> Answers:
+        return [link.mark() for link in self._links]
