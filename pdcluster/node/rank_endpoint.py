@@ -63,8 +63,11 @@ class RankEndpoint:
 
     def run(self) -> None:
         """Serve until rank 0 ends the channel."""
-        while self._turn():
-            pass
+        try:
+            while self._turn():
+                pass
+        except ConnectionError:
+            logger.debug("rank 0 ended the channel while it was told something")
 
     def _turn(self) -> bool:
         ready = {fd for fd, _ in self._poller.poll(LOOK_AGAIN_MS if self._flights else None)}
