@@ -154,10 +154,8 @@ class KVConfig:
     hash_block_tokens: int = key(32, integer(1, 1024), "tokens one prefix hash covers; equal on every node of a cluster")
 
     def __post_init__(self) -> None:
-        if self.page_tokens % self.hash_block_tokens and self.hash_block_tokens % self.page_tokens:
-            raise ConfigError(
-                f"kv.page_tokens {self.page_tokens} and kv.hash_block_tokens {self.hash_block_tokens} must divide one another; use equal values"
-            )
+        if self.page_tokens % self.hash_block_tokens:  # a page that is cached whole needs a hash that covers it whole
+            raise ConfigError(f"kv.page_tokens {self.page_tokens} is no multiple of kv.hash_block_tokens {self.hash_block_tokens}; use such a multiple")
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,12 +174,12 @@ class App:
     # ------------------------------------------------ generations
 
     def _chat(self, exchange: Exchange) -> None:
-        request = openai.decode_chat(exchange.body())
+        request = openai.decode_chat(exchange.take_body())
         prepare = partial(prepare_chat, request, self._dispatcher, self._terms(exchange))
         self._prepare(exchange, prepare, in_thread=is_long(request))
 
     def _completion(self, exchange: Exchange) -> None:
-        request = openai.decode_completion(exchange.body())
+        request = openai.decode_completion(exchange.take_body())
         prepare = partial(prepare_completion, request, self._dispatcher, self._terms(exchange))
         self._prepare(exchange, prepare, in_thread=is_long(request))
 
@@ -214,7 +214,7 @@ class App:
     # ------------------------------------------------ tokens
 
     def _tokenize(self, exchange: Exchange) -> None:
-        request = openai.decode_tokenize(exchange.body())
+        request = openai.decode_tokenize(exchange.take_body())
         work = partial(self._tokens, request)
         if is_long(request):
             self._later(exchange, lambda: asyncio.to_thread(work), lambda body: exchange.reply(200, body))
@@ -234,7 +234,7 @@ class App:
         return msgspec.json.encode(reply)
 
     def _detokenize(self, exchange: Exchange) -> None:
-        request = openai.decode_detokenize(exchange.body())
+        request = openai.decode_detokenize(exchange.take_body())
         work = partial(self._text_of, request)
         if len(request.tokens) > MANY_TOKENS:
             self._later(exchange, lambda: asyncio.to_thread(work), lambda body: exchange.reply(200, body))

@@ -115,8 +115,11 @@ class Exchange:
         else:
             self.parts[-1] += data
 
-    def body(self) -> bytes:
-        return bytes(self.parts[0]) if len(self.parts) == 1 else b"".join(self.parts)
+    def take_body(self) -> bytes:
+        """Its body, once: a stream may last for minutes, and what it was asked with is of no use meanwhile."""
+        body = bytes(self.parts[0]) if len(self.parts) == 1 else b"".join(self.parts)
+        self.parts.clear()
+        return body
 
     @property
     def is_paused(self) -> bool:

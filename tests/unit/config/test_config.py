@@ -147,10 +147,11 @@ def test_a_heartbeat_must_leave_room_for_a_lost_one() -> None:
         NodeConfig(heartbeat_s=3.0, lease_s=5.0)
 
 
-def test_page_and_hash_block_must_divide_one_another() -> None:
-    assert KVConfig(page_tokens=16, hash_block_tokens=32).page_tokens == 16
-    with pytest.raises(ConfigError, match="must divide"):
-        KVConfig(page_tokens=24, hash_block_tokens=32)
+@pytest.mark.parametrize("page_tokens", [16, 24, 33])
+def test_a_page_is_a_multiple_of_the_hash_block_as_the_pool_wants_it(page_tokens: int) -> None:
+    assert KVConfig(page_tokens=64, hash_block_tokens=32).page_tokens == 64
+    with pytest.raises(ConfigError, match="no multiple"):
+        KVConfig(page_tokens=page_tokens, hash_block_tokens=32)
 
 
 def test_a_secret_is_shown_in_no_place() -> None:
