@@ -155,7 +155,7 @@ class KVConfig:
 
     def __post_init__(self) -> None:
         if self.page_tokens % self.hash_block_tokens:  # a page that is cached whole needs a hash that covers it whole
-            raise ConfigError(f"kv.page_tokens {self.page_tokens} is no multiple of kv.hash_block_tokens {self.hash_block_tokens}; use such a multiple")
+            raise ConfigError(f"kv.page_tokens {self.page_tokens} is no multiple of kv.hash_block_tokens {self.hash_block_tokens}; use one")
 
 
 @dataclass(frozen=True, slots=True)
