@@ -26,6 +26,7 @@ class Alarms:
 
     def __init__(self, tick_s: float = TICK_S) -> None:
         self._tick_s = tick_s
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._rings: dict[int, dict[Ring, None]] = {}
         """By tick. Dicts, so that those of one tick ring in the order in which they were set."""
         self._ticks: list[int] = []
@@ -37,7 +38,9 @@ class Alarms:
 
     def set(self, seconds: float, ring: Ring) -> int:
         """Ring after so many seconds; the answer is what `drop` needs."""
-        tick = int((asyncio.get_running_loop().time() + seconds) / self._tick_s) + 1
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()  # found once: to find it costs a system call
+        tick = int((self._loop.time() + seconds) / self._tick_s) + 1
         if seconds >= FAR_S:
             tick += -tick % COARSE_TICKS
         rings = self._rings.get(tick)
@@ -66,8 +69,8 @@ class Alarms:
             self._timer.cancel()
             self._timer = None
         if self._ticks:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(self._ticks[0] * self._tick_s, self._look, loop)
+            assert self._loop is not None  # an alarm was set
+            self._timer = self._loop.call_at(self._ticks[0] * self._tick_s, self._look, self._loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None

@@ -95,6 +95,7 @@ class Cluster:
         events: EventLog | None = None,
         index_blocks: int = MAX_BLOCKS,
     ) -> None:
+        self._clock: Callable[[], float] | None = None
         self.ledger = Ledger()
         self.caches = Caches(PrefixIndex(max_blocks=index_blocks))
         self.version = 0
@@ -184,7 +185,7 @@ class Cluster:
             self._dial()
 
     def _dial(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._now()
         for incarnation, state in self._nodes.items():
             if state.link is None and now >= state.redial_at:
                 state.link = self._open_link(incarnation, state)
@@ -211,7 +212,7 @@ class Cluster:
             logger.warning("node %s is lost: %s", state.card.node, reason)
             state.load = state.cost = None
             self.caches.lose(incarnation)
-            state.redial_at = asyncio.get_running_loop().time() + REDIAL_S
+            state.redial_at = self._now() + REDIAL_S
             self.ledger.lose_node(incarnation, reason)
             self.events.add("node-lost", state.card.node, reason)
             if not state.is_listed:
@@ -303,7 +304,9 @@ class Cluster:
             logger.debug("node %s cannot be asked for its cache now", state.card.node)  # a new link begins with a snapshot
 
     def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        if self._clock is None:
+            self._clock = asyncio.get_running_loop().time  # found once: to find the loop costs a system call
+        return self._clock()
 
     def _deliver(self, request: str, incarnation: str, body: Body) -> None:
         if not self.ledger.deliver(request, incarnation, body):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from pdcluster.rpc import inference_pb2_grpc as stubs
 from pdcluster.rpc.status import retry_metadata, status_of
 from pdcluster_router.answer import record, route_report, usage_of
 from pdcluster_router.choices import Choice, merge, pieces_of
+from pdcluster_router.drawn import draw
 from pdcluster_router.generation import Dispatcher
 from pdcluster_router.places import Places
 from pdcluster_router.prepare import MANY_MESSAGES, Prepared, Terms, find_model, is_long, mode_of, prepare_chat, prepare_completion
@@ -98,7 +98,7 @@ class Inference(stubs.InferenceServicer):
 
     async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, arrived: float) -> None:
         with self._places.taken(_metadata(context, "authorization")) as tenant:
-            request_id = self._settings.id_prefix + secrets.token_hex(12)
+            request_id = self._settings.id_prefix + draw().hex()
             await context.send_initial_metadata((("x-request-id", _trace_id(context) or request_id),))
             mode = mode_of(_metadata(context, "x-pdcluster-mode"))
             reader = _Reader(self._settings.stall_s)

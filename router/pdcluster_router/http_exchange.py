@@ -6,7 +6,6 @@ an answer goes out with the others of the same turn of the loop: a write is what
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
@@ -14,6 +13,7 @@ from time import monotonic, time
 from typing import NamedTuple, Protocol
 
 from pdcluster.errors import PdclusterError
+from pdcluster_router.drawn import draw
 from pdcluster_router.tenants import Tenant
 
 Header = tuple[bytes, bytes]
@@ -78,7 +78,7 @@ class Exchange:
         self.method, self.path, self.headers = asked.method, asked.path, asked.headers
         self.keeps_alive, self.is_http_1_0 = asked.keeps_alive, asked.is_http_1_0
         self.arrived = monotonic()
-        self.id = id_prefix + secrets.token_hex(12)
+        self.id = id_prefix + draw().hex()
         self.trace = self._trace_id()
         self.tenant: Tenant | None = None
         self.status = 0

@@ -6,7 +6,6 @@ Long prompts (`is_long`) take long: whoever prepares them does so in a thread, s
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from array import array
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from pdcluster.api.validate import closest
 from pdcluster.errors import BadRequest, Unavailable, UnknownModel
 from pdcluster.messages import Sampling
 from pdcluster_router.choices import Choice, Clock, Echo
+from pdcluster_router.drawn import draw_bits
 from pdcluster_router.generation import Dispatcher, Force, Generation, HangUp, ModelInfo
 from pdcluster_router.tenants import ANYBODY, Tenant
 
@@ -200,7 +200,7 @@ def _encode_prompt(prompt: str | Sequence[int], request: openai.CompletionReques
 
 
 def _sampling(request: openai.Common, model: Model, max_tokens: int, logprobs: int | None) -> Sampling:
-    seed = secrets.randbits(SEED_BITS) if request.seed is None else limits.wire_seed(request.seed)
+    seed = draw_bits(SEED_BITS) if request.seed is None else limits.wire_seed(request.seed)
     return limits.build_sampling(request, model.text.defaults, model.limits, max_tokens=max_tokens, seed=seed, logprobs=logprobs)
 
 
