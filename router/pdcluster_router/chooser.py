@@ -17,6 +17,7 @@ from pdcluster_router.generation import Mode
 from pdcluster_router.job import Job
 from pdcluster_router.policy.base import Choice, Fallback, Force, Policy, Query
 from pdcluster_router.pull import BY_TOKENS, PullRule
+from pdcluster_router.sent import SentWork
 from pdcluster_router.view import ClusterView, NodeView
 
 Cached = Callable[[bytes], Mapping[str, int]]
@@ -77,6 +78,8 @@ class Chooser:
         self._usual_prompt = 0.0
         self._counter = 0
         self._previous: Mode | None = None
+        self._sent = {True: SentWork(), False: SentWork()}
+        """To decode nodes, and to others."""
 
     def choose(self, job: Job, now: float) -> Decision:
         """Raises Unavailable when no node may take it."""
@@ -95,6 +98,10 @@ class Chooser:
         live = self.holder.live
         fresh = live.choose_decode(replace(query, excluded=query.excluded | avoid), view, prefill)
         return fresh or live.choose_decode(replace(query, excluded=frozenset(avoid)), view, prefill)
+
+    def note_sent(self, choice: Choice, new_tokens: int, cached_tokens: int, now: float) -> None:
+        """The prompt goes as chosen; choices are also made that are not acted upon."""
+        self._sent[choice.first.role == "decode"].add(choice.first, new_tokens, cached_tokens, now)
 
     def note_end(self, num_prompt: int, num_output: int) -> None:
         """An answer ended. Its length is what most will take, far fewer tokens than clients allow."""
@@ -125,6 +132,8 @@ class Chooser:
             previous=self._previous,
             usual_tokens=self._usual_prompt,
             num_held=self.num_held(),
+            busy_serving=self._sent[False].per_second(now),
+            busy_decoding=self._sent[True].per_second(now),
         )
 
 

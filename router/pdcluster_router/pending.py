@@ -116,6 +116,7 @@ def work_of(message: Prefill | Reserve, cached_tokens: int) -> Pending:
         prefill_pairs=round(num_pairs(uncached, cached)),
         rows=int(is_local),
         context_tokens=num_tokens if is_local else 0,
+        prompts=1,
     )
 
 
@@ -126,4 +127,5 @@ def _plus(total: Pending, work: Pending, sign: int = 1) -> Pending:
         total.prefill_pairs + sign * work.prefill_pairs,
         total.rows + sign * work.rows,
         total.context_tokens + sign * work.context_tokens,
+        total.prompts + sign * work.prompts,
     )

@@ -229,6 +229,8 @@ class Run:
         self._job.tries = self._budget.attempts
         self._entry.place(decision.choice)
         self._record.decided(decision, asked, shared.clock())
+        query, first = decision.query, decision.choice.first
+        shared.chooser.note_sent(decision.choice, query.uncached_on(first), query.cached_on(first), self._placed_at)
         self._attempt = Attempt(self._job, decision.choice, shared.cluster, shared.chooser, shared.settings.stages, shared.clock)
         self._attempt.start()
 

@@ -20,13 +20,14 @@ from pdcluster_router.stations import Pool, Station, Stations, Totals, stations_
 
 class Pending(msgspec.Struct, frozen=True, gc=False):
     """What this router sent that the node's last report does not count yet; added to the report. prefill_tokens and prefill_pairs: prompt work that
-    is not cached there; context_tokens: KV of the rows, when they decode."""
+    is not cached there; context_tokens: KV of the rows, when they decode; prompts: requests whose prompt is to be computed there."""
 
     requests: int = 0
     prefill_tokens: int = 0
     prefill_pairs: int = 0
     rows: int = 0
     context_tokens: int = 0
+    prompts: int = 0
 
 
 NOTHING_PENDING = Pending()
@@ -137,7 +138,7 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
     @once
     def num_prompts(self) -> int:
         """Requests that wait for their prompt to be computed, or whose prompt is being computed."""
-        return self.pending.requests + (self.load.waiting if self.load is not None else 0) + (self.work.prefill_tokens > 0)
+        return self.pending.prompts + (self.load.waiting if self.load is not None else 0) + (self.work.prefill_tokens > 0)
 
     @once
     def own_station(self) -> Station[float] | None:

@@ -30,7 +30,8 @@ class Query(msgspec.Struct, frozen=True):
     force: the mode that the request must have. fallback: when a request may run on one node though both pools exist. counter: number of this decision
     on this router, the only source of chance. previous: the mode of the router's last choice, for hysteresis. itl_s: the longest gap between the
     tokens of running requests that a choice may cause; 0: judged by the batch's own pace. num_held: requests that wait in the router for a node.
-    usual_tokens: of most prompts lately; 0: none has ended.
+    usual_tokens: of most prompts lately; 0: none has ended. busy_serving, busy_decoding: how many nodes the prompts kept busy that this router
+    sent lately to those that compute for others, and to decode nodes.
     """
 
     num_tokens: int
@@ -48,6 +49,8 @@ class Query(msgspec.Struct, frozen=True):
     itl_s: float = 0.0
     num_held: int = 0
     usual_tokens: float = 0.0
+    busy_serving: float = 0.0
+    busy_decoding: float = 0.0
 
     def cached_on(self, node: NodeView) -> int:
         return min(self.cached.get(node.incarnation, 0), self.num_tokens)

@@ -10,8 +10,9 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
  3. Local: both on one node, without a transfer. Work that is done on a decode node delays no prompt of the others, so it has no price; it is paid by
     the rows there. So between modes the price counts only as far as first tokens are nearer to being late (PATIENCE) than these rows are to being
     slow (COMFORT): rows shall not be slowed for waits that harm nobody, and both limits are reached together.
- 4. TPOT counts the prompts that will be computed beside the row while it lives. Where it is beyond COMFORT times a lone row's, a second weighs more,
-    so that decode nodes take prompts while their rows stay well served, and prefill nodes take rows while they are idle enough.
+ 4. TPOT counts the prompts that will be computed beside the row while it lives: as many as wait, as the rows that run came with, and, where
+    nodes have roles, as were sent lately. Where it is beyond COMFORT times a lone row's, a second weighs more, so that decode nodes take prompts
+    while their rows stay well served, and prefill nodes take rows while they are idle enough.
  5. Remote or local, whichever is less; the mode of the last choice keeps a margin, so that a tie does not flip with every report. A prompt
     that would hold up running rows longer than the inter-token limit, or make them slow on average over an answer, goes elsewhere while there is a
     pair that can take it: many would lose what one wins. Prompts that wait on a
@@ -20,6 +21,8 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
 """
 
 from __future__ import annotations
+
+from math import inf
 
 import msgspec
 from msgspec.structs import replace
@@ -69,11 +72,12 @@ Pair = tuple[Pick, Pick]
 
 class Seconds:
     """Implements Policy. alpha: see rule 1; harm: weight of a running row's pause against the new request's own seconds; margin: of the last mode,
-    as a share of the time to first token; gap: times a batch's own pace that its rows may be held up, when no limit is given in seconds."""
+    as a share of the time to first token; gap: times a batch's own pace that its rows may be held up at once, when no limit is given in seconds: by
+    default only as long as a chunk of the node takes, and what the average over an answer bears."""
 
     name = "seconds"
 
-    def __init__(self, alpha: float = 3.0, harm: float = 1.0, margin: float = 0.1, gap: float = 4.0) -> None:
+    def __init__(self, alpha: float = 3.0, harm: float = 1.0, margin: float = 0.1, gap: float = inf) -> None:
         self._alpha = alpha
         self._harm = harm
         self._margin = margin
@@ -109,8 +113,12 @@ class Seconds:
         market = Market(
             price=self._price(serving if serving.num_nodes else decoding, query.num_held),
             harm=self._harm,
-            share=max(_share_now(serving, query.num_held), _share_later(serving, decoding, query, view, asked)),
-            local_share=_share_now(decoding),
+            share=max(
+                _share_now(serving, query.num_held),
+                _share_later(serving, decoding, query, view, asked),
+                _share_lately(serving, query.busy_serving) if decoding.num_nodes else 0.0,
+            ),
+            local_share=_share_lately(decoding, query.busy_decoding),
         )
         return asked.weigh(market, asked.holder(view.roster.accepting) if view.roster.accepting else None)
 
@@ -246,6 +254,12 @@ def _share_now(nodes: Totals, num_held: int = 0) -> float:
     """Of the time in which such nodes compute prompts, told from how many are there or wait for them: with Poisson arrivals ρ = N ÷ (1 + N)."""
     prompts = nodes.prompts + num_held
     return prompts / (prompts + nodes.num_nodes) if nodes.num_nodes else 0.0
+
+
+def _share_lately(nodes: Totals, busy_nodes: float) -> float:
+    """The same as it was over the last seconds, told from the work that was sent there. What is on a decode node now says less about the life of a
+    row: it is soon over (`row_on` counts it), and whether more follows is this policy's own choice."""
+    return min(busy_nodes / nodes.num_nodes, MOST_SHARE) if nodes.num_nodes else 0.0
 
 
 def _share_later(serving: Totals, decoding: Totals, query: Query, view: ClusterView, asked: Scales) -> float:

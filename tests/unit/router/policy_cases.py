@@ -119,5 +119,7 @@ def queries(draw: st.DrawFn) -> Query:
         previous=draw(st.sampled_from([None, "remote", "local"])),
         itl_s=draw(st.sampled_from([0.0, 0.05])),
         num_held=draw(st.sampled_from([0, 3, 50])),
+        busy_serving=draw(st.sampled_from([0.0, 0.7, 5.0])),
+        busy_decoding=draw(st.sampled_from([0.0, 0.2, 5.0])),
         usual_tokens=draw(st.sampled_from([0.0, 700.5])),
     )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace as of_legs
@@ -190,7 +191,7 @@ class PlainSeconds:
 
     name = "seconds"
 
-    def __init__(self, alpha: float = 3.0, harm: float = 1.0, margin: float = 0.1, gap: float = 4.0) -> None:
+    def __init__(self, alpha: float = 3.0, harm: float = 1.0, margin: float = 0.1, gap: float = math.inf) -> None:
         self._alpha = alpha
         self._harm = harm
         self._margin = margin
@@ -222,11 +223,13 @@ class PlainSeconds:
     def _market(self, view: ClusterView, query: Query) -> Market:
         stations = _stations(view, view.accepting)
         computing = [station for station in stations if station.node.role != "decode"]
+        decoding = [station for station in stations if station.node.role == "decode"]
+        lately = min(query.busy_serving / len(computing), MOST_SHARE) if computing else 0.0
         return Market(
             price=self._price(computing or stations, query.num_held),
             harm=self._harm,
-            share=max(_share_now(computing, query.num_held), _share_later(stations, computing, query)),
-            local_share=_share_now([station for station in stations if station.node.role == "decode"]),
+            share=max(_share_now(computing, query.num_held), _share_later(stations, computing, query), lately if decoding else 0.0),
+            local_share=min(query.busy_decoding / len(decoding), MOST_SHARE) if decoding else 0.0,
             source=max(view.accepting, key=query.held_on, default=None),
         )
 
@@ -326,7 +329,9 @@ def _paced_s(station: Station, query: Query) -> float:
     longer_s = max(pace.prompt_step_s, busy_s)
     busy_steps = steps + (pace.wait_s / longer_s if longer_s else 0.0)
     share = min(busy_steps / query.expected_output, 1.0)
-    return pace.itl_s * (1.0 - share) + busy_s * share
+    mean_s = pace.itl_s * (1.0 - share) + busy_s * share
+    pause_s = min(steps / query.expected_output, 1.0) * max(busy_s - pace.tpot_s, 0.0)
+    return mean_s + math.sqrt(max(mean_s - pace.tpot_s, 0.0) * pause_s)  # of one standard deviation
 
 
 def _predicted(first: Ranked, decodes: Ranked, market: Market, query: Query) -> Predicted:

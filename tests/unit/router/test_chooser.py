@@ -110,3 +110,16 @@ def test_a_policy_is_told_how_many_wait_in_the_router() -> None:
     assert chooser.choose(make_job(), 0.0).query.num_held == 0
     chooser.num_held = lambda: 7
     assert chooser.choose(make_job(), 0.0).query.num_held == 7
+
+
+def test_a_policy_is_told_what_was_sent_lately_and_not_what_was_only_chosen() -> None:
+    chooser = make_chooser("seconds")
+    remote, local = (chooser.choose(make_job(force=mode), 0.0).choice for mode in ("remote", "local"))
+    assert (remote.first.role, local.first.role) == ("prefill", "decode"), "p0 has nothing cached, d1 has"
+    assert chooser.query(make_job(), 0.0, NODES).busy_serving == chooser.query(make_job(), 0.0, NODES).busy_decoding == 0.0
+    chooser.note_sent(remote, 1000, 0, 1.0)
+    query = chooser.query(make_job(), 1.0, NODES)
+    assert query.busy_serving > 0.0 and query.busy_decoding == 0.0
+    chooser.note_sent(local, 1000, 0, 1.0)
+    query = chooser.query(make_job(), 1.0, NODES)
+    assert query.busy_decoding == query.busy_serving > chooser.query(make_job(), 2.0, NODES).busy_serving > 0.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec.structs import replace
+from policy_cases import make_node
 
 from pdcluster.messages import Endpoint, Prefill, Reserve, Sampling, Work, pack_tokens
 from pdcluster_router.pending import PendingWork, Sent, work_of
@@ -19,9 +21,9 @@ def work(num_tokens: int) -> Work:
 
 
 def test_a_remote_prompt_is_prefill_work_and_its_reservation_a_row() -> None:
-    assert work_of(Prefill(work(100), True), 60) == Pending(1, 40, 40 * 60 + 800, 0, 0)
+    assert work_of(Prefill(work(100), True), 60) == Pending(1, 40, 40 * 60 + 800, 0, 0, 1)
     assert work_of(Reserve(work(100), Endpoint("p", "p-1", "h:1")), 60) == Pending(1, 0, 0, 1, 100)
-    assert work_of(Prefill(work(100), False), 0) == Pending(1, 100, 5000, 1, 100)
+    assert work_of(Prefill(work(100), False), 0) == Pending(1, 100, 5000, 1, 100, 1)
 
 
 def test_a_prompt_that_is_cached_whole_still_computes_a_token() -> None:
@@ -74,3 +76,10 @@ class PendingMachine(RuleBasedStateMachine):
 
 TestPending = PendingMachine.TestCase
 TestPending.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
+
+
+def test_a_reservation_is_a_row_to_come_and_no_prompt() -> None:
+    reserve = work_of(Reserve(work(100), Endpoint("p", "p-1", "h:1")), 0)
+    prefill = work_of(Prefill(work(100), False), 0)
+    node = make_node("d", "decode")
+    assert replace(node, pending=reserve).num_prompts == 0 < replace(node, pending=prefill).num_prompts

@@ -21,6 +21,7 @@ from pdcluster_router.view import ClusterView, NodeView
 
 TOKEN_S, STEP_S, ROW_S = 1e-4, 0.01, 0.001
 COST = NodeCost(PrefillCost(0.0, TOKEN_S, 0.0, 0, 100), DecodeCost(STEP_S, ROW_S, 0.0, 100))
+CHUNKED = of_cost(COST, prefill=PrefillCost(0.0, TOKEN_S, 0.0, 500, 100))
 PAIR = Query(1000, expected_output=100, fallback="deny")
 
 
@@ -197,6 +198,23 @@ def test_rule_4_an_operator_may_say_what_is_comfortable() -> None:
     assert found["decode"] == pytest.approx(100 * (STEP_S + 21 * ROW_S))
 
 
+def test_rule_4_a_row_on_a_prefill_node_expects_as_many_prompts_as_lately() -> None:
+    """Half of the time they leave it nothing; where all nodes compute prompts that is no reason for any of them."""
+    quiet, busy = (replace(PAIR, force="local", busy_serving=nodes) for nodes in (0.0, 0.5))
+    pair, alike = ([node(f"{role[0]}0", role, cost=CHUNKED) for role in roles] for roles in (("prefill", "decode"), ("mixed", "mixed")))
+    assert terms(choose(busy, *pair), "local", "p0")["decode"] > 1.5 * terms(choose(quiet, *pair), "local", "p0")["decode"]
+    assert terms(choose(busy, *pair), "local", "d0") == terms(choose(quiet, *pair), "local", "d0")
+    assert [each.terms for each in choose(busy, *alike).candidates] == [each.terms for each in choose(quiet, *alike).candidates]
+
+
+def test_rule_4_a_row_on_a_decode_node_expects_the_prompt_that_is_there_once_and_others_as_lately() -> None:
+    """0.01 s of prompt beside 100 tokens of 11 ms are nothing; half of the time is much."""
+    nodes = node("p0", "prefill", cost=CHUNKED), node("d0", "decode", queue(100), cost=CHUNKED)
+    idle = terms(choose(PAIR, nodes[0], node("d0", "decode", cost=CHUNKED)), "decode", "d0")["decode"]
+    assert terms(choose(PAIR, *nodes), "decode", "d0")["decode"] < 1.05 * idle
+    assert terms(choose(replace(PAIR, busy_decoding=0.5), *nodes), "decode", "d0")["decode"] > 1.5 * idle
+
+
 # ---------------------------------------------------------------- 5. remote or local
 
 
@@ -235,7 +253,14 @@ def test_rule_5_a_prompt_that_holds_rows_up_goes_elsewhere_while_a_pair_can_take
     assert choose(replace(query, itl_s=0.05), busy[1]).mode == "local", "there is no pair"
 
 
-def test_rule_5_without_a_limit_rows_may_be_held_up_for_some_times_their_own_pace() -> None:
+def test_rule_5_a_row_may_meet_more_prompts_than_the_mean_row() -> None:
+    """A step of 0.5 s beside 100 tokens of 12 ms makes them 16.9 ms on average, which is below 19.8 ms; but every few rows meet two of them."""
+    nodes = node("p0", "prefill", queue(60_000, 60)), node("d0", "decode", batch(2))
+    firsts = [choose(replace(PAIR, num_tokens=tokens, fallback="conditional"), *nodes).first.name for tokens in (2000, 5000)]
+    assert firsts == ["d0", "p0"]
+
+
+def test_rule_5_a_limit_of_times_their_own_pace_may_be_given() -> None:
     busy = node("p0", "prefill", queue(60_000, 60)), node("d0", "decode", batch(2))
     query = replace(PAIR, fallback="conditional")
     assert choose(query, *busy, gap=9.0).mode == "local" and choose(query, *busy, gap=8.0).mode == "remote", "0.1 s and 2 ms are 8.5 times 12 ms"

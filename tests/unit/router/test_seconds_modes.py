@@ -66,11 +66,11 @@ def test_rows_are_not_made_slow_for_any_queue(output: int, itl_s: float, first: 
 
 
 def test_a_prompt_that_waits_on_a_decode_node_will_be_a_row_there() -> None:
-    """One step of a whole prompt would hold it up."""
+    """One step of a whole prompt would hold it up longer than it may be."""
     whole = NodeCost(PrefillCost(0.005, 1e-4, 2e-9, 0, 100), COST.decode)
     nodes = [_node("p", "prefill", tokens=40_000), _node("d", "decode"), _node("d", "decode", tokens=100)]
     prefill, idle, computing = (replace(node, cost=whole) for node in nodes)
-    firsts = [Seconds().choose(replace(QUERY, num_held=20), ClusterView((prefill, decode))).first.name for decode in (idle, computing)]
+    firsts = [Seconds().choose(replace(QUERY, num_held=20, itl_s=0.1), ClusterView((prefill, decode))).first.name for decode in (idle, computing)]
     assert firsts == ["d", "p"]
 
 
