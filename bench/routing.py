@@ -245,17 +245,17 @@ def _by_cell(found: Found) -> dict[Cell, dict[str, Figures]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few cells of each part; of --real, 4 rounds of short turns, in 4 minutes")
+    parser.add_argument("--quick", action="store_true", help="a few cells of each part; of --real, 6 rounds of short turns, in 4 minutes")
     parser.add_argument("--trace", default=RECORDED, help="a Mooncake or Azure trace in place of the conversation trace")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--parts", default="cells,imperfect,seeds,modes")
     parser.add_argument("--real", type=Path, metavar="MODEL", help="instead of replays: two real nodes with this model (see bench.routing_real)")
-    parser.add_argument("--rounds", type=int, default=5, help="of --real")
+    parser.add_argument("--rounds", type=int, default=10, help="of --real")
     parser.add_argument("--seed", type=int, default=0, help="of --real")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.real is not None:
-        rounds, seconds = (4, 5.0) if arguments.quick else (arguments.rounds, 15.0)
+        rounds, seconds = (6, 6.0) if arguments.quick else (arguments.rounds, 20.0)
         rows = list(routing_real.measure(arguments.real, rounds, seconds, arguments.seed))
     else:
         read_trace(Path(arguments.trace))  # a file that is not there is said now and not after half of the replays
