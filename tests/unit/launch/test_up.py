@@ -137,7 +137,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 
 async def test_bad_settings_of_a_child_are_told_before_anything_starts() -> None:
     found = cluster({"node.kv.page_tokens": "24", "up.http": "127.0.0.1:0"})
-    with pytest.raises(ConfigError, match="must divide"):
+    with pytest.raises(ConfigError, match="no multiple"):
         await found.start()
     assert await found.stop()
 
