@@ -14,6 +14,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from pdcluster.bounds import BigCount, Count, Id, Number, Positive, Seconds, SecondsLeft, Text
+from pdcluster.sampling import Sampling as Sampling
+from pdcluster.sampling import Shaping as Shaping
+from pdcluster.sampling import TokenLogprobs as TokenLogprobs
 
 Role = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length", "eos"]
@@ -44,27 +47,6 @@ class Value(msgspec.Struct, frozen=True, array_like=True):
 
 
 # ---------------------------------------------------------------- what is asked of a node
-
-
-class Sampling(Value, frozen=True, array_like=True):
-    """How output tokens are chosen. temperature 0 is greedy; None switches a filter off.
-
-    seed and choice key the counter-based generator together with the token's position, so any node draws the same numbers.
-    logprobs: number of alternatives reported beside each output token's own logprob (0: only its own), None for none.
-    """
-
-    max_tokens: Positive
-    seed: int
-    choice: Count = 0
-    min_tokens: Count = 0
-    temperature: float = 1.0
-    top_k: Positive | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    stop_token_ids: tuple[Count, ...] = ()
-    ignore_eos: bool = False
-    logprobs: Count | None = None
-    prompt_logprobs: Count | None = None
 
 
 class Work(Value, frozen=True, array_like=True):
@@ -194,14 +176,6 @@ class FetchFile(Message, frozen=True, array_like=True):
 
 
 # ---------------------------------------------------------------- node → router
-
-
-class TokenLogprobs(Value, frozen=True, array_like=True):
-    """Natural-log probabilities at one position: of the token itself, and of the most likely ones, best first."""
-
-    logprob: float
-    top_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
 
 
 class TokenRow(Value, frozen=True, array_like=True):
@@ -496,4 +470,4 @@ class Envelope(Value, frozen=True, array_like=True):
     messages: Annotated[tuple[AnyMessage, ...], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3

@@ -76,7 +76,7 @@ def test_every_message_comes_back_as_it_was(message: m.AnyMessage) -> None:
 
 
 def test_a_peer_of_another_protocol_version_is_told_both_versions() -> None:
-    with pytest.raises(ProtocolError, match=r"protocol 99.*speaks 2"):
+    with pytest.raises(ProtocolError, match=rf"protocol 99.*speaks {m.PROTOCOL_VERSION}"):
         decode(encode(envelope(m.Ping(), protocol=99)))
 
 
