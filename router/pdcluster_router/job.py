@@ -18,11 +18,30 @@ class HashChain:
     block_tokens: int
 
 
+class Named:
+    """A prompt as nodes get it, packed and with the hashes of its blocks. Kept of the prompt that was asked about last: the choices of a request come
+    one after the other and have theirs in common, which may take ten milliseconds to make. Owned by the router's event loop."""
+
+    def __init__(self) -> None:
+        self._prompt: Sequence[int] = ()
+        self._chain: HashChain | None = None
+        self._found = b"", b""
+
+    def of(self, prompt: Sequence[int], chain: HashChain) -> tuple[bytes, bytes]:
+        """Packed tokens and hashes. Another object is another prompt, whatever it holds."""
+        if prompt is not self._prompt or chain != self._chain:
+            packed = pack_tokens(prompt)
+            self._found = packed, extend(b"", packed, root=chain.root, block_tokens=chain.block_tokens)
+            self._prompt, self._chain = prompt, chain
+        return self._found
+
+
 @dataclass(slots=True)
 class Job:
     """force: the mode it must have, None for the router's own; session: key of its conversation.
     excluded: incarnations that failed the request; busy: until when a node asked to be left alone, by incarnation. cached_tokens: of the prompt,
-    found in a cache by the first attempt that got so far. attempts: legs that were sent; tries: attempts as clients count them."""
+    found in a cache by the first attempt that got so far. attempts: legs that were sent; tries: attempts as clients count them. hashes, packed: made
+    when they are needed, unless they are given."""
 
     request: str
     prompt: Sequence[int]
@@ -39,7 +58,7 @@ class Job:
     busy: dict[str, float] = field(default_factory=dict)
     has_prompt_logprobs: bool = False
     cached_tokens: int | None = None
-    _packed: bytes = b""
+    packed: bytes = b""
     """All tokens so far, as nodes get them; made anew only when there are more of them, and not for every node that is asked."""
 
     def next_attempt(self) -> int:
@@ -91,12 +110,12 @@ class Job:
 
     def _hashed_tokens(self) -> bytes:
         """All tokens so far, packed; `hashes` covers them afterwards. Blocks that were hashed before are not hashed again."""
-        if not self._packed:
-            self._packed = pack_tokens(self.prompt)
-        num_packed = len(self._packed) // 4 - len(self.prompt)
+        if not self.packed:
+            self.packed = pack_tokens(self.prompt)
+        num_packed = len(self.packed) // 4 - len(self.prompt)
         if num_packed < len(self.emitted):
-            self._packed += pack_tokens(self.emitted[num_packed:])
-        num_blocks = len(self._packed) // (4 * self.chain.block_tokens)
+            self.packed += pack_tokens(self.emitted[num_packed:])
+        num_blocks = len(self.packed) // (4 * self.chain.block_tokens)
         if len(self.hashes) < num_blocks * HASH_BYTES:
-            self.hashes += extend(self.hashes, self._packed, root=self.chain.root, block_tokens=self.chain.block_tokens)
-        return self._packed
+            self.hashes += extend(self.hashes, self.packed, root=self.chain.root, block_tokens=self.chain.block_tokens)
+        return self.packed

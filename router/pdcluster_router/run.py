@@ -24,7 +24,7 @@ from pdcluster_router.chooser import Chooser, Decision
 from pdcluster_router.explain import Explainer
 from pdcluster_router.fairness import Held
 from pdcluster_router.generation import Done, Generation, Sink, Timeline
-from pdcluster_router.job import Job
+from pdcluster_router.job import Job, Named
 from pdcluster_router.legs import Body
 from pdcluster_router.open_requests import OpenRequest, OpenRequests
 from pdcluster_router.retries import DispatchSettings, RetryBudget, Shut
@@ -51,6 +51,7 @@ class Shared:
     open: OpenRequests = field(default_factory=OpenRequests)
     shut: Shut = field(default_factory=Shut)
     alarms: Alarms = field(default_factory=Alarms)
+    named: Named = field(default_factory=Named)
 
 
 class Run:
@@ -94,14 +95,18 @@ class Run:
         self._alarm: int | None = None
         self._due = 0.0
         self._pause: asyncio.TimerHandle | None = None
+        chain = shared.models.chain(generation.model, generation.salt)
+        packed, hashes = shared.named.of(generation.token_ids, chain)
         self._job = Job(
             request=generation.request,
             prompt=generation.token_ids,
             sampling=generation.sampling,
             deadline=started + generation.deadline_s,
-            chain=shared.models.chain(generation.model, generation.salt),
+            chain=chain,
             force=generation.mode,
             session=generation.session,
+            hashes=hashes,
+            packed=packed,
         )
         self._entry = OpenRequest(generation.request, generation.model, len(generation.token_ids), started, self._fail)
         self._record = shared.explainer.open(generation.request, generation.standing, started, generation.client_id)

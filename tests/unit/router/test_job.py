@@ -6,7 +6,7 @@ from array import array
 
 from pdcluster.kv.hashing import block_hashes, chain_root
 from pdcluster.messages import HASH_BYTES, Sampling, pack_tokens
-from pdcluster_router.job import HashChain, Job
+from pdcluster_router.job import HashChain, Job, Named
 
 ROOT = chain_root(block_tokens=4, salt=b"")
 
@@ -44,3 +44,20 @@ def test_what_a_later_attempt_finds_cached_was_computed_for_this_request_and_doe
     late = make_job()
     late.note_cached(99)
     assert late.cached_tokens == 10, "never more than the prompt"
+
+
+def test_choices_of_one_prompt_have_its_packed_tokens_and_hashes_in_common() -> None:
+    named, prompt, chain = Named(), array("i", range(10)), HashChain(ROOT, 4)
+    packed, hashes = named.of(prompt, chain)
+    assert packed == pack_tokens(prompt) and hashes == block_hashes(packed, block_tokens=4)
+    again = named.of(prompt, HashChain(ROOT, 4))
+    assert again[0] is packed and again[1] is hashes
+
+
+def test_another_prompt_or_another_tenant_has_names_of_its_own() -> None:
+    named, prompt = Named(), array("i", range(10))
+    _, hashes = named.of(prompt, HashChain(ROOT, 4))
+    other = chain_root(block_tokens=4, salt=b"other")
+    assert named.of(prompt, HashChain(other, 4))[1] == block_hashes(prompt, block_tokens=4, salt=b"other") != hashes
+    longer = array("i", range(12))
+    assert named.of(longer, HashChain(other, 4))[1] == block_hashes(longer, block_tokens=4, salt=b"other")
