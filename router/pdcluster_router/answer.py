@@ -159,30 +159,28 @@ class _ChoiceSink:
 
 
 class _Whole:
+    """Text is put together at the end: adding to it for each token copies all that came before."""
+
     def __init__(self, exchange: Exchange, prepared: Prepared) -> None:
         self._exchange, self._prepared = exchange, prepared
-        self._collected: list[Piece | None] = [None] * len(prepared.choices)
+        self._collected = [Piece() for _ in prepared.choices]
+        self._texts: list[list[str]] = [[] for _ in prepared.choices]
 
     def add(self, index: int, piece: Piece) -> None:
         whole = self._collected[index]
-        if whole is None:
-            self._collected[index] = piece
-        else:
-            _append(whole, piece)
+        self._texts[index].append(piece.text)
+        whole.tokens += piece.tokens
+        whole.echo += piece.echo
+        whole.finish = piece.finish
+        if piece.prompt_token_ids is not None:
+            whole.prompt_token_ids = piece.prompt_token_ids
 
     def finish(self) -> None:
         prepared = self._prepared
-        body = prepared.format.whole([piece or Piece() for piece in self._collected], usage_of(prepared))
+        for whole, texts in zip(self._collected, self._texts, strict=True):
+            whole.text = "".join(texts)
+        body = prepared.format.whole(self._collected, usage_of(prepared))
         self._exchange.reply(200, body, (JSON, *_route_headers(prepared.choices[0].route)))
-
-
-def _append(whole: Piece, piece: Piece) -> None:
-    whole.text += piece.text
-    whole.tokens += piece.tokens
-    whole.echo += piece.echo
-    whole.finish = piece.finish
-    if piece.prompt_token_ids is not None:
-        whole.prompt_token_ids = piece.prompt_token_ids
 
 
 # ---------------------------------------------------------------- stream
