@@ -2,7 +2,7 @@
 
 The response starts when the first token, or an error, is there: an error before the first byte is a proper HTTP status, one after it an
 `error` event. Choices run concurrently; if one fails all are cancelled and the one error answers. An answer has no task: nodes' tokens move it, and
-while its client does not read, they wait here, MAX_UNREAD events at most.
+what they add waits here while its client does not read, MAX_UNREAD pieces at most.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from pdcluster_router.open_requests import HANG_UP_S
 from pdcluster_router.prepare import Prepared
 
 MAX_UNREAD = 1 << 16
-"""Events that wait for a client that does not read; one that is further behind is given up."""
+"""Pieces that wait for a client that does not read; one that is further behind is given up."""
 
 Event = Chunk | Done | Exception
+Said = Piece | Exception
+"""What an event adds to the answer, or ends it by."""
 
 
 class Writer(Protocol):
@@ -55,7 +57,7 @@ class Answer:
         self._exchange, self._choices, self._writer, self._metrics = exchange, choices, writer, metrics
         self._num_open = len(choices)
         self._running: list[Running] = []
-        self._unread: deque[tuple[int, Event]] = deque()
+        self._unread: deque[tuple[int, Said]] = deque()
         self._is_over = False
 
     def start(self, dispatcher: Dispatcher) -> None:
@@ -71,40 +73,47 @@ class Answer:
                 running.finish(choice.text.num_tokens)
 
     def take(self, index: int, event: Event) -> None:
-        """An event of a choice's generation. Whatever goes wrong with it answers the client."""
-        if self._is_over:
-            return
+        """An event of a choice's generation. Whatever goes wrong with it answers the client. It is looked at when it comes, so that a stop string ends
+        its generation though nobody reads; what it adds to the answer waits until the client does."""
+        choice = self._choices[index]
+        if self._is_over or choice.text.stopped:
+            return  # said before its node knew that it may stop
+        said = event if isinstance(event, Exception) else self._advanced(choice, event)
+        if choice.text.stopped and index < len(self._running):
+            self._running[index].finish(choice.text.num_tokens)
         if self._unread or self._exchange.is_paused:
-            self._keep(index, event)
-            return
+            self._keep(index, said)
+        else:
+            self._say(index, said)
+
+    @staticmethod
+    def _advanced(choice: Choice, event: Chunk | Done) -> Said:
         try:
-            self._apply(index, event)
+            return advance(choice, event)
+        except Exception as error:  # the top of what happens to a choice
+            return error
+
+    def _say(self, index: int, said: Said) -> None:
+        try:
+            if isinstance(said, Exception):
+                raise said
+            self._writer.add(index, said)
+            if said.finish is not None:
+                self._num_open -= 1
+                if not self._num_open:
+                    self._writer.finish()
+                    self._end(None)
         except Exception as error:  # the top of what happens to an answer
             self._end(error)
 
-    def _apply(self, index: int, event: Event) -> None:
-        choice = self._choices[index]
-        if choice.text.stopped:
-            return  # said before its node knew of the stop string
-        if isinstance(event, Exception):
-            raise event
-        piece = advance(choice, event)
-        self._writer.add(index, piece)
-        if choice.finish is None:
-            return
-        if choice.text.stopped and index < len(self._running):
-            self._running[index].finish(choice.text.num_tokens)
-        self._num_open -= 1
-        if not self._num_open:
-            self._writer.finish()
-            self._end(None)
-
-    def _keep(self, index: int, event: Event) -> None:
+    def _keep(self, index: int, said: Said) -> None:
         if len(self._unread) >= MAX_UNREAD:
             self._end(ClientLeft(f"the client is {MAX_UNREAD} events behind"))
             return
-        self._unread.append((index, event))
-        if isinstance(event, Cancelled):
+        self._unread.append((index, said))
+        if isinstance(said, Exception):
+            self._cancel(str(said))  # the others end with it, however late that is read
+        if isinstance(said, Cancelled):
             asyncio.get_running_loop().call_later(HANG_UP_S, self._hang_up_if_stuck, len(self._unread))
 
     def _hang_up_if_stuck(self, num_unread: int) -> None:
@@ -114,11 +123,8 @@ class Answer:
 
     def _read_on(self) -> None:
         """The client reads again."""
-        try:
-            while self._unread and not self._is_over and not self._exchange.is_paused:
-                self._apply(*self._unread.popleft())
-        except Exception as error:  # the top of what happens to an answer
-            self._end(error)
+        while self._unread and not self._is_over and not self._exchange.is_paused:
+            self._say(*self._unread.popleft())
 
     def _over(self, error: PdclusterError) -> None:
         if not self._is_over:
@@ -128,13 +134,16 @@ class Answer:
         self._is_over = True
         self._unread.clear()
         if error is not None:
-            for running in self._running:
-                running.cancel("client left" if isinstance(error, ClientLeft) else str(error))
+            self._cancel("client left" if isinstance(error, ClientLeft) else str(error))
         self._running = []  # who is done with each other lets go, so that no garbage collector has to find it out
         self._exchange.on_gone = self._exchange.on_resume = None
         record(self._choices, self._metrics)
         if error is not None:
             fail(self._exchange, error, self._metrics)
+
+    def _cancel(self, reason: str) -> None:
+        for running in self._running:
+            running.cancel(reason)
 
 
 class _ChoiceSink:

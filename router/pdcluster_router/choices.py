@@ -18,8 +18,8 @@ from pdcluster.api.choice import ChoiceText, Piece, Token
 from pdcluster.api.detokenize import Detokenizer
 from pdcluster.errors import IntegrityError
 from pdcluster.messages import TokenLogprobs
-from pdcluster_router.generation import Chunk, Dispatcher, Done, Generation, Route, Timeline
-from pdcluster_router.streaming import Events
+from pdcluster_router.generation import Chunk, Dispatcher, Done, Generation, Route, Running, Timeline
+from pdcluster_router.streaming import Unread
 
 FINISH_REASONS = {"stop": "stop", "eos": "stop", "length": "length"}
 
@@ -74,16 +74,56 @@ class Choice(msgspec.Struct):
     finish: str | None = None
 
 
+class _Pieces:
+    """Implements generation.Sink for one choice: events become pieces as they come, so that a stop string ends its generation though nobody reads."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.unread = Unread[Piece](choice.generation.hang_up)
+        self._choice = choice
+        self._running: Running | None = None
+
+    def start(self, dispatcher: Dispatcher) -> Running:
+        self._running = dispatcher.start(self._choice.generation, self)
+        self._finish_if_stopped()  # it may have been told before
+        return self._running
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        self._take(chunk)
+
+    def on_done(self, done: Done) -> None:
+        self._take(done)
+
+    def on_error(self, error: Exception) -> None:
+        if not self._choice.text.stopped:
+            self.unread.fail(error)
+
+    def _take(self, event: Chunk | Done) -> None:
+        if self._choice.text.stopped:
+            return  # said before its node knew that it may stop
+        try:
+            is_read = self.unread.put(advance(self._choice, event))
+        except Exception as error:  # the top of what happens to a choice: its reader hears of it
+            self.unread.fail(error)
+            is_read = False
+        if not is_read and self._running is not None:
+            self._running.cancel("nobody takes its tokens")
+        self._finish_if_stopped()
+
+    def _finish_if_stopped(self) -> None:
+        if self._choice.text.stopped and self._running is not None:
+            self._running.finish(self._choice.text.num_tokens)
+
+
 async def pieces_of(choice: Choice, dispatcher: Dispatcher) -> AsyncGenerator[Piece, None]:
     """Ends with the piece whose `finish` is set; closing it early, or a stop string, closes the generation."""
-    events = Events(choice.generation.hang_up)
-    running = events.running = dispatcher.start(choice.generation, events)
+    pieces = _Pieces(choice)
+    running = pieces.start(dispatcher)
     try:
-        while choice.finish is None:
-            piece = advance(choice, await events.next())
-            if choice.text.stopped:
-                running.finish(choice.text.num_tokens)
+        while True:
+            piece = await pieces.unread.next()
             yield piece
+            if piece.finish is not None:
+                return
     finally:
         running.cancel("client left")
 

@@ -125,10 +125,10 @@ class Inference(stubs.InferenceServicer):
         self, prepared: Prepared, pieces: AsyncGenerator[tuple[int, Piece], None], context: grpc.aio.ServicerContext, reader: _Reader
     ) -> None:
         num_open = len(prepared.choices)
-        opened: set[int] = set()
+        positions: dict[int, int] = {}
         async for index, piece in pieces:
-            reply = _reply(prepared.choices[index], index, piece, is_first=index not in opened)
-            opened.add(index)
+            reply = _reply(prepared.choices[index], index, piece, positions.get(index))
+            positions[index] = positions.get(index, 0) + len(piece.tokens)
             if piece.finish:
                 num_open -= 1
                 if not num_open:
@@ -173,12 +173,12 @@ class _Reader:
             self._waiting.reschedule(asyncio.get_running_loop().time())
 
 
-def _reply(choice: Choice, index: int, piece: Piece, *, is_first: bool) -> pb.GenerateReply:
-    position = choice.text.num_tokens - len(piece.tokens)
-    reply = convert.piece_to_proto(index, piece, position, logprobs=choice.generation.sampling.logprobs is not None)
+def _reply(choice: Choice, index: int, piece: Piece, position: int | None) -> pb.GenerateReply:
+    """position: of the piece's first token; None for the choice's first piece."""
+    reply = convert.piece_to_proto(index, piece, position or 0, logprobs=choice.generation.sampling.logprobs is not None)
     if piece.finish:
         convert.add_report(reply, route_report(choice))
-    elif is_first and (route := choice.route) is not None:
+    elif position is None and (route := choice.route) is not None:
         convert.add_route(reply, route.mode, route.prefill, route.decode, route.backend)
         convert.add_first_timings(reply, choice.clock.since_start(choice.clock.first))
     return reply

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from scripted_dispatcher import MODEL, ROUTE, TEXT, ScriptedDispatcher
 
 from pdcluster.api import openai
+from pdcluster.errors import NodeLost
 from pdcluster_router.answer import answer
 from pdcluster_router.generation import Chunk, Done, Generation, Sink, Timeline
 from pdcluster_router.http_exchange import Asked, Exchange
@@ -41,9 +43,12 @@ class ByHand(ScriptedDispatcher):
 
     sinks: list[Sink] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
+    on_start: Callable[[], object] = lambda: None
+    """Happens before `start` returns."""
 
     def start(self, generation: Generation, sink: Sink) -> ByHand:
         self.sinks.append(sink)
+        self.on_start()
         return self
 
     def cancel(self, reason: str) -> None:
@@ -81,3 +86,30 @@ async def test_a_stop_string_that_was_left_unread_does_not_end_the_other_choices
     assert b'"ok ' in line.sent and b"more" not in line.sent and b"fine" in line.sent
     assert b"error" not in line.sent and line.sent.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert dispatcher.ends == [f"finished with {len(TEXT.encode('ok END', add_special_tokens=False))}"]
+
+
+async def test_a_stop_string_ends_its_generation_at_once_though_its_client_does_not_read() -> None:
+    dispatcher = ByHand()
+    line, exchange = asked(dispatcher, stream=True, stop=["END"])
+    line.is_paused = True
+    dispatcher.says(0, 0, "ok END")
+    assert dispatcher.ends == [f"finished with {len(TEXT.encode('ok END', add_special_tokens=False))}"] and not line.sent
+    line.is_paused = False
+    assert exchange.on_resume is not None
+    exchange.on_resume()
+    assert b'"ok ' in line.sent and b'"finish_reason":"stop"' in line.sent and line.sent.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_a_choice_that_fails_ends_the_others_at_once_though_their_client_does_not_read() -> None:
+    dispatcher = ByHand()
+    line, exchange = asked(dispatcher, stream=True, n=2)
+    dispatcher.says(0, 0, "one")
+    line.is_paused = True
+    dispatcher.says(1, 0, "two")
+    dispatcher.sinks[0].on_error(NodeLost("node n-1 is gone"))
+    assert dispatcher.ends == ["node n-1 is gone"] * 2 and b"two" not in line.sent
+    line.is_paused = False
+    assert exchange.on_resume is not None
+    exchange.on_resume()
+    told = line.sent.decode()
+    assert told.index("one") < told.index("two") < told.index("event: error") and "node n-1 is gone" in told
