@@ -20,6 +20,8 @@ from pdcluster.errors import BadRequest
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+"""Of one of them: all text that begins one is held back and compared again with every token."""
 MAX_STOP_TOKENS = 256
 """They go to the nodes with every choice of a request and every attempt at it."""
 
@@ -305,6 +307,8 @@ def _check_common(request: Common) -> None:
         raise BadRequest(f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed", "stop")
     if not all(stops):
         raise BadRequest("stop has an empty string, which would match everywhere; leave it out", "stop")
+    if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARACTERS:
+        raise BadRequest(f"stop has a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are allowed, send how it begins", "stop")
     if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options is set but stream is not true; set stream to true or leave stream_options out", "stream_options")
     if request.stream_options is not None and request.stream_options.include_obfuscation:

@@ -73,7 +73,7 @@ class Answer:
                 running.finish(choice.text.num_tokens)
 
     def take(self, index: int, event: Event) -> None:
-        """An event of a choice's generation. Whatever goes wrong with it answers the client. It is looked at when it comes, so that a stop string ends
+        """An event of a choice's generation. Whatever goes wrong with it answers the client. It is looked at as it comes, so that a stop string ends
         its generation though nobody reads; what it adds to the answer waits until the client does."""
         choice = self._choices[index]
         if self._is_over or choice.text.stopped:

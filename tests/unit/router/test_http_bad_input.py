@@ -111,6 +111,7 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     (PLAIN, plain(logprobs=-1), "logprobs", "logprobs must be at least 0"),
     (CHAT, chat(stop=["a"] * 17), "stop", "stop has 17 strings; at most 16"),
     (CHAT, chat(stop=""), "stop", "stop has an empty string"),
+    (CHAT, chat(stop=["fine", "a" * 1025]), "stop", "stop has a string of 1025 characters; at most 1024"),
     (CHAT, chat(stop_token_ids=[1] * 257), "stop_token_ids", "stop_token_ids must have at most 256 entries, got [1, 1"),
     (CHAT, chat(stop_token_ids=[VOCAB]), "stop_token_ids", f"ids go from 0 to {VOCAB - 1}"),
     (CHAT, chat(cache_salt=""), "cache_salt", "cache_salt must have at least 1 characters"),
