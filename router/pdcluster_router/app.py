@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pdcluster.api import limits, openai
 from pdcluster.api.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
 from pdcluster.api.validate import closest
-from pdcluster.errors import PdclusterError, Unavailable
+from pdcluster.errors import DeadlineExceeded, PdclusterError, Unavailable
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.answer import answer
 from pdcluster_router.generation import Dispatcher, ModelInfo
@@ -175,30 +175,41 @@ class App:
 
     def _chat(self, exchange: Exchange) -> None:
         request = openai.decode_chat(exchange.take_body())
-        prepare = partial(prepare_chat, request, self._dispatcher, self._terms(exchange))
-        self._prepare(exchange, prepare, in_thread=is_long(request))
+        terms = self._terms(exchange)
+        self._prepare(exchange, partial(prepare_chat, request, self._dispatcher, terms), terms if is_long(request) else None)
 
     def _completion(self, exchange: Exchange) -> None:
         request = openai.decode_completion(exchange.take_body())
-        prepare = partial(prepare_completion, request, self._dispatcher, self._terms(exchange))
-        self._prepare(exchange, prepare, in_thread=is_long(request))
+        terms = self._terms(exchange)
+        self._prepare(exchange, partial(prepare_completion, request, self._dispatcher, terms), terms if is_long(request) else None)
 
-    def _prepare(self, exchange: Exchange, prepare: Callable[[], Prepared], *, in_thread: bool) -> None:
-        if in_thread:
-            self._later(exchange, lambda: asyncio.to_thread(prepare), lambda prepared: answer(exchange, prepared, self._dispatcher, self._metrics))
-        else:
+    def _prepare(self, exchange: Exchange, prepare: Callable[[], Prepared], waits: Terms | None) -> None:
+        """waits: of one that is prepared in a thread."""
+        if waits is None:
             answer(exchange, prepare(), self._dispatcher, self._metrics)
+        else:
+            then = partial(self._answer, exchange)
+            self._later(exchange, partial(asyncio.to_thread, prepare), then, waits.left_s)
 
-    def _later(self, exchange: Exchange, work: Callable[[], Awaitable[T]], then: Callable[[T], None]) -> None:
-        """What takes long has a task, and mostly a thread, so that one of them does not hold up everybody's streams."""
-        task = asyncio.create_task(self._run(exchange, work, then), name=f"prepare {exchange.id}")
+    def _answer(self, exchange: Exchange, prepared: Prepared) -> None:
+        answer(exchange, prepared, self._dispatcher, self._metrics)
+
+    def _later(self, exchange: Exchange, work: Callable[[], Awaitable[T]], then: Callable[[T], None], within_s: float | None = None) -> None:
+        """What takes long has a task, and mostly a thread, so that one of them does not hold up everybody's streams. within_s: the wait for a free
+        thread included; None: as long as a request may take."""
+        limit_s = self.settings.deadline_s if within_s is None else within_s
+        task = asyncio.create_task(self._run(exchange, work, then, limit_s), name=f"prepare {exchange.id}")
         self._preparing.add(task)
         task.add_done_callback(self._preparing.discard)
         exchange.on_gone = task.cancel
 
-    async def _run(self, exchange: Exchange, work: Callable[[], Awaitable[T]], then: Callable[[T], None]) -> None:
+    async def _run(self, exchange: Exchange, work: Callable[[], Awaitable[T]], then: Callable[[T], None], limit_s: float) -> None:
         try:
-            found = await work()
+            try:
+                async with asyncio.timeout(limit_s):
+                    found = await work()
+            except TimeoutError:
+                raise DeadlineExceeded("the request was not prepared by its deadline; allow it more time, or retry when less is going on") from None
             exchange.on_gone = None
             then(found)
         except Exception as error:  # the top of a task
@@ -217,7 +228,7 @@ class App:
         request = openai.decode_tokenize(exchange.take_body())
         work = partial(self._tokens, request)
         if is_long(request):
-            self._later(exchange, lambda: asyncio.to_thread(work), lambda body: exchange.reply(200, body))
+            self._later(exchange, partial(asyncio.to_thread, work), lambda body: exchange.reply(200, body))
         else:
             exchange.reply(200, work())
 
@@ -237,7 +248,7 @@ class App:
         request = openai.decode_detokenize(exchange.take_body())
         work = partial(self._text_of, request)
         if len(request.tokens) > MANY_TOKENS:
-            self._later(exchange, lambda: asyncio.to_thread(work), lambda body: exchange.reply(200, body))
+            self._later(exchange, partial(asyncio.to_thread, work), lambda body: exchange.reply(200, body))
         else:
             exchange.reply(200, work())
 

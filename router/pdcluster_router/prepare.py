@@ -39,8 +39,8 @@ MANY_MESSAGES = 256
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """Who a request is and what the server grants it; arrived is a monotonic time. mode: asked for in a header, None without one; client_id
-    and hang_up: see Generation."""
+    """Who a request is and what the server grants it; arrived is a monotonic time, from which deadline_s counts. mode: asked for in a header, None
+    without one; client_id and hang_up: see Generation."""
 
     request_id: str
     arrived: float
@@ -50,6 +50,11 @@ class Terms(msgspec.Struct, frozen=True):
     mode: Force | None = None
     client_id: str = ""
     hang_up: HangUp | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Until its deadline."""
+        return max(self.deadline_s - (time.monotonic() - self.arrived), 0.0)
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -248,7 +253,7 @@ class _Builder:
             model=self._model.info.id,
             token_ids=prompt.token_ids,
             sampling=sampling,
-            deadline_s=self._terms.deadline_s,
+            deadline_s=self._terms.left_s,
             salt=self._terms.tenant.cache_salt(self._request.cache_salt),
             standing=self._standing,
             mode=self._request.pdcluster_mode or self._terms.mode,

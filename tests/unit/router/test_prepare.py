@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
+
+import httpx
 import pytest
+from scripted_dispatcher import MODEL, TEXT, ScriptedDispatcher, served
 
 from pdcluster.api import openai
 from pdcluster.api.segments import SHORT_CHARACTERS
-from pdcluster_router.prepare import MANY_MESSAGES, is_long
+from pdcluster.api.text import TextModel
+from pdcluster_router.prepare import MANY_MESSAGES, Terms, is_long, prepare_completion
 
 LONG = "a" * (SHORT_CHARACTERS + 1)
 
@@ -53,3 +60,36 @@ def test_what_takes_long_is_prepared_in_a_thread(request_) -> None:
 )
 def test_what_is_short_or_given_as_token_ids_costs_no_thread(request_) -> None:
     assert not is_long(request_)
+
+
+def test_a_deadline_counts_from_the_requests_arrival_and_not_from_the_end_of_its_preparation() -> None:
+    request = openai.CompletionRequest(model=MODEL, prompt="hi")
+    late, too_late = (
+        prepare_completion(request, ScriptedDispatcher(), Terms("r", time.monotonic() - ago_s, 128, 60.0)).choices[0].generation
+        for ago_s in (20.0, 70.0)
+    )
+    assert 0.0 < late.deadline_s <= 40.0 and too_late.deadline_s == 0.0
+
+
+class Stuck(ScriptedDispatcher):
+    """Its text is a long time coming."""
+
+    is_there = threading.Event()
+
+    def text(self, model: str) -> TextModel:
+        assert self.is_there.wait(30)
+        return TEXT
+
+
+async def test_a_request_that_waits_for_a_thread_is_answered_by_its_deadline() -> None:
+    dispatcher = Stuck()
+    body = {"model": MODEL, "prompt": LONG}
+    try:
+        async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
+            reply = await client.post("/v1/completions", json=body, headers={"x-request-deadline-s": "0.05"})
+            assert reply.status_code == 504 and reply.json()["error"]["code"] == "deadline_exceeded"
+            dispatcher.is_there.set()
+            assert (await client.post("/tokenize", json=body)).status_code == 200
+    finally:
+        dispatcher.is_there.set()
+    assert not dispatcher.started and not [task for task in asyncio.all_tasks() if task.get_name().startswith("prepare")]

@@ -163,7 +163,7 @@ async def test_over_http_a_key_is_asked_for_and_decides_in_whose_name_a_request_
         assert (await client.get("/v1/models", headers=headers)).status_code == 200
         (generation,) = dispatcher.started
         assert (generation.standing.tenant, generation.standing.weight, generation.standing.priority) == ("acme", 2.0, -1)
-        assert generation.deadline_s == 2.5
+        assert 0 < generation.deadline_s <= 2.5
         assert generation.salt == tenants.identify(f"Bearer {ACME}").cache_salt("x")
 
 
@@ -178,7 +178,7 @@ async def test_a_deadline_is_at_most_what_the_server_allows() -> None:
     dispatcher = ScriptedDispatcher()
     async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
         await client.post("/v1/completions", json={"model": MODEL, "prompt": "hi"}, headers={"x-request-deadline-s": "1e9"})
-    assert dispatcher.started[0].deadline_s == 600.0
+    assert 2.5 < dispatcher.started[0].deadline_s <= 600.0
 
 
 async def test_a_refusal_over_http_says_how_long_the_wait_would_be() -> None:
