@@ -236,7 +236,7 @@ class HoldConfig:
     requests: int = key(1024, integer(1, 2**20), "most requests that wait in the router for a node")
     memory_bytes: int = key(256 * 2**20, size(1024), "memory of the prompts that wait")
     age_s: float = key(60.0, duration(0.001), "longest wait for a node")
-    patience_s: float = key(5.0, duration(0.001), "after waiting so long a request is due: those that came later pass it no more")
+    patience_s: float = key(30.0, duration(0.001), "a request is due after 5 times its prompt's time, but after this at the latest")
     backlog_s: float = key(0.25, duration(0.001), "prompt work that may wait on a node, at most a quarter of slo.ttft_s; then requests wait here")
     floor_percent: int = key(5, integer(0, 100), "share of the work that less urgent requests get while more urgent ones wait")
 

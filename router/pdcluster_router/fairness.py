@@ -17,6 +17,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import msgspec
 
@@ -66,6 +67,9 @@ class Flow:
     @property
     def work(self) -> float:
         return sum(place.held.charge for place in self.places)
+
+    def work_until(self, due: float) -> float:
+        return sum(place.held.charge for place in takewhile(lambda place: place.due <= due, self.places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,17 +228,17 @@ class FairQueue:
             other.owed += self._floor * charge / len(passed)
         return self.remove(turn.held.request)
 
-    def work_before(self, tenant: str, weight: float, priority: int, work: float) -> float:
-        """Work that is expected to go before the last of a new request's: all of more urgent tiers, its tenant's own, and of the others of its tier
-        what their weights let them have meanwhile. The floors of less urgent tiers are not counted."""
-        total = sum(flow.work for tier in self._tiers.values() if tier.priority < priority for flow in tier.flows.values())
-        tier = self._tiers.get(priority)
+    def work_before(self, new: Held, due: float) -> float:
+        """Work that is expected to go before the last of a new request's: all of more urgent tiers, what its tenant has that is due before it, and of
+        the others of its tier what their weights let them have meanwhile. The floors of less urgent tiers are not counted, nor is what will come."""
+        total = sum(flow.work for tier in self._tiers.values() if tier.priority < new.priority for flow in tier.flows.values())
+        tier = self._tiers.get(new.priority)
         if tier is None:
             return total
         flows = tier.flows
-        own = flows[tenant].work if tenant in flows else 0.0
-        per_weight = (own + work) / weight
-        return total + own + sum(min(flow.work, per_weight * flow.weight) for name, flow in flows.items() if name != tenant)
+        own = flows[new.tenant].work_until(due) if new.tenant in flows else 0.0
+        per_weight = (own + new.work) / new.weight
+        return total + own + sum(min(flow.work, per_weight * flow.weight) for name, flow in flows.items() if name != new.tenant)
 
     def check_integrity(self) -> None:
         found = [place.held.request for tier in self._tiers.values() for flow in tier.flows.values() for place in flow.places]

@@ -7,6 +7,7 @@ freed (a report, an end, a node that came), `release` scores those that wait aga
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
@@ -48,10 +49,11 @@ class Released:
 
 
 class Gate:
-    """Owned by one thread; in simulated time by one simulation."""
+    """Owned by one thread; in simulated time by one simulation. Where a service level is promised, requests of a tenant go first come, first served:
+    what was let in by the wait that was predicted may not be passed by others."""
 
     def __init__(self, limits: HoldLimits, headroom: Headroom, slo: Slo) -> None:
-        self.queue = HoldQueue(limits)
+        self.queue = HoldQueue(limits if slo.ttft_s is None else dataclasses.replace(limits, urgency=None))
         self._age_s = limits.age_s
         self._headroom = headroom
         self._slo = slo

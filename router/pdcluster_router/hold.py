@@ -5,9 +5,10 @@ count, bytes and age, and fair (`fairness`). It does not know nodes: `release` o
 
 No request is starved by others:
   1. who may go next is fair over tenants and tiers;
-  2. inside a tenant the order is by deadline, but after `patience_s` every request is due, so that later ones cannot pass it;
-  3. a request that could not use the place that freed (its nodes are full, another's are not) is passed over; once it has waited `patience_s`,
-     those behind it are offered places with a claim: they must leave alone the nodes that it could use.
+  2. inside a tenant the order is by when requests are due: after `urgency` times what their prompts take, so that short ones do not wait for long
+     ones that have time, but after `patience_s` at the latest, and by their deadlines. What came after that moment cannot pass them;
+  3. a request that could not use the place that freed (its nodes are full, another's are not) is passed over; once it is due, those behind it are
+     offered places with a claim: they must leave alone the nodes that it could use.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Literal
 
 from pdcluster.errors import IntegrityError
 from pdcluster_router.fairness import FairQueue, Held
+from pdcluster_router.policy.estimates import PATIENCE
 from pdcluster_router.shares import GREED, Shares
 
 Bound = Literal["count", "bytes"]
@@ -28,13 +30,15 @@ Reason = Literal["deadline", "age"]
 
 @dataclass(frozen=True, slots=True)
 class HoldLimits:
-    """age_s: longest wait; patience_s: after it a request is passed no more; look_ahead: how many that cannot use a place may be passed over for
-    one that can. quantum and floor: see `fairness`. is_shared: several tenants may come, so none may fill the queue."""
+    """age_s: longest wait; urgency: times its own work until a request is due, None: first come, first served; patience_s: until it is due at the
+    latest; look_ahead: how many that cannot use a place may be passed over for one that can. quantum and floor: see `fairness`. is_shared: several
+    tenants may come, so none may fill the queue."""
 
     count: int = 1024
     size_bytes: int = 256 * 2**20
     age_s: float = 60.0
-    patience_s: float = 5.0
+    patience_s: float = 30.0
+    urgency: float | None = PATIENCE
     look_ahead: int = 16
     quantum: float = 0.05
     floor: float = 0.05
@@ -92,8 +96,7 @@ class HoldQueue:
 
     def push(self, held: Held) -> None:
         """The caller has asked `lacks_room`. One that comes back is due at once."""
-        due = held.arrived if held.is_paid else held.arrived + self._limits.patience_s
-        self._queue.add(held, min(held.deadline, due))
+        self._queue.add(held, self._due(held))
         for _, shares, amount in self._amounts(held):
             shares.take(held.tenant, amount)
         heapq.heappush(self._expiries, (self._expiry(held), held.request))
@@ -135,7 +138,7 @@ class HoldQueue:
                 self._gone(turn.held)
                 continue
             passed.add(turn.held.request)
-            if now >= turn.held.arrived + self._limits.patience_s:
+            if now >= self._due(turn.held):
                 claims.append(turn.held)
         return placed
 
@@ -143,7 +146,7 @@ class HoldQueue:
 
     def work_before(self, held: Held) -> float:
         """Work that is expected to be released before a request that is not here yet."""
-        return self._queue.work_before(held.tenant, held.weight, held.priority, held.work)
+        return self._queue.work_before(held, self._due(held))
 
     # ------------------------------------------------------------ books
 
@@ -153,6 +156,12 @@ class HoldQueue:
         if held.is_paid:
             return ()
         return ("count", self._places, 1), ("bytes", self._bytes, held.size_bytes)
+
+    def _due(self, held: Held) -> float:
+        if held.is_paid:
+            return min(held.deadline, held.arrived)
+        urgency, patience_s = self._limits.urgency, self._limits.patience_s
+        return min(held.deadline, held.arrived + (patience_s if urgency is None else min(urgency * held.work, patience_s)))
 
     def _expiry(self, held: Held) -> float:
         return min(held.deadline, held.arrived + self._limits.age_s)

@@ -131,11 +131,12 @@ def test_work_before_a_new_request_counts_what_will_really_pass_it() -> None:
         queue.add(held(f"a{number}", "a"), 1.0)
         queue.add(held(f"u{number}", "a", priority=-1), 1.0)
         queue.add(held(f"l{number}", "a", priority=1), 1.0)
-    assert queue.work_before("a", 1.0, 0, 1.0) == 20.0, "the urgent ones and its own tenant's"
-    assert queue.work_before("b", 1.0, 0, 2.0) == 12.0, "the urgent ones, and as much of a's as its own"
-    assert queue.work_before("b", 2.0, 0, 2.0) == 11.0, "half as much with twice the weight"
-    assert queue.work_before("b", 1.0, -1, 1.0) == 1.0
-    assert queue.work_before("b", 1.0, 7, 1.0) == 30.0
+    assert queue.work_before(held("new", "a"), 1.0) == 20.0, "the urgent ones and its own tenant's"
+    assert queue.work_before(held("new", "a"), 0.9) == 10.0, "but for those that are due after it"
+    assert queue.work_before(held("new", "b", work=2.0), 1.0) == 12.0, "the urgent ones, and as much of a's as its own"
+    assert queue.work_before(held("new", "b", work=2.0, weight=2.0), 1.0) == 11.0, "half as much with twice the weight"
+    assert queue.work_before(held("new", "b", priority=-1), 1.0) == 1.0
+    assert queue.work_before(held("new", "b", priority=7), 1.0) == 30.0
 
 
 def test_a_request_may_wait_once_only() -> None:

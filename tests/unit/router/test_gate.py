@@ -126,10 +126,11 @@ def test_an_old_request_keeps_its_node_from_those_behind_it() -> None:
     world.set_load("m0", load(waiting_tokens=300))
     world.set_load("m1", load(waiting_tokens=300))
     assert gate.knock(held("long"), world.decide, 0.0) is None
-    for number in range(5):
-        assert gate.knock(held(f"s{number}", arrived=0.1), world.decide, 0.1) is None
+    assert gate.knock(held("s0", arrived=0.1), world.decide, 0.1) is None
     world.set_load("m1", load(waiting_tokens=200))
     assert [one.held.request for one in gate.release(world.decide, 0.2)] == ["s0"], "it is passed where it could not go"
+    for number in range(1, 5):
+        assert gate.knock(held(f"s{number}", arrived=4.9), world.decide, 4.9) is None
     world.nodes = [replace(node, in_flight=0 if node.name == "m0" else 9) for node in world.nodes]
     assert [one.held.request for one in gate.release(world.decide, 6.0)] == [], "what would go to its node waits behind it"
     world.set_load("m0", load())

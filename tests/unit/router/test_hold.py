@@ -94,6 +94,33 @@ def test_deadlines_come_first_until_others_have_waited_long_enough() -> None:
     assert release(queue, 3) == ["urgent", "old", "later"]
 
 
+def test_short_requests_pass_long_ones_that_have_time_but_only_so_many() -> None:
+    queue = make_queue(patience_s=30.0, urgency=5.0)
+    push_all(queue, held("long", work=4.0), held("short", work=0.5, arrived=1.0), held("late", work=0.5, arrived=18.0))
+    assert release(queue, 3) == ["short", "long", "late"]
+
+
+def test_a_very_long_request_is_due_in_the_end() -> None:
+    queue = make_queue(patience_s=10.0, urgency=5.0)
+    push_all(queue, held("long", work=100.0), held("short", work=1.0, arrived=6.0))
+    assert release(queue, 2) == ["long", "short"]
+
+
+def test_without_urgency_it_is_first_come_first_served() -> None:
+    queue = make_queue(urgency=None)
+    push_all(queue, held("long", work=4.0), held("short", work=0.5, arrived=1.0))
+    assert release(queue, 2) == ["long", "short"]
+    assert queue.work_before(held("new", work=0.5, arrived=2.0)) == 0.0
+    push_all(queue, held("r3", work=4.0, arrived=1.5))
+    assert queue.work_before(held("new", work=0.5, arrived=2.0)) == 4.0
+
+
+def test_what_is_due_later_does_not_count_as_work_before() -> None:
+    queue = make_queue(patience_s=30.0, urgency=5.0)
+    push_all(queue, held("long", work=4.0), held("short", work=0.5))
+    assert queue.work_before(held("new", work=1.0, arrived=1.0)) == 0.5
+
+
 def test_a_request_that_cannot_use_what_is_free_is_passed_but_not_for_ever() -> None:
     queue = make_queue(patience_s=5.0)
     push_all(queue, held("choosy"), held("r1"), held("r2"))
@@ -136,7 +163,8 @@ class HoldMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.limits = HoldLimits(count=24, size_bytes=200, age_s=50.0, patience_s=10.0, look_ahead=4, quantum=4.0, floor=0.25, is_shared=True)
+        order = {"patience_s": 10.0, "urgency": 3.0, "quantum": 4.0, "floor": 0.25}
+        self.limits = HoldLimits(count=24, size_bytes=200, age_s=50.0, look_ahead=4, is_shared=True, **order)
         self.queue = HoldQueue(self.limits)
         self.now = 0.0
         self.inside: dict[str, Held] = {}
@@ -175,7 +203,7 @@ class HoldMachine(RuleBasedStateMachine):
         def offer(one: Held, claims: Sequence[Held]) -> Answer:
             nonlocal left
             assert one.request in self.inside
-            assert all(self.now >= claim.arrived + self.limits.patience_s for claim in claims)
+            assert all(self.now >= self._due(claim) for claim in claims)
             if left == 0:
                 return Answer.FULL
             if int(one.request[1:]) in picky:
@@ -195,10 +223,13 @@ class HoldMachine(RuleBasedStateMachine):
         """Of its tenant's requests in its tier none was due earlier, but for those that could not go."""
 
         def due(held: Held) -> tuple[float, int]:
-            return min(held.deadline, held.arrived + self.limits.patience_s), int(held.request[1:])
+            return self._due(held), int(held.request[1:])
 
         same = [held for held in before.values() if (held.tenant, held.priority) == (one.tenant, one.priority) and int(held.request[1:]) not in picky]
         assert due(one) == min(due(held) for held in same)
+
+    def _due(self, held: Held) -> float:
+        return min(held.deadline, held.arrived + min(3.0 * held.work, self.limits.patience_s))
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 11.0]))
     def time_passes(self, seconds: float) -> None:
