@@ -9,7 +9,7 @@ Both raise the errors of `pdcluster.errors`, as the server meant them. Leaving t
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from types import TracebackType
@@ -67,6 +67,12 @@ class Options(TypedDict, total=False):
     cache_salt: str
     priority: int
     return_prompt_token_ids: bool
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    bad_words: Sequence[str]
+    prompt_logprobs: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from msgspec import Meta
 from pdcluster.bounds import Count, Positive
 
 MAX_BIASES = 1024
-MAX_BAD_WORDS = 256
+MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 32
-"""Numbers that a step may have to look at for each token of a row."""
+"""Numbers that a step may have to look at for each token of a row. A bad word is two: it may stand at the start of a text or behind a space."""
 
 MAX_LOGPROBS = 1024
 """Alternatives beside a token."""
@@ -31,7 +31,7 @@ class Shaping(msgspec.Struct, frozen=True, array_like=True):
     frequency: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     biases: Annotated[tuple[tuple[Count, Annotated[float, Meta(ge=-100.0, le=100.0)]], ...], Meta(max_length=MAX_BIASES)] = ()
     bad_words: Annotated[
-        tuple[Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)], ...], Meta(max_length=MAX_BAD_WORDS)
+        tuple[Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)], ...], Meta(max_length=2 * MAX_BAD_WORDS)
     ] = ()
 
     @property

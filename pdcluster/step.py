@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcluster.messages import Sampling, TokenLogprobs
+from pdcluster.history import History
+from pdcluster.sampling import Sampling, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Row:
     prompt_logprobs: number of alternatives wanted for every prompt position computed in this step, None for none; the logprob of
     the token at position start comes from the previous chunk's last row, so a result carries those of positions start+1 … start+n,
     where `next_token` is the id at position start + n if it is still prompt, else None.
+    history: what penalties and bad words look at, of a row whose sampling has any; it may not grow while the step runs.
     """
 
     request: str
@@ -36,6 +38,7 @@ class Row:
     output_index: int = 0
     prompt_logprobs: int | None = None
     next_token: int | None = None
+    history: History | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ class Token(msgspec.Struct, frozen=True, gc=False):
 class Piece(msgspec.Struct):
     """What one event of a choice adds to its reply. finish is set on the last one.
 
-    tokens: output only; echo: the prompt's, where they are repeated with logprobs; prompt_token_ids: on the first piece, when asked for.
+    tokens: output only; echo: the prompt's, where they are repeated with logprobs; prompt_token_ids, prompt_logprobs: on the first piece, when
+    asked for.
     """
 
     text: str = ""
@@ -33,6 +34,7 @@ class Piece(msgspec.Struct):
     echo: list[Token] = []
     finish: str | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[Token] | None = None
 
 
 class ChoiceText:

@@ -11,7 +11,7 @@ import numpy as np
 from pdcluster.api.openai import Common
 from pdcluster.api.text import SamplingDefaults
 from pdcluster.errors import BadRequest
-from pdcluster.messages import Sampling
+from pdcluster.sampling import Sampling, Shaping
 
 FEW = 256
 """Ids that are looked at sooner than numpy is called."""
@@ -72,7 +72,16 @@ def output_tokens(asked: int | None, default: int | None, num_prompt: int, limit
     return asked
 
 
-def build_sampling(request: Common, defaults: SamplingDefaults, limits: Limits, *, max_tokens: int, seed: int, logprobs: int | None) -> Sampling:
+def build_sampling(
+    request: Common,
+    defaults: SamplingDefaults,
+    limits: Limits,
+    *,
+    max_tokens: int,
+    seed: int,
+    logprobs: int | None,
+    shaping: Shaping | None = None,
+) -> Sampling:
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise BadRequest(f"min_tokens is {min_tokens}, more than the {max_tokens} output tokens allowed; lower it or raise max_tokens", "min_tokens")
@@ -91,6 +100,7 @@ def build_sampling(request: Common, defaults: SamplingDefaults, limits: Limits, 
         stop_token_ids=tuple(check_token_ids(request.stop_token_ids, limits.vocab_size, "stop_token_ids")) if request.stop_token_ids else (),
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
+        shaping=shaping,
     )
 
 

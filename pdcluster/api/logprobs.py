@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's two shapes: a list of objects for chat, parallel lists for plain completions."""
+"""Logprobs in OpenAI's two shapes, a list of objects for chat and parallel lists for plain completions; those of a prompt in vLLM's."""
 
 from __future__ import annotations
 
@@ -36,6 +36,31 @@ class CompletionLogprobs(Struct):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(Struct):
+    """rank: 1 for the most likely; null for the prompt's own token where it is not among the alternatives that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""One per token of the prompt, by token id, as vLLM has it; null for the first one."""
+
+
+def prompt_logprobs(tokens: Sequence[Token], pieces: Pieces) -> PromptLogprobs:
+    return [_ranked(token, pieces) for token in tokens]
+
+
+def _ranked(token: Token, pieces: Pieces) -> dict[int, PromptLogprob] | None:
+    if token.logprobs is None:
+        return None
+    found = {token.id: PromptLogprob(_finite(token.logprobs.logprob), None, _readable(pieces.of(token.id)))}
+    for rank, (other, logprob) in enumerate(zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True), 1):
+        found[other] = PromptLogprob(_finite(logprob), rank, _readable(pieces.of(other)))
+    return found
 
 
 def chat_logprobs(tokens: Sequence[Token], pieces: Pieces) -> ChatLogprobs:

@@ -17,8 +17,8 @@ from msgspec import Meta, Struct
 from pdcluster.api import validate
 from pdcluster.api.template import RESERVED
 from pdcluster.errors import BadRequest
+from pdcluster.sampling import MAX_BAD_WORDS, MAX_LOGPROBS
 
-MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 """Of one of them: all text that begins one is held back and compared again with every token."""
@@ -45,6 +45,12 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: Annotated[list[str], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     seed: Seed | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stop: str | list[str] | None = None
@@ -67,17 +73,12 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: object = None
     prompt_cache_retention: object = None
     # would change the output
-    frequency_penalty: object = None
-    presence_penalty: object = None
-    repetition_penalty: object = None
     length_penalty: object = None
-    logit_bias: object = None
     best_of: object = None
     use_beam_search: object = None
     response_format: object = None
     include_stop_str_in_output: object = None
     truncate_prompt_tokens: object = None
-    prompt_logprobs: object = None
 
 
 class FunctionCall(Struct, forbid_unknown_fields=True):
@@ -174,17 +175,12 @@ NESTED: Mapping[str, type[Struct]] = {
 }
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "best_of": (1,),
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
     "include_stop_str_in_output": (False,),
     "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
     "chat_template": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -309,6 +305,8 @@ def _check_common(request: Common) -> None:
         raise BadRequest("stop has an empty string, which would match everywhere; leave it out", "stop")
     if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARACTERS:
         raise BadRequest(f"stop has a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are allowed, send how it begins", "stop")
+    if request.prompt_logprobs is not None and request.stream:
+        raise BadRequest("prompt_logprobs is set and stream is true; they come with whole replies only, set stream to false", "prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options is set but stream is not true; set stream to true or leave stream_options out", "stream_options")
     if request.stream_options is not None and request.stream_options.include_obfuscation:

@@ -14,7 +14,7 @@ from msgspec import UNSET, Struct, UnsetType
 from pdcluster.api import sse
 from pdcluster.api.choice import Piece
 from pdcluster.api.detokenize import Pieces
-from pdcluster.api.logprobs import ChatLogprobs, CompletionLogprobs, chat_logprobs, completion_logprobs
+from pdcluster.api.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs, chat_logprobs, completion_logprobs, prompt_logprobs
 from pdcluster.errors import BadRequest, PdclusterError
 
 _encode = msgspec.json.Encoder().encode
@@ -89,6 +89,7 @@ class ChatReply(Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(Struct):
@@ -124,6 +125,7 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionReply(Struct):
@@ -193,7 +195,9 @@ class ChatFormat:
             ChatChoice(index, ChatReplyMessage(piece.text), piece.finish, self._logprobs(piece), _prompt_ids(piece), _token_ids(self._head, piece))
             for index, piece in enumerate(pieces)
         ]
-        return _encode(ChatReply(self._head.id, self._head.created, self._head.model, choices, usage))
+        reply = ChatReply(self._head.id, self._head.created, self._head.model, choices, usage)
+        reply.prompt_logprobs = _prompt_logprobs(self._head, pieces[0])
+        return _encode(reply)
 
     def _encode_chunk(self, index: int, piece: Piece, delta: ChatDelta, *, empty: bool = False) -> bytes:
         logprobs = None if empty else self._logprobs(piece)
@@ -232,7 +236,8 @@ class CompletionFormat:
 
     def _choice(self, index: int, piece: Piece) -> CompletionChoice:
         logprobs = completion_logprobs([*piece.echo, *piece.tokens], self._head.pieces) if self._head.logprobs else None
-        return CompletionChoice(index, piece.text, piece.finish, logprobs, _prompt_ids(piece), _token_ids(self._head, piece))
+        of_prompt = _prompt_logprobs(self._head, piece)
+        return CompletionChoice(index, piece.text, piece.finish, logprobs, _prompt_ids(piece), _token_ids(self._head, piece), of_prompt)
 
 
 class _PlainChunks:
@@ -258,6 +263,10 @@ def _token_ids(head: Head, piece: Piece) -> list[int] | UnsetType:
 
 def _prompt_ids(piece: Piece) -> list[int] | UnsetType:
     return UNSET if piece.prompt_token_ids is None else piece.prompt_token_ids
+
+
+def _prompt_logprobs(head: Head, piece: Piece) -> PromptLogprobs | UnsetType:
+    return UNSET if piece.prompt_logprobs is None else prompt_logprobs(piece.prompt_logprobs, head.pieces)
 
 
 # ---------------------------------------------------------------- models, tokens

@@ -5,7 +5,6 @@ Built from the model's files (bytes, whoever brought them), never from the netwo
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from pdcluster.api.segments import SHORT_CHARACTERS, SegmentedEncoder
 from pdcluster.api.template import ChatTemplate, Message
 from pdcluster.errors import BadRequest, ModelError
 
-log = logging.getLogger(__name__)
-
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -35,6 +32,7 @@ class SamplingDefaults:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float = 1.0
 
 
 class TextModel:
@@ -185,15 +183,21 @@ def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> s
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
-    penalty = generation.get("repetition_penalty", 1.0)
-    if penalty != 1.0:
-        log.warning("generation_config.json recommends repetition_penalty %s, which is not supported yet and not applied", penalty)
     return SamplingDefaults(
         temperature=1.0 if generation.get("temperature") is None else float(generation["temperature"]),
         top_p=None if generation.get("top_p") in (None, 1.0) else float(generation["top_p"]),
         top_k=None if generation.get("top_k") in (None, 0) else int(generation["top_k"]),
         min_p=None if generation.get("min_p") in (None, 0.0) else float(generation["min_p"]),
+        repetition_penalty=_repetition_penalty(generation.get("repetition_penalty")),
     )
+
+
+def _repetition_penalty(given: object) -> float:
+    if given is None:
+        return 1.0
+    if not isinstance(given, int | float) or not 0 < given <= 100:
+        raise ModelError(f"generation_config.json: repetition_penalty is {given!r}; it must be a number above 0, at most 100")
+    return float(given)
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:

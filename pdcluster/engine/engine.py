@@ -23,7 +23,8 @@ from pdcluster.engine.model_config import ModelConfig, read_config
 from pdcluster.engine.models.base import Model, Progress
 from pdcluster.engine.models.decoder import Decoder
 from pdcluster.engine.ops import select_ops
-from pdcluster.engine.sampler import Choice, sample, token_logprobs
+from pdcluster.engine.sampler import sample, token_logprobs
+from pdcluster.engine.shaping import Choice
 from pdcluster.engine.shard import cut, share_of
 from pdcluster.engine.weights import DTypeChoice, load_weights, weights_digest
 from pdcluster.engine.worker import Worker
@@ -162,7 +163,7 @@ class Engine:
         logits = self._model.logits(hidden[[batch.spans[index].end - 1 for index in indexes]])
         if self._group.rank:
             return {}
-        choices = [Choice(sampling, batch.spans[index].length, plan.rows[index].output_index) for index, sampling in wanted]
+        choices = [Choice(sampling, batch.spans[index].length, plan.rows[index].output_index, plan.rows[index].history) for index, sampling in wanted]
         tokens = sample(logits, choices, self.config.eos_token_ids)
         asked = [(place, sampling.logprobs) for place, (_, sampling) in enumerate(wanted) if sampling.logprobs is not None]
         logprobs: dict[int, TokenLogprobs] = {}

@@ -1,14 +1,14 @@
-"""Turns logits into tokens and logprobs. It runs no model and keeps no state: a token depends on its row's logits, sampling and position alone.
+"""Turns logits into tokens and logprobs. It runs no model and keeps no state: a token depends on its row's logits, sampling, position and what it
+said before (`history`) alone.
 
-Order of what is applied: bans (min_tokens), temperature, top_k, top_p (of what top_k left), min_p (of the most likely). Every filter is one
-threshold, so tokens that tie with the last one kept are kept too, and no order of sorting can change the result. One uniform number per token,
-inverse CDF over token ids in float64. Logprobs are of the raw logits, before all of these.
+Order of what is applied: what `shaping` does (penalties, biases, bans), temperature, top_k, top_p (of what top_k left), min_p (of the most likely).
+Every filter is one threshold, so tokens that tie with the last one kept are kept too, and no order of sorting can change the result. One uniform
+number per token, inverse CDF over token ids in float64. Logprobs are of the raw logits, before all of these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdcluster.engine.philox import uniforms
+from pdcluster.engine.shaping import Choice, shaped
 from pdcluster.messages import Sampling, TokenLogprobs
 
 Scores = NDArray[np.float64]
@@ -24,18 +25,9 @@ FIRST_CANDIDATES = 1024
 """Most rows' filters are settled by that many of the best tokens, which are found without sorting the vocabulary."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What one row asks for. position: of the token to be chosen, which keys the generator; output_index: how many tokens were output before."""
-
-    sampling: Sampling
-    position: int
-    output_index: int = 0
-
-
 def sample(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int]) -> list[int]:
     """One token per row of float32 [rows, vocabulary]. logits stay as they are."""
-    logits = _with_bans(logits, choices, eos_token_ids)
+    logits = shaped(logits, choices, eos_token_ids)
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature > 0]
     if drawn:
@@ -55,23 +47,6 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
         TokenLogprobs(own[row], tuple(ids[row, :count].tolist()), tuple(values[row, :count].tolist())) if count else TokenLogprobs(own[row])
         for row, count in enumerate(counts)
     ]
-
-
-def _with_bans(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int]) -> Tensor:
-    """The same tensor when nothing is banned, else a copy without the ending tokens of rows that are too short to end."""
-    short = [row for row, choice in enumerate(choices) if choice.output_index < choice.sampling.min_tokens]
-    banned = {row: ids for row in short if (ids := _ending(choices[row].sampling, eos_token_ids, logits.shape[1]))}
-    if not banned:
-        return logits
-    logits = logits.clone()
-    for row, ids in banned.items():
-        logits[row, ids] = float("-inf")
-    return logits
-
-
-def _ending(sampling: Sampling, eos_token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    ids = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)]
-    return [token for token in ids if 0 <= token < vocab_size]
 
 
 def _draw(logits: Scores, choices: Sequence[Choice]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -29,7 +30,18 @@ class SequenceFactory:
             if not 0 <= bad < self.vocab_size:
                 raise BadRequest(f"token id {bad} is out of range; this model has ids 0 to {self.vocab_size - 1}", "prompt")
         self._check_logprobs(work)
+        self._check_shaping(work)
         return sequence
+
+    def _check_shaping(self, work: Work) -> None:
+        """An id that the logits do not have would fail the whole step, other requests' rows too."""
+        shaping = work.sampling.shaping
+        if shaping is None:
+            return
+        for name, ids in (("logit_bias", [token for token, _ in shaping.biases]), ("bad_words", chain.from_iterable(shaping.bad_words))):
+            highest = max(ids, default=0)
+            if highest >= self.vocab_size:
+                raise BadRequest(f"{name} has token id {highest}; this model has ids 0 to {self.vocab_size - 1}", name)
 
     def _check_logprobs(self, work: Work) -> None:
         """What a request produced goes out again in one row when its router lost it."""

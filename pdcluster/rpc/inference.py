@@ -15,6 +15,7 @@ from pdcluster.rpc import inference_pb2 as pb
 _SAME_NAME = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n",
     "ignore_eos", "skip_special_tokens", "add_special_tokens", "cache_salt", "priority",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs",
 )  # fmt: skip
 """Optional fields that are called and mean the same over HTTP."""
 
@@ -26,6 +27,7 @@ def request_from_proto(message: pb.GenerateRequest, model: str) -> openai.ChatRe
     fields: dict[str, object] = {name: getattr(message, name) for name in _SAME_NAME if message.HasField(name)}
     fields |= {"model": message.model or model, "stop": list(message.stop), "stop_token_ids": list(message.stop_token_ids)}
     fields["return_token_ids"] = message.return_prompt_token_ids
+    fields |= {"logit_bias": {str(token): bias for token, bias in message.logit_bias.items()}, "bad_words": list(message.bad_words)}
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise BadRequest("the request has no prompt; set text, token_ids or chat", "prompt")
@@ -56,7 +58,7 @@ def piece_to_proto(index: int, piece: Piece, position: int, *, logprobs: bool) -
     )  # fmt: skip
     if logprobs:
         reply.logprobs.extend(_logprobs(piece.tokens))
-    reply.prompt_logprobs.extend(_logprobs(piece.echo))
+    reply.prompt_logprobs.extend(_logprobs(piece.echo if piece.prompt_logprobs is None else piece.prompt_logprobs))
     return reply
 
 

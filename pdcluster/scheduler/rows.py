@@ -62,6 +62,7 @@ def make_row(sequence: Sequence, count: int) -> Row:
         output_index=sequence.num_output,
         prompt_logprobs=sequence.sampling.prompt_logprobs if wants else None,
         next_token=int(tokens[end]) if wants and end < sequence.num_prompt else None,
+        history=sequence.history if end == sequence.num_tokens else None,
     )
 
 

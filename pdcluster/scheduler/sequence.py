@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcluster.errors import BadRequest, IntegrityError
+from pdcluster.history import history_of
 from pdcluster.kv.hashing import extend
 from pdcluster.lifecycle import RESIDENCE, Residence, advance
 from pdcluster.messages import HASH_BYTES, Sampling, TokenLogprobs, Work
@@ -36,6 +37,7 @@ class Sequence:
         "first_scheduled",
         "first_token_at",
         "hashes",
+        "history",
         "in_flight",
         "key",
         "last_token_at",
@@ -71,6 +73,7 @@ class Sequence:
         self.num_tokens = len(work.token_ids) // 4
         self._tokens: NDArray[np.int32] = np.empty(self.num_tokens + _HEADROOM, np.int32)
         self._tokens[: self.num_tokens] = np.frombuffer(work.token_ids, "<i4")
+        self.history = history_of(self.sampling.shaping, self._tokens[: self.num_prompt], self._tokens[self.num_prompt : self.num_tokens])
         self._pages: NDArray[np.int32] = np.empty(0, np.int32)
         self._num_pages = 0
         self.hashes = bytearray(work.hashes)
@@ -128,6 +131,8 @@ class Sequence:
             self._tokens = _grown(self._tokens, self.num_tokens + 1)
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
+        if self.history is not None:
+            self.history.add(token)
 
     def extend_hashes(self, num_tokens: int) -> None:
         """Have the hash chain cover the full blocks of the first num_tokens tokens, where its start is known."""

@@ -183,11 +183,16 @@ class _Whole:
         whole.finish = piece.finish
         if piece.prompt_token_ids is not None:
             whole.prompt_token_ids = piece.prompt_token_ids
+        if piece.prompt_logprobs is not None:
+            whole.prompt_logprobs = piece.prompt_logprobs
 
     def finish(self) -> None:
         prepared = self._prepared
         for whole, texts in zip(self._collected, self._texts, strict=True):
             whole.text = "".join(texts)
+        num_each = len(self._collected) // prepared.num_prompts
+        for index, whole in enumerate(self._collected):
+            whole.prompt_logprobs = self._collected[index - index % num_each].prompt_logprobs  # told once for all choices of a prompt
         body = prepared.format.whole(self._collected, usage_of(prepared))
         self._exchange.reply(200, body, (JSON, *_route_headers(prepared.choices[0].route)))
 

@@ -26,12 +26,12 @@ FINISH_REASONS = {"stop": "stop", "eos": "stop", "length": "length"}
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The prompt, to be repeated before the first text. logprobs: whether its tokens are reported too."""
+    """The prompt, to be repeated before the first text. logprobs: alternatives beside its tokens, None when they are not reported."""
 
     text: str
     token_ids: array[int]
     detokenizer: Detokenizer
-    logprobs: bool
+    logprobs: int | None
 
 
 class Clock(msgspec.Struct):
@@ -60,13 +60,14 @@ class Clock(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """One choice of a reply, and what becomes known of it."""
+    """One choice of a reply, and what becomes known of it. prompt_logprobs: alternatives beside the prompt's tokens, None when not asked for."""
 
     generation: Generation
     text: ChoiceText
     clock: Clock
     echo: Echo | None = None
     wants_prompt_ids: bool = False
+    prompt_logprobs: int | None = None
     route: Route | None = None
     cached_tokens: int | None = None
     attempts: int | None = None
@@ -167,19 +168,26 @@ def _open(choice: Choice, chunk: Chunk, piece: Piece) -> None:
         piece.prompt_token_ids = choice.generation.token_ids.tolist()
     if choice.echo is not None:
         piece.text = choice.echo.text
-        if choice.echo.logprobs:
-            piece.echo = _echoed_tokens(choice.echo, chunk.prompt_logprobs)
+        if choice.echo.logprobs is not None:
+            piece.echo = _echoed_tokens(choice.echo, choice.echo.logprobs, chunk.prompt_logprobs)
+    if choice.prompt_logprobs is not None:
+        entries = _of_prompt(choice.generation.token_ids, choice.prompt_logprobs, chunk.prompt_logprobs)
+        piece.prompt_logprobs = [Token(token_id, 0, entry) for token_id, entry in zip(choice.generation.token_ids, entries, strict=True)]
 
 
-def _echoed_tokens(echo: Echo, logprobs: Sequence[TokenLogprobs]) -> list[Token]:
-    """Nothing predicts a prompt's first token, so it has no logprob."""
-    if len(logprobs) != len(echo.token_ids) - 1:
-        raise IntegrityError(f"a prompt of {len(echo.token_ids)} tokens came back with {len(logprobs)} prompt logprobs")
+def _echoed_tokens(echo: Echo, most: int, logprobs: Sequence[TokenLogprobs]) -> list[Token]:
     tokens, offset = [], 0
-    for token_id, logprob in zip(echo.token_ids, (None, *logprobs), strict=True):
+    for token_id, logprob in zip(echo.token_ids, _of_prompt(echo.token_ids, most, logprobs), strict=True):
         tokens.append(Token(token_id, offset, logprob))
         offset += len(echo.detokenizer.feed(token_id))
     return tokens
+
+
+def _of_prompt(token_ids: Sequence[int], most: int, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprobs | None]:
+    """With at most so many alternatives each. Nothing predicts a prompt's first token, so it has no logprob."""
+    if len(logprobs) != len(token_ids) - 1:
+        raise IntegrityError(f"a prompt of {len(token_ids)} tokens came back with {len(logprobs)} prompt logprobs")
+    return [None, *(TokenLogprobs(entry.logprob, entry.top_ids[:most], entry.top_logprobs[:most]) for entry in logprobs)]
 
 
 def _finished(choice: Choice, done: Done) -> Piece:

@@ -18,12 +18,13 @@ from pdcluster.api.choice import ChoiceText
 from pdcluster.api.limits import Limits
 from pdcluster.api.replies import ChatFormat, CompletionFormat, Format, Head
 from pdcluster.api.segments import SHORT_CHARACTERS
+from pdcluster.api.shaping import shaping_of
 from pdcluster.api.stop import StopMatcher
 from pdcluster.api.template import Message
 from pdcluster.api.text import TextModel
 from pdcluster.api.validate import closest
 from pdcluster.errors import BadRequest, Unavailable, UnknownModel
-from pdcluster.messages import Sampling
+from pdcluster.sampling import Sampling, Shaping
 from pdcluster_router.choices import Choice, Clock, Echo
 from pdcluster_router.drawn import draw_bits
 from pdcluster_router.generation import Dispatcher, Force, Generation, HangUp, ModelInfo
@@ -153,7 +154,8 @@ def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Ter
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     limits.check_prompt(len(token_ids), model.limits, "messages")
     max_tokens = limits.output_tokens(asked, None, len(token_ids), model.limits, param)
-    sampling = _sampling(request, model, max_tokens, (request.top_logprobs or 0) if request.logprobs else None)
+    shaping = _shaping(request, model)
+    sampling = _sampling(request, model, max_tokens, (request.top_logprobs or 0) if request.logprobs else None, shaping)
     head = _head(request, "chatcmpl-" + terms.request_id, model, logprobs=bool(request.logprobs))
     build = _Builder(request, model, terms, at_start=not request.continue_final_message)
     return build.prepared([Prompt(token_ids)], [sampling], ChatFormat(head))
@@ -164,14 +166,14 @@ def prepare_completion(request: openai.CompletionRequest, dispatcher: Dispatcher
     build = _Builder(request, model, terms, at_start=False)
     given = openai.prompts_of(request)
     build.check_number(len(given))
-    prompts, samplings = [], []
+    prompts, samplings, shaping = [], [], _shaping(request, model)
     for index, prompt in enumerate(given):
         param = "prompt" if len(given) == 1 else f"prompt[{index}]"
         prompts.append(_encode_prompt(prompt, request, model, param))
         num_prompt = len(prompts[-1].token_ids)
         limits.check_prompt(num_prompt, model.limits, param)
         max_tokens = limits.output_tokens(request.max_tokens, limits.DEFAULT_COMPLETION_TOKENS, num_prompt, model.limits, "max_tokens")
-        samplings.append(_sampling(request, model, max_tokens, request.logprobs))
+        samplings.append(_sampling(request, model, max_tokens, request.logprobs, shaping))
     head = _head(request, "cmpl-" + terms.request_id, model, logprobs=request.logprobs is not None)
     return build.prepared(prompts, samplings, CompletionFormat(head))
 
@@ -204,9 +206,15 @@ def _encode_prompt(prompt: str | Sequence[int], request: openai.CompletionReques
     return Prompt(token_ids, echo)
 
 
-def _sampling(request: openai.Common, model: Model, max_tokens: int, logprobs: int | None) -> Sampling:
+def _shaping(request: openai.Common, model: Model) -> Shaping | None:
+    return shaping_of(request, model.text.defaults, model.text, model.info.vocab_size)
+
+
+def _sampling(request: openai.Common, model: Model, max_tokens: int, logprobs: int | None, shaping: Shaping | None) -> Sampling:
     seed = draw_bits(SEED_BITS) if request.seed is None else limits.wire_seed(request.seed)
-    return limits.build_sampling(request, model.text.defaults, model.limits, max_tokens=max_tokens, seed=seed, logprobs=logprobs)
+    return limits.build_sampling(
+        request, model.text.defaults, model.limits, max_tokens=max_tokens, seed=seed, logprobs=logprobs, shaping=shaping
+    )
 
 
 def _head(request: openai.Common, reply_id: str, model: Model, *, logprobs: bool) -> Head:
@@ -246,8 +254,10 @@ class _Builder:
 
     def _choice(self, prompt: Prompt, sampling: Sampling, index: int) -> Choice:
         reports_prompt = prompt.echo is not None and sampling.logprobs is not None
-        if reports_prompt:
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=sampling.logprobs)
+        num_prompt_logprobs = self._request.prompt_logprobs if sampling.choice == 0 else None  # the prompt's other choices share them
+        asked = [count for count in (sampling.logprobs if reports_prompt else None, num_prompt_logprobs) if count is not None]
+        if asked:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=max(asked))
         generation = Generation(
             request=f"{self._terms.request_id}-{index}",
             model=self._model.info.id,
@@ -262,12 +272,14 @@ class _Builder:
             hang_up=self._terms.hang_up,
         )
         skip = self._request.skip_special_tokens is not False
-        echo = self._echo(prompt, skip, reports_prompt)
+        echo = self._echo(prompt, skip, sampling.logprobs)
         detokenizer = self._model.text.detokenizer(skip_special_tokens=skip, at_start=self._at_start)
         text = ChoiceText(detokenizer, StopMatcher(openai.stops_of(self._request)), self._silent, len(prompt.echo or ""))
-        return Choice(generation, text, Clock(self._terms.arrived), echo, wants_prompt_ids=bool(self._request.return_token_ids))
+        wants_ids = bool(self._request.return_token_ids)
+        return Choice(generation, text, Clock(self._terms.arrived), echo, wants_ids, num_prompt_logprobs)
 
-    def _echo(self, prompt: Prompt, skip: bool, reports_prompt: bool) -> Echo | None:
+    def _echo(self, prompt: Prompt, skip: bool, num_logprobs: int | None) -> Echo | None:
         if prompt.echo is None:
             return None
-        return Echo(prompt.echo, prompt.token_ids, self._model.text.detokenizer(skip_special_tokens=skip, at_start=True), reports_prompt)
+        detokenizer = self._model.text.detokenizer(skip_special_tokens=skip, at_start=True)
+        return Echo(prompt.echo, prompt.token_ids, detokenizer, num_logprobs)

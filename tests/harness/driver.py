@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pdcluster.engine.engine import Engine
+from pdcluster.history import History, history_of
 from pdcluster.messages import Sampling, TokenLogprobs
 from pdcluster.step import Row, RowResult, StepPlan
 
@@ -24,6 +25,10 @@ class Job:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    history: History | None = None
+
+    def __post_init__(self) -> None:
+        self.history = history_of(self.sampling.shaping, self.prompt, self.prompt[:0])
 
     @property
     def finished(self) -> bool:
@@ -32,7 +37,7 @@ class Job:
     def row(self, name: str) -> Row:
         if self.tokens:
             last = np.array([self.tokens[-1]], np.int32)
-            return Row(name, last, self.computed, self.pages, self.sampling, len(self.tokens))
+            return Row(name, last, self.computed, self.pages, self.sampling, len(self.tokens), history=self.history)
         end = min(self.computed + self.chunk, len(self.prompt))
         done = end == len(self.prompt)
         return Row(
@@ -43,6 +48,7 @@ class Job:
             self.sampling if done else None,
             prompt_logprobs=self.sampling.prompt_logprobs,
             next_token=None if done else int(self.prompt[end]),
+            history=self.history,
         )
 
     def take(self, row: Row, result: RowResult) -> None:
@@ -50,6 +56,8 @@ class Job:
         self.prompt_logprobs += result.prompt_logprobs
         if result.token is not None:
             self.tokens.append(result.token)
+            if self.history is not None:
+                self.history.add(result.token)
         if result.logprobs is not None:
             self.logprobs.append(result.logprobs)
 

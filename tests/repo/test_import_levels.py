@@ -13,6 +13,7 @@ LEVELS: dict[str, float] = {
     "pdcluster.lifecycle": 0,
     "pdcluster.messages": 0,
     "pdcluster.sampling": -0.2,
+    "pdcluster.history": 0.2,
     "pdcluster.step": 0.5,
     # 1: plain services everyone may use
     "pdcluster.bundled_model": 1,

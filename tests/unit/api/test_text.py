@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -72,10 +71,15 @@ def test_without_a_generation_config_the_defaults_are_openai_s() -> None:
     assert text.eos_token_ids == (oracle(byte_level_files()).token_to_id("<|eos|>"),)
 
 
-def test_a_recommended_penalty_that_is_not_applied_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        TextModel(byte_level_files() | {"generation_config.json": b'{"repetition_penalty": 1.05}'})
-    assert "repetition_penalty 1.05" in caplog.text
+def test_a_recommended_repetition_penalty_is_the_default_of_requests() -> None:
+    text = TextModel(byte_level_files() | {"generation_config.json": b'{"repetition_penalty": 1.05}'})
+    assert text.defaults.repetition_penalty == 1.05
+
+
+@pytest.mark.parametrize("value", [b"0", b"-1", b"1e9", b'"a"'])
+def test_a_recommended_repetition_penalty_that_is_none_is_refused(value: bytes) -> None:
+    with pytest.raises(ModelError, match="repetition_penalty"):
+        TextModel(byte_level_files() | {"generation_config.json": b'{"repetition_penalty": ' + value + b"}"})
 
 
 def test_from_dir_reads_what_from_files_reads(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.engine.sampler import FIRST_CANDIDATES, Choice, sample, token_logprobs
+from pdcluster.engine.sampler import FIRST_CANDIDATES, sample, token_logprobs
+from pdcluster.engine.shaping import Choice
 from pdcluster.messages import Sampling
 
 DRAWS = 20_000
