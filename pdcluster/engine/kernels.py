@@ -49,26 +49,6 @@ def narrow(typing_context, value, like):
 
 
 @intrinsic
-def low_half(typing_context, pair):
-    """float32 of the first of two bfloat16 in a uint32."""
-
-    def shift(context, builder, signature, args):
-        return builder.bitcast(builder.shl(args[0], ir.Constant(ir.IntType(32), 16)), ir.FloatType())
-
-    return types.float32(types.uint32), shift
-
-
-@intrinsic
-def high_half(typing_context, pair):
-    """float32 of the second of two bfloat16 in a uint32."""
-
-    def mask(context, builder, signature, args):
-        return builder.bitcast(builder.and_(args[0], ir.Constant(ir.IntType(32), 0xFFFF0000)), ir.FloatType())
-
-    return types.float32(types.uint32), mask
-
-
-@intrinsic
 def power_of_two(typing_context, exponent):
     """2 to an integer in [-126, 127] that is given as float32."""
 
@@ -95,41 +75,6 @@ def exponential(value):
     series = series * rest + np.float32(1.0)
     series = series * rest + np.float32(1.0)
     return series * power_of_two(whole)
-
-
-@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
-def matvec(x, weight, bias, out, lo, hi):
-    """out = weight · x + bias. x and weight hold bfloat16 pairs as uint32, out bfloat16 as uint16.
-
-    One stream of loads does not fill the memory bus, so the rows are cut in eight runs that are read side by side, each from its begin to its
-    end (what the prefetcher likes best): task i computes the i-th row of every run.
-    """
-    num_pairs = weight.shape[1]
-    even, odd = np.empty(num_pairs, np.float32), np.empty(num_pairs, np.float32)
-    for k in range(num_pairs):
-        even[k], odd[k] = low_half(x[k]), high_half(x[k])
-    last = weight.shape[0] - 1
-    run = last // 8 + 1
-    for n in range(lo, hi):
-        w0, w1, w2, w3 = weight[n], weight[min(n + run, last)], weight[min(n + 2 * run, last)], weight[min(n + 3 * run, last)]
-        w4, w5 = weight[min(n + 4 * run, last)], weight[min(n + 5 * run, last)]
-        w6, w7 = weight[min(n + 6 * run, last)], weight[min(n + 7 * run, last)]
-        a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = np.float32(0)
-        for k in range(num_pairs):
-            e, o = even[k], odd[k]
-            a0 += low_half(w0[k]) * e + high_half(w0[k]) * o
-            a1 += low_half(w1[k]) * e + high_half(w1[k]) * o
-            a2 += low_half(w2[k]) * e + high_half(w2[k]) * o
-            a3 += low_half(w3[k]) * e + high_half(w3[k]) * o
-            a4 += low_half(w4[k]) * e + high_half(w4[k]) * o
-            a5 += low_half(w5[k]) * e + high_half(w5[k]) * o
-            a6 += low_half(w6[k]) * e + high_half(w6[k]) * o
-            a7 += low_half(w7[k]) * e + high_half(w7[k]) * o
-        sums = (a0, a1, a2, a3, a4, a5, a6, a7)
-        for r in range(8):
-            row = n + r * run
-            if row <= last:
-                out[row] = narrow(sums[r] + bias[row], out[row])
 
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)

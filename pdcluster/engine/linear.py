@@ -1,7 +1,8 @@
 """Matrix products with weights: one call for projections that share their input, its outputs side by side.
 
 PlainLinear    F.linear, any device and type; the weights stay views of the mapped files
-PackedLinear   bfloat16 on CPU: one row by the numba kernel, which reads the mapped weights; more rows by oneDNN on a private, prepacked copy
+PackedLinear   bfloat16 on CPU: oneDNN on a private, prepacked copy
+RowsLinear     bfloat16 on CPU: few rows by a kernel that reads the mapped weights at the speed of memory, more by one of the others
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdcluster.engine.native import Kernels, Parallel, as_array
+from pdcluster.engine.native import Array, PairKernels, Parallel, as_array
 
-GRAIN_BLOCKS = 64
-"""Blocks of eight outputs below which a thread is not worth waking."""
+MOST_ROWS = 32
+"""Up to so many rows the kernel was at least as fast as oneDNN (Zen 4; at more, oneDNN's better use of registers wins)."""
+
+WEIGHT_GRAIN = 128
+"""Weights of each of the kernel's four runs below which a thread is not worth waking."""
 
 
 class Linear(Protocol):
@@ -35,32 +40,46 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """kernels None: every number of rows goes through oneDNN."""
+    """The copy is made when it is first needed: nodes that never see many rows of a weight (the head) do not pay for it."""
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kernels: Kernels | None, parallel: Parallel) -> None:
-        self._kernels, self._parallel = kernels, parallel
-        self._sizes = tuple(weight.shape[0] for weight in weights)
-        self._ends = tuple(accumulate(self._sizes))
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weights[0] if len(weights) == 1 else torch.cat(tuple(weights)))
-        self._bias = _joined_bias(biases, self._sizes)
-        rows = torch.zeros(self._ends[-1]) if self._bias is None else self._bias.float()
-        self._parts = tuple(
-            (as_pairs(weight), rows[end - size : end].numpy(), end - size, end)
-            for weight, size, end in zip(weights, self._sizes, self._ends, strict=True)
-        )
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        self._weights = tuple(weights)
+        self._bias = _joined_bias(biases, [weight.shape[0] for weight in weights])
+        self._packed: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] == 1 and self._kernels is not None:
-            return self._one_row(x, self._kernels)
+        if self._packed is None:
+            whole = self._weights[0] if len(self._weights) == 1 else torch.cat(self._weights)
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(whole)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return product
 
-    def _one_row(self, x: Tensor, kernels: Kernels) -> Tensor:
-        out = torch.empty(1, self._ends[-1], dtype=x.dtype)
-        target, row = as_array(out)[0], x[0].view(torch.uint32).numpy()
-        for weight, bias, begin, end in self._parts:
-            self._parallel.run(kernels.matvec, -(-(end - begin) // 8), row, weight, bias, target[begin:end], grain=GRAIN_BLOCKS)
+
+class RowsLinear:
+    """many: the same product for more than MOST_ROWS rows."""
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kernels: PairKernels, parallel: Parallel, many: Linear) -> None:
+        self._kernels, self._parallel, self._many = kernels, parallel, many
+        ends = tuple(accumulate(weight.shape[0] for weight in weights))
+        self._width = ends[-1]
+        self._parts = tuple(
+            (as_array(weight), _bias_array(bias, weight.shape[0]), end - weight.shape[0], end, weight.shape[0] - 3 * (weight.shape[0] // 4))
+            for weight, bias, end in zip(weights, biases, ends, strict=True)
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] > MOST_ROWS:
+            return self._many(x)
+        out = torch.empty(x.shape[0], self._width, dtype=x.dtype)
+        rows, target = as_array(x), as_array(out)
+        for weight, bias, begin, end, tasks in self._parts:
+            self._parallel.run(self._kernels.linear_rows, tasks, rows, weight, bias, target[:, begin:end], grain=WEIGHT_GRAIN)
         return out
+
+
+def takes_rows(weights: Sequence[Tensor]) -> bool:
+    """Whether RowsLinear can multiply by these weights."""
+    return all(weight.shape[1] % 32 == 0 and weight.shape[0] >= 4 and weight.is_contiguous() for weight in weights)
 
 
 def can_pack() -> bool:
@@ -75,11 +94,8 @@ def can_pack() -> bool:
     return True
 
 
-def as_pairs(weight: Tensor) -> object:
-    """uint32 [outputs, inputs / 2] over the same bytes; copied only when the file did not align them."""
-    if weight.data_ptr() % 4:
-        weight = weight.clone()
-    return weight.view(torch.uint32).numpy()
+def _bias_array(bias: Tensor | None, size: int) -> Array:
+    return np.zeros(size, np.float32) if bias is None else bias.float().numpy()
 
 
 def _joined_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:

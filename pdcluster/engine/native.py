@@ -6,6 +6,7 @@ runs on plain torch: slower, with the same results.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,12 +29,18 @@ Kernel = Callable[..., None]
 class Kernels(Protocol):
     """The functions of `engine.kernels`."""
 
-    matvec: Kernel
     rms_norm: Kernel
     silu_mul: Kernel
     store_kv: Kernel
     attend_decode: Kernel
     gather_pages: Kernel
+
+
+class PairKernels(Protocol):
+    """The functions of `engine.pair_kernels`, for bfloat16."""
+
+    linear_rows: Kernel
+    attend_rows: Kernel
 
 
 def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
@@ -44,6 +51,7 @@ def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
     except ImportError as error:
         log.warning("numba cannot be imported (%s); the engine runs on plain torch, which is slower", error)
         return None
+    cache_dir = cache_dir / _sources_digest()
     # numba fills its config module at run time, so mypy does not see the name.
     numba.config.CACHE_DIR = str(cache_dir)  # type: ignore[attr-defined]
     try:
@@ -54,6 +62,21 @@ def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
         _compile(kernels, dtype)
     except (NumbaError, OSError, RuntimeError) as error:
         log.warning("numba cannot compile the CPU kernels (%s); the engine runs on plain torch, which is slower", error)
+        return None
+    return kernels
+
+
+def load_pair_kernels() -> PairKernels | None:
+    """The kernels for bfloat16, once `load_kernels` found that numba works; None (and a warning) when these do not compile here."""
+    from numba.core.errors import NumbaError
+
+    try:
+        from pdcluster.engine import pair_kernels as module
+
+        kernels = cast(PairKernels, module)
+        _compile_pairs(kernels)
+    except (NumbaError, OSError, RuntimeError) as error:
+        log.warning("numba cannot compile the CPU kernels for bfloat16 (%s); the engine does without them, which is slower", error)
         return None
     return kernels
 
@@ -99,9 +122,6 @@ def _compile(kernels: Kernels, dtype: DType) -> None:
     pool = np.zeros((1, 1, 2, 1, 1, 2), item)
     pages = np.zeros(1, np.int64)
     eps = np.float32(1e-6)
-    if dtype == "bfloat16":
-        pairs = np.zeros((1, 1), np.uint32)
-        kernels.matvec(pairs[0], pairs, np.zeros(1, np.float32), np.zeros(1, item), 0, 1)
     kernels.rms_norm(one, one[0], eps, one.copy(), 0, 1)
     kernels.silu_mul(np.zeros((1, 4), item), one.copy(), 0, 1)
     queries = np.zeros((1, 1, 2), item)
@@ -109,3 +129,18 @@ def _compile(kernels: Kernels, dtype: DType) -> None:
     kernels.attend_decode(queries, pool, 0, pages, pages, pages + 1, np.float32(1.0), queries.copy(), 0, 1)
     tile = np.zeros((1, 1, 2), item)
     kernels.gather_pages(pool, 0, pages, tile, tile.copy(), 0, 1)
+
+
+def _compile_pairs(kernels: PairKernels) -> None:
+    one = np.zeros((1, 32), np.uint16)
+    kernels.linear_rows(one, np.zeros((4, 32), np.uint16), np.zeros(4, np.float32), np.zeros((1, 5), np.uint16)[:, :4], 0, 1)
+    pool, pages = np.zeros((1, 1, 2, 1, 8, 32), np.uint16), np.zeros(1, np.int64)
+    kernels.attend_rows(one[None], pool, 0, pages, pages, pages + 1, np.float32(1.0), one[None].copy(), 0, 1)
+
+
+def _sources_digest() -> str:
+    """numba keeps a compiled function until its own file changes, but these are also made of what stands in the others."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in ("kernels", "pair_kernels", "vectors"):
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    return digest.hexdigest()

@@ -18,8 +18,8 @@ from torch import Tensor
 from pdcluster.engine.attention.base import Attention, AttentionShape
 from pdcluster.engine.attention.cpu import CpuAttention
 from pdcluster.engine.attention.reference import ReferenceAttention
-from pdcluster.engine.linear import Linear, PackedLinear, PlainLinear, can_pack
-from pdcluster.engine.native import Kernels, Parallel, as_array, load_kernels
+from pdcluster.engine.linear import Linear, PackedLinear, PlainLinear, RowsLinear, can_pack, takes_rows
+from pdcluster.engine.native import Kernels, PairKernels, Parallel, as_array, load_kernels, load_pair_kernels
 from pdcluster.kv.layout import DType
 
 ROW_GRAIN = 32
@@ -49,7 +49,9 @@ def select_ops(device: str, dtype: DType, threads: int, cache_dir: Path) -> Ops:
     kernels = load_kernels(cache_dir, dtype) if device == "cpu" else None
     if kernels is None:
         return TorchOps()
-    return CpuOps(kernels, Parallel(threads), pack=dtype == "bfloat16" and can_pack())
+    if dtype != "bfloat16":
+        return CpuOps(kernels, None, Parallel(threads), pack=False)
+    return CpuOps(kernels, load_pair_kernels(), Parallel(threads), pack=can_pack())
 
 
 class TorchOps:
@@ -74,20 +76,24 @@ class TorchOps:
 
 
 class CpuOps:
+    """pairs: the kernels for bfloat16, where the model has that type and they compile."""
+
     name = "cpu"
 
-    def __init__(self, kernels: Kernels, parallel: Parallel, *, pack: bool) -> None:
+    def __init__(self, kernels: Kernels, pairs: PairKernels | None, parallel: Parallel, *, pack: bool) -> None:
         self._kernels = kernels
+        self._pairs = pairs
         self._parallel = parallel
         self._pack = pack
 
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
-        if self._pack and weights[0].shape[1] % 2 == 0:
-            return PackedLinear(weights, biases, self._kernels, self._parallel)
-        return PlainLinear(weights, biases)
+        many: Linear = PackedLinear(weights, biases) if self._pack and weights[0].shape[1] % 2 == 0 else PlainLinear(weights, biases)
+        if self._pairs is None or not takes_rows(weights):
+            return many
+        return RowsLinear(weights, biases, self._pairs, self._parallel, many)
 
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
-        return CpuAttention(shape, pages, self._kernels, self._parallel)
+        return CpuAttention(shape, pages, self._kernels, self._pairs, self._parallel)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

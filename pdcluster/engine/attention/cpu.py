@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdcluster.engine.attention.base import Angles, AttentionShape, HeadNorms
 from pdcluster.engine.batch import Batch, Span
-from pdcluster.engine.native import Kernels, Parallel, as_array
+from pdcluster.engine.native import Kernels, PairKernels, Parallel, as_array
 
 QUERY_BLOCK = 256
 """Queries per SDPA call behind a cached prefix: bounds the mask, and skips the keys after the block."""
@@ -21,11 +21,12 @@ PAGE_GRAIN = 16
 class CpuAttention:
     """Used by the engine's worker thread only: scratch for gathered keys and values, and the causal mask, are reused and grow by doubling."""
 
-    def __init__(self, shape: AttentionShape, pages: Tensor, kernels: Kernels, parallel: Parallel) -> None:
+    def __init__(self, shape: AttentionShape, pages: Tensor, kernels: Kernels, pairs: PairKernels | None, parallel: Parallel) -> None:
         self._shape = shape
         self._pages, self._pool = pages, as_array(pages)
         self._page_tokens = pages.shape[4]
         self._kernels, self._parallel = kernels, parallel
+        self._pairs = pairs if shape.head_dim % 32 == 0 and self._page_tokens % 8 == 0 else None
         self._no_norm = torch.ones(shape.head_dim, dtype=pages.dtype)
         self._keys = self._values = torch.empty(shape.num_kv_heads, 0, shape.head_dim, dtype=pages.dtype)
         self._mask = torch.empty(QUERY_BLOCK, 0, dtype=pages.dtype)
@@ -64,7 +65,7 @@ class CpuAttention:
 
     def _decode(self, q: Tensor, out: Tensor, layer: int, batch: Batch) -> None:
         self._parallel.run(
-            self._kernels.attend_decode,
+            self._kernels.attend_decode if self._pairs is None else self._pairs.attend_rows,
             batch.num_decodes * self._shape.num_kv_heads,
             as_array(q),
             self._pool,

@@ -13,7 +13,7 @@ from pdcluster.engine.attention.base import Angles, Attention, AttentionShape, H
 from pdcluster.engine.attention.cpu import QUERY_BLOCK, CpuAttention
 from pdcluster.engine.attention.reference import ReferenceAttention
 from pdcluster.engine.batch import Batch, Limits, build_batch
-from pdcluster.engine.native import Kernels, Parallel, load_kernels
+from pdcluster.engine.native import Kernels, PairKernels, Parallel, load_kernels, load_pair_kernels
 from pdcluster.kv.layout import DType
 from pdcluster.kv.pool import TORCH_DTYPE
 from pdcluster.step import Row, StepPlan
@@ -48,7 +48,18 @@ def kernels(dtype: DType) -> Kernels:
 
 
 def build(name: str, shape: AttentionShape, pages: torch.Tensor, dtype: DType, threads: int = 1) -> Attention:
-    return ReferenceAttention(shape, pages) if name == "reference" else CpuAttention(shape, pages, kernels(dtype), Parallel(threads))
+    if name == "reference":
+        return ReferenceAttention(shape, pages)
+    return CpuAttention(shape, pages, kernels(dtype), pair_kernels(dtype) if name == "cpu" else None, Parallel(threads))
+
+
+def pair_kernels(dtype: DType) -> PairKernels | None:
+    if dtype != "bfloat16":
+        return None
+    kernels(dtype)
+    found = load_pair_kernels()
+    assert found is not None
+    return found
 
 
 def batch_of(mix: list[Sequence], num_pages: int) -> Batch:
@@ -115,7 +126,7 @@ def dense(scene: Scene, shape: AttentionShape, layer: int, normed: bool) -> torc
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("name", ["reference", "cpu", "cpu without pairs"])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_over_pages_equals_attention_without_pages(name: str, mix: str, shape: AttentionShape, dtype: DType) -> None:
@@ -127,7 +138,7 @@ def test_attention_over_pages_equals_attention_without_pages(name: str, mix: str
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("name", ["reference", "cpu", "cpu without pairs"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_the_slots_of_the_step_are_written(name: str, dtype: DType) -> None:
     shape = SHAPES[1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import KERNEL_CACHE
 
-from pdcluster.engine.linear import PackedLinear, PlainLinear, as_pairs, can_pack
+from pdcluster.engine.linear import MOST_ROWS, PackedLinear, PlainLinear, can_pack
 from pdcluster.engine.native import Parallel, load_kernels
 from pdcluster.engine.ops import CpuOps, Ops, TorchOps, select_ops
 from pdcluster.kv.layout import DType
@@ -78,21 +78,42 @@ def test_only_some_of_joined_weights_may_have_a_bias(ops: Ops, dtype: DType) -> 
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 5)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 31, 32, 33])
+@pytest.mark.parametrize("sizes", [(4,), (7,), (64, 32, 33), (257,)])
+def test_few_rows_times_weights_of_whole_vectors(ops: Ops, dtype: DType, rows: int, sizes: tuple[int, ...]) -> None:
+    x, weights, bias = noise(rows, 96, dtype=dtype), [noise(size, 96, dtype=dtype) for size in sizes], noise(sizes[0], dtype=dtype)
+    biases = [bias, *[None] * (len(sizes) - 1)]
+    expected = torch.cat([x.double() @ weight.double().T for weight in weights], dim=-1)
+    expected[:, : sizes[0]] += bias.double()
+    torch.testing.assert_close(ops.linear(weights, biases)(x).double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 5)
+
+
+def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it() -> None:
+    ops = select_ops("cpu", "bfloat16", 1, KERNEL_CACHE)
+    product, x = ops.linear([noise(40, 128, dtype="bfloat16")], [None]), noise(MOST_ROWS, 128, dtype="bfloat16")
+    together = product(x)
+    for count in (1, 2, 3, 5):
+        assert torch.equal(product(x[7 : 7 + count].clone()), together[7 : 7 + count])
+
+
 def test_odd_inputs_are_not_packed() -> None:
     kernels = load_kernels(KERNEL_CACHE, "bfloat16")
     assert kernels is not None
-    ops = CpuOps(kernels, Parallel(1), pack=True)
+    ops = CpuOps(kernels, None, Parallel(1), pack=True)
     assert isinstance(ops.linear([noise(4, 7, dtype="bfloat16")], [None]), PlainLinear)
 
 
 @pytest.mark.skipif(not can_pack(), reason="this CPU has no oneDNN product for bfloat16")
-def test_packed_products_work_without_numba() -> None:
-    weight, x = noise(24, 16, dtype="bfloat16"), noise(1, 16, dtype="bfloat16")
-    found = PackedLinear([weight], [None], None, Parallel(1))(x)
-    torch.testing.assert_close(found, x @ weight.T, rtol=2e-2, atol=5e-2)
+def test_packed_products_of_any_number_of_rows() -> None:
+    weight = noise(24, 16, dtype="bfloat16")
+    product = PackedLinear([weight], [None])
+    for rows in (1, 2, 50):
+        x = noise(rows, 16, dtype="bfloat16")
+        torch.testing.assert_close(product(x), x @ weight.T, rtol=2e-2, atol=5e-2)
 
 
-def test_weights_that_the_file_did_not_align_are_copied() -> None:
-    storage = torch.arange(33, dtype=torch.bfloat16)
-    assert as_pairs(storage[1:].view(4, 8)).shape == (4, 4)
-    assert as_pairs(storage[1:].view(4, 8)).tolist() == as_pairs(storage[1:].clone().view(4, 8)).tolist()
+def test_weights_may_lie_where_the_file_put_them() -> None:
+    ops = select_ops("cpu", "bfloat16", 1, KERNEL_CACHE)
+    storage, x = noise(64 * 32 + 1, dtype="bfloat16"), noise(3, 32, dtype="bfloat16")
+    shifted = storage[1:].view(64, 32)
+    assert torch.equal(ops.linear([shifted], [None])(x), ops.linear([shifted.clone()], [None])(x))

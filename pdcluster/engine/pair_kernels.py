@@ -1,0 +1,161 @@
+# mypy: ignore-errors
+# As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
+"""CPU kernels for bfloat16 that multiply pairs: matrix products of few rows, and attention of decode rows over their pages.
+
+Import it through `native`. Widths (a row of weights, a head's dimensions) are multiples of 32; for others there are the kernels of `kernels`.
+All arrays are C-contiguous except `out`. What is added up for one row never depends on which rows stand beside it.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from pdcluster.engine.kernels import VERY_NEGATIVE, exponential, narrow
+from pdcluster.engine.vectors import LANES, address, dots_of, has_pair_product, weigh_of
+
+NATIVE = has_pair_product()
+AHEAD = 2048
+"""Bytes by which weights are asked for before they are read."""
+
+dots_4x1, dots_4x2, dots_4x3, dots_4x4 = (dots_of(4, rows, native=NATIVE) for rows in (1, 2, 3, 4))
+dots_8x1, dots_8x2 = (dots_of(8, rows, native=NATIVE) for rows in (1, 2))
+weigh_1x1, weigh_2x1, weigh_3x1, weigh_4x1 = (weigh_of(rows, 1) for rows in (1, 2, 3, 4))
+weigh_1x2, weigh_2x2, weigh_3x2, weigh_4x2 = (weigh_of(rows, 2) for rows in (1, 2, 3, 4))
+
+
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
+def linear_rows(x, weight, bias, out, lo, hi):
+    """out = x · weightᵀ + bias for a few rows: every weight is read from memory once.
+
+    One stream of loads does not fill the memory bus, so the weights are cut in four runs that are read side by side: task i computes the i-th
+    weight of every run. Where the number of weights does not divide, runs overlap. At least four weights.
+    """
+    num_rows, step = x.shape[0], weight.shape[0] // 4
+    row_bytes = 2 * weight.shape[1]
+    first, inputs = address(weight), address(x)
+    sums = np.empty(16, np.float32)
+    at = address(sums)
+    for n in range(lo, hi):
+        begin = first + n * row_bytes
+        for r in range(0, num_rows, 4):
+            count = min(4, num_rows - r)
+            rows = inputs + r * row_bytes
+            coming = begin + (AHEAD if r == 0 else 0)
+            dots(count, begin, step * row_bytes, coming, rows, row_bytes, at)
+            for i in range(count):
+                for j in range(4):
+                    place = n + j * step
+                    out[r + i, place] = narrow(sums[4 * i + j] + bias[place], out[r + i, place])
+
+
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")
+def dots(count, weights, weight_step, coming, rows, row_bytes, out):
+    if count == 1:
+        dots_4x1(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
+    elif count == 2:
+        dots_4x2(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
+    elif count == 3:
+        dots_4x3(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
+    else:
+        dots_4x4(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
+
+
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
+def attend_rows(q, pool, layer, pages, first_page, lengths, scale, out, lo, hi):
+    """`kernels.attend_decode` for bfloat16, pages of a multiple of eight tokens and heads of a multiple of 32 dimensions."""
+    num_kv_heads, page_tokens, head_dim = pool.shape[3], pool.shape[4], pool.shape[5]
+    group = q.shape[1] // num_kv_heads
+    token_bytes = 2 * head_dim
+    head_bytes = page_tokens * token_bytes
+    side_bytes = num_kv_heads * head_bytes
+    page_bytes = pool.shape[1] * 2 * side_bytes
+    begin = address(pool) + layer * 2 * side_bytes
+    sums = np.empty((group, head_dim), np.float32)
+    scores = np.empty((group, page_tokens), np.float32)
+    top, total = np.empty(group, np.float32), np.empty(group, np.float32)
+    for task in range(lo, hi):
+        row, head = task // num_kv_heads, task % num_kv_heads
+        for g in range(group):
+            top[g], total[g] = VERY_NEGATIVE, np.float32(0)
+            for d in range(head_dim):
+                sums[g, d] = np.float32(0)
+        queries = address(q) + (row * num_kv_heads + head) * group * token_bytes
+        num_pages = (lengths[row] + page_tokens - 1) // page_tokens
+        for p in range(num_pages):
+            count = min(page_tokens, lengths[row] - p * page_tokens)
+            keys = begin + pages[first_page[row] + p] * page_bytes + head * head_bytes
+            following = begin + pages[first_page[row] + min(p + 1, num_pages - 1)] * page_bytes + head * head_bytes
+            score_page(queries, group, keys, following, count, token_bytes, scores)
+            for g in range(group):
+                fold_scores(scores[g], count, scale, top, total, g, sums[g])
+            weigh_page(scores, group, keys + side_bytes, following + side_bytes, count, head_dim, sums)
+        for g in range(group):
+            inverse = np.float32(1.0) / total[g]
+            target = out[row, head * group + g]
+            for b in range(0, head_dim, 2 * LANES):
+                for i in range(LANES):
+                    target[b + 2 * i] = narrow(sums[g, b + i] * inverse, target[b])
+                    target[b + 2 * i + 1] = narrow(sums[g, b + LANES + i] * inverse, target[b])
+
+
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")
+def score_page(queries, group, keys, coming, count, token_bytes, scores):
+    """scores[g, t] = query g · key t; some keys behind the last one are read, too."""
+    step = 4 * scores.shape[1]
+    for g in range(0, group, 2):
+        rows, out = queries + g * token_bytes, address(scores) + g * step
+        if g + 1 < group:
+            for t in range(0, count, 8):
+                dots_8x2(keys + t * token_bytes, token_bytes, coming + t * token_bytes, rows, token_bytes, token_bytes, out + 4 * t, step)
+        else:
+            for t in range(0, count, 8):
+                dots_8x1(keys + t * token_bytes, token_bytes, coming + t * token_bytes, rows, token_bytes, token_bytes, out + 4 * t, step)
+
+
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
+def fold_scores(scores, count, scale, top, total, g, sums):
+    """Scale one page's scores, turn them into weights under the new maximum, and correct what was summed under the old one."""
+    best = VERY_NEGATIVE
+    for t in range(count):
+        best = max(best, scores[t])
+    best = max(best * scale, top[g])
+    correction = exponential(top[g] - best)
+    added = np.float32(0)
+    for t in range(count):
+        scores[t] = exponential(scores[t] * scale - best)
+        added += scores[t]
+    total[g] = total[g] * correction + added
+    top[g] = best
+    for d in range(sums.shape[0]):
+        sums[d] *= correction
+
+
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")
+def weigh_page(shares, group, values, coming, count, head_dim, sums):
+    """sums[g] += shares[g] · values. Even dimensions of 32 stand before odd ones in sums."""
+    token_bytes, share_step = 2 * head_dim, 4 * shares.shape[1]
+    for g in range(0, group, 4):
+        rows = min(4, group - g)
+        share, target = address(shares) + g * share_step, address(sums) + 4 * g * head_dim
+        whole = head_dim - head_dim % (4 * LANES)
+        for d in range(0, whole, 4 * LANES):
+            at, next_at, into = values + 2 * d, coming + 2 * d, target + 4 * d
+            if rows == 1:
+                weigh_1x2(at, token_bytes, next_at, count, share, share_step, into, 4 * head_dim)
+            elif rows == 2:
+                weigh_2x2(at, token_bytes, next_at, count, share, share_step, into, 4 * head_dim)
+            elif rows == 3:
+                weigh_3x2(at, token_bytes, next_at, count, share, share_step, into, 4 * head_dim)
+            else:
+                weigh_4x2(at, token_bytes, next_at, count, share, share_step, into, 4 * head_dim)
+        if whole < head_dim:
+            at, next_at, into = values + 2 * whole, coming + 2 * whole, target + 4 * whole
+            if rows == 1:
+                weigh_1x1(at, token_bytes, next_at, count, share, share_step, into, 4 * head_dim)
+            elif rows == 2:
+                weigh_2x1(at, token_bytes, next_at, count, share, share_step, into, 4 * head_dim)
+            elif rows == 3:
+                weigh_3x1(at, token_bytes, next_at, count, share, share_step, into, 4 * head_dim)
+            else:
+                weigh_4x1(at, token_bytes, next_at, count, share, share_step, into, 4 * head_dim)

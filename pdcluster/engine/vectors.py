@@ -1,0 +1,251 @@
+# mypy: ignore-errors
+# numba gives intrinsics their types at compile time; their callers are the kernels beside this file.
+"""Building blocks of CPU kernels that the compiler's own vectoriser does not find: dot products of bfloat16 rows and sums over lanes.
+
+Written as LLVM vectors of 16 floats, which LLVM cuts down to what the CPU has, so all of them run anywhere. Only the product of bfloat16 pairs
+differs: CPUs with AVX512-BF16 have an instruction for it; elsewhere both halves are widened and multiplied in float32.
+
+Addresses are plain integers (`address`): a block reads and writes what its caller vouches for.
+"""
+
+from __future__ import annotations
+
+from llvmlite import binding, ir
+from numba import types
+from numba.extending import intrinsic
+
+LANES = 16
+PAIR = 2 * LANES
+"""bfloat16 elements of one vector: rows are this, or a multiple of it, long."""
+
+WORD = ir.IntType(32)
+FLOATS = ir.VectorType(ir.FloatType(), LANES)
+WORDS = ir.VectorType(WORD, LANES)
+
+
+class _BFloat(ir.Type):
+    """llvmlite has no name for LLVM's type."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, _BFloat)
+
+    def __hash__(self):
+        return hash(_BFloat)
+
+
+PAIRS = ir.VectorType(_BFloat(), PAIR)
+
+
+def has_pair_product():
+    """Whether this CPU multiplies pairs of bfloat16 in one instruction."""
+    return bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+
+# ------------------------------------------------------------ pieces of LLVM code
+
+
+def declared(builder, name, returned, taken):
+    """An LLVM function by its name."""
+    return builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(returned, taken), name)
+
+
+def constant_words(value):
+    return ir.Constant(WORDS, [value] * LANES)
+
+
+def zeros():
+    return ir.Constant(FLOATS, [0.0] * LANES)
+
+
+def pointer(builder, address, offset_bytes, kind):
+    """A typed pointer to address + offset_bytes, both of LLVM's int64."""
+    return builder.inttoptr(builder.add(address, offset_bytes), kind.as_pointer())
+
+
+def load(builder, address, offset_bytes, kind):
+    value = builder.load(pointer(builder, address, offset_bytes, kind))
+    value.align = 2
+    return value
+
+
+def store(builder, value, address, offset_bytes):
+    builder.store(value, pointer(builder, address, offset_bytes, value.type), align=4)
+
+
+def bytes_of(count):
+    return ir.Constant(ir.IntType(64), count)
+
+
+def low_halves(builder, words):
+    """float32 of the first bfloat16 of each pair."""
+    return builder.bitcast(builder.shl(words, constant_words(16)), FLOATS)
+
+
+def high_halves(builder, words):
+    return builder.bitcast(builder.and_(words, constant_words(0xFFFF0000)), FLOATS)
+
+
+def spread(builder, value):
+    """One float or word in all lanes."""
+    kind = ir.VectorType(value.type, LANES)
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(WORD, 0))
+    return builder.shuffle_vector(first, first, constant_words(0))
+
+
+def fused(builder, a, b, c):
+    """a * b + c."""
+    return builder.call(declared(builder, "llvm.fma.v16f32", FLOATS, [FLOATS] * 3), [a, b, c])
+
+
+def pair_product(builder, total, a, b, *, native):
+    """total + a · b per lane, a and b being WORDS that hold two bfloat16 each."""
+    if not native:
+        total = fused(builder, low_halves(builder, a), low_halves(builder, b), total)
+        return fused(builder, high_halves(builder, a), high_halves(builder, b), total)
+    function = declared(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [FLOATS, PAIRS, PAIRS])
+    return builder.call(function, [total, builder.bitcast(a, PAIRS), builder.bitcast(b, PAIRS)])
+
+
+def prefetch(builder, address, offset_bytes):
+    """Ask for the cache line, into the second level; harmless wherever it points."""
+    function = declared(builder, "llvm.prefetch.p0", ir.VoidType(), [ir.IntType(8).as_pointer(), WORD, WORD, WORD])
+    read, second_level, data = (ir.Constant(WORD, value) for value in (0, 2, 1))
+    builder.call(function, [pointer(builder, address, offset_bytes, ir.IntType(8)), read, second_level, data])
+
+
+def lane_sums(builder, totals):
+    """The sums over the lanes of up to 16 vectors, in the first lanes of one."""
+    width = LANES
+    while width > 1:
+        half = width // 2
+        starts = range(0, LANES, width)
+        low = [start + lane for start in starts for lane in range(half)]
+        both = [low + [LANES + lane for lane in low], [lane + half for lane in low] + [LANES + lane + half for lane in low]]
+        masks = [ir.Constant(WORDS, lanes) for lanes in both]
+        pairs = [(totals[i], totals[min(i + 1, len(totals) - 1)]) for i in range(0, len(totals), 2)]
+        totals = [builder.fadd(builder.shuffle_vector(a, b, masks[0]), builder.shuffle_vector(a, b, masks[1]), flags=("reassoc",)) for a, b in pairs]
+        width = half
+    return totals[0]
+
+
+class Loop:
+    """for index in range(begin, end, step), whose body carries vectors from turn to turn: `with Loop(…) as loop: …; loop.carry(new)`."""
+
+    def __init__(self, builder, end, step, carried):
+        self._builder, self._end, self._step, self._first = builder, end, step, carried
+
+    def __enter__(self):
+        builder = self._builder
+        before = builder.block
+        self._head, self._body, self._after = (builder.append_basic_block() for _ in range(3))
+        builder.branch(self._head)
+        builder.position_at_end(self._head)
+        self.index = builder.phi(self._end.type)
+        self.values = [builder.phi(value.type) for value in self._first]
+        self.index.add_incoming(ir.Constant(self._end.type, 0), before)
+        for phi, value in zip(self.values, self._first, strict=True):
+            phi.add_incoming(value, before)
+        builder.cbranch(builder.icmp_signed("<", self.index, self._end), self._body, self._after)
+        builder.position_at_end(self._body)
+        return self
+
+    def carry(self, values):
+        builder = self._builder
+        self.index.add_incoming(builder.add(self.index, ir.Constant(self._end.type, self._step)), builder.block)
+        for phi, value in zip(self.values, values, strict=True):
+            phi.add_incoming(value, builder.block)
+
+    def __exit__(self, *_):
+        self._builder.branch(self._head)
+        self._builder.position_at_end(self._after)
+
+
+# ------------------------------------------------------------ what kernels call
+
+
+@intrinsic
+def address(typing_context, array):
+    """Where a C-contiguous array's memory begins."""
+
+    def build(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, ir.IntType(64))
+
+    return types.int64(array), build
+
+
+def dots_of(num_weights, num_rows, *, native):
+    """A block for dots(weights, weight_step, coming, rows, row_step, row_bytes, out, out_step): out[i, j] = row i · weight j, in float32.
+
+    Weights and rows are bfloat16, row_bytes (a multiple of 64) long and so many bytes apart as the steps say. coming: weights that are read next,
+    and are asked for now: with several rows the loop is too long for the CPU to look far enough ahead itself.
+    """
+
+    @intrinsic
+    def dots(typing_context, weights, weight_step, coming, rows, row_step, row_bytes, out, out_step):
+        def build(context, builder, signature, args):
+            weights, weight_step, coming, rows, row_step, row_bytes, out, out_step = args
+            weight_at, coming_at = ([builder.add(at, builder.mul(weight_step, bytes_of(j))) for j in range(num_weights)] for at in (weights, coming))
+            row_at = [builder.add(rows, builder.mul(row_step, bytes_of(i))) for i in range(num_rows)]
+            with Loop(builder, row_bytes, 2 * PAIR, [zeros()] * (num_weights * num_rows)) as loop:
+                for at in coming_at:
+                    prefetch(builder, at, loop.index)
+                w = [load(builder, at, loop.index, WORDS) for at in weight_at]
+                totals = []
+                for i, at in enumerate(row_at):
+                    x = load(builder, at, loop.index, WORDS)
+                    totals += [pair_product(builder, loop.values[i * num_weights + j], w[j], x, native=native) for j in range(num_weights)]
+                loop.carry(totals)
+            for first in range(0, num_rows, LANES // num_weights):
+                rows_here = range(first, min(first + LANES // num_weights, num_rows))
+                sums = lane_sums(builder, loop.values[first * num_weights : (rows_here[-1] + 1) * num_weights])
+                for place, i in enumerate(rows_here):
+                    lanes = ir.Constant(ir.VectorType(WORD, num_weights), [place * num_weights + j for j in range(num_weights)])
+                    store(builder, builder.shuffle_vector(sums, sums, lanes), out, builder.mul(out_step, bytes_of(i)))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), build
+
+    return dots
+
+
+def weigh_of(num_rows, num_blocks):
+    """A block for weigh(values, value_step, coming, count, shares, share_step, sums, sum_step): sums of row i += shares[i, t] * values[t], t < count.
+
+    Values are num_blocks * 32 bfloat16, shares float32; coming: values that are read next. Sums are float32, of each 32 dimensions the
+    even ones before the odd ones.
+    """
+
+    @intrinsic
+    def weigh(typing_context, values, value_step, coming, count, shares, share_step, sums, sum_step):
+        def build(context, builder, signature, args):
+            values, value_step, coming, count, shares, share_step, sums, sum_step = args
+            places = [
+                (builder.add(sums, builder.mul(sum_step, bytes_of(i))), bytes_of(4 * LANES * half))
+                for i in range(num_rows)
+                for half in range(2 * num_blocks)
+            ]
+            begin = [load(builder, at, offset, FLOATS) for at, offset in places]
+            with Loop(builder, count, 1, begin) as loop:
+                at = builder.mul(loop.index, value_step)
+                halves = []
+                for block in range(num_blocks):
+                    prefetch(builder, coming, builder.add(at, bytes_of(2 * PAIR * block)))
+                    words = load(builder, values, builder.add(at, bytes_of(2 * PAIR * block)), WORDS)
+                    halves += [low_halves(builder, words), high_halves(builder, words)]
+                totals = []
+                for i in range(num_rows):
+                    offset = builder.add(builder.mul(share_step, bytes_of(i)), builder.mul(loop.index, bytes_of(4)))
+                    share = spread(builder, load(builder, shares, offset, ir.FloatType()))
+                    totals += [fused(builder, half, share, loop.values[2 * num_blocks * i + k]) for k, half in enumerate(halves)]
+                loop.carry(totals)
+            for (at, offset), total in zip(places, loop.values, strict=True):
+                store(builder, total, at, offset)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), build
+
+    return weigh

@@ -1,0 +1,71 @@
+"""The building blocks of kernels: on CPUs that multiply pairs of bfloat16, and in the way that runs anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from pdcluster.engine import native, pair_kernels
+from pdcluster.engine.vectors import address, dots_of, has_pair_product, weigh_of
+
+needs_pair_product = pytest.mark.skipif(not has_pair_product(), reason="this CPU does not multiply pairs of bfloat16")
+WAYS = [pytest.param(True, marks=needs_pair_product), False]
+
+
+def noise(*size: int) -> NDArray[Any]:
+    return native.as_array(torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).bfloat16())
+
+
+def wide(bits: NDArray[Any]) -> NDArray[np.float32]:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.mark.parametrize("is_native", WAYS)
+@pytest.mark.parametrize(("num_weights", "num_rows"), [(4, 1), (4, 3), (8, 2), (4, 4)])
+def test_dots_of_rows(is_native: bool, num_weights: int, num_rows: int) -> None:
+    dots = dots_of(num_weights, num_rows, native=is_native)
+
+    @numba.njit
+    def run(weights: Any, rows: Any, out: Any) -> None:
+        width = 2 * weights.shape[1]
+        dots(address(weights), width, address(weights), address(rows), width, width, address(out), 4 * out.shape[1])
+
+    weights, rows = noise(num_weights, 96), noise(num_rows, 96)
+    out = np.full((num_rows, num_weights + 1), 7.0, np.float32)
+    run(weights, rows, out)
+    np.testing.assert_allclose(out[:, :num_weights], wide(rows) @ wide(weights).T, rtol=1e-4, atol=1e-4)
+    assert (out[:, num_weights] == 7.0).all()
+
+
+@pytest.mark.parametrize(("num_rows", "num_blocks"), [(1, 1), (3, 1), (4, 2)])
+def test_weighed_values_are_added_in_the_order_of_lanes(num_rows: int, num_blocks: int) -> None:
+    weigh = weigh_of(num_rows, num_blocks)
+
+    @numba.njit
+    def run(values: Any, shares: Any, sums: Any) -> None:
+        at = address(values)
+        weigh(at, 2 * values.shape[1], at, shares.shape[1], address(shares), 4 * shares.shape[1], address(sums), 4 * sums.shape[1])
+
+    values, shares = noise(11, 32 * num_blocks), np.random.default_rng(1).random((num_rows, 11)).astype(np.float32)
+    sums = np.ones((num_rows, 32 * num_blocks), np.float32)
+    run(values, shares, sums)
+    blocks = (1 + shares @ wide(values)).reshape(num_rows, num_blocks, 16, 2)
+    np.testing.assert_allclose(sums, blocks.transpose(0, 1, 3, 2).reshape(num_rows, -1), rtol=1e-4, atol=1e-4)
+
+
+def test_without_kernels_for_pairs_the_engine_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(native, "_compile_pairs", fail)
+    assert native.load_pair_kernels() is None
+    assert "no such instruction" in caplog.text
+
+
+def test_kernels_use_what_the_cpu_has() -> None:
+    assert has_pair_product() == pair_kernels.NATIVE
