@@ -157,11 +157,17 @@ class RankChannel:
     def send(self, data: bytes) -> None:
         """Frames; raises TimeoutError when the other end takes nothing, OSError when it is gone."""
         view, deadline = memoryview(data), time.monotonic() + self._send_s
+        while view := self.offer(view):
+            self._wait(select.POLLOUT, deadline)
+
+    def offer(self, view: memoryview) -> memoryview:
+        """Of frames, as much as the other end takes at once; returns the rest. Raises OSError when it is gone."""
         while view:
             try:
                 view = view[self.sock.send(view, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
-                self._wait(select.POLLOUT, deadline)
+                break
+        return view
 
     def receive(self, timeout_s: float | None = None) -> RankMessage | None:
         """The next message; None at the end of the stream. Raises TimeoutError."""

@@ -1,15 +1,18 @@
 """Rank 0's end of another rank's transfer endpoint (`rank_endpoint`): its backends and its pool as if they were here, but that answers come later.
 
-What the loop's thread asks is sent at once; a thread of the link takes in what the rank says. A fence is told only once the rank has proved it: until
-then the answer is that there is none yet, which whoever wants it asks for again. A rank that takes or says nothing any more ends its node.
+What the loop's thread asks is sent at once, or, while the rank is busy, by a thread of the link, which also takes in what the rank says: the loop
+waits for no rank. A fence is told only once the rank has proved it: until then the answer is that there is none yet, which whoever wants it asks for
+again. A rank that does nothing any more, although it is asked, ends its node.
 """
 
 from __future__ import annotations
 
 import itertools
+import select
 import socket
 import threading
-from collections import Counter, OrderedDict
+import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from pdcluster.errors import IntegrityError, PeerUnreachable
@@ -39,27 +42,74 @@ from pdcluster.transfer.runs import SpanTable, run_table
 MAX_PROOFS = 4096
 """Fences that are remembered until somebody asks for them; one that was forgotten is asked for anew."""
 JOIN_S = 5.0
+PATIENCE_S = 30.0
+"""A rank whose process hangs is noticed by its pulse, long before. This is for an endpoint that hangs in one that lives: the fence of a connection
+may take it seconds, and so may a digest on a busy machine."""
+LOOK_S = 1.0
+MAX_UNSENT_BYTES = 256 << 20
+
+
+class Silence:
+    """How long a rank has said nothing, counted at every look. A pause of this very process (it was stopped) says nothing about the rank."""
+
+    def __init__(self, look_s: float) -> None:
+        self.look_s = look_s
+        self.seconds = 0.0
+        self._last = time.monotonic()
+
+    def count(self) -> None:
+        now = time.monotonic()
+        self.seconds += min(now - self._last, 2 * self.look_s)
+        self._last = now
 
 
 class RankLink:
-    """Used by the loop's thread, and by its own. adverts: the rank's, by medium; on_lost: told once, from any thread, why it is over."""
+    """Used by the loop's thread, and by its own. adverts: the rank's, by medium; on_lost: told once, from any thread, why it is over; patience_s: how
+    long the rank may say nothing."""
 
-    def __init__(self, sock: socket.socket, rank: int, adverts: Mapping[str, bytes], on_lost: Callable[[str], None], *, send_s: float) -> None:
-        self._channel = RankChannel(sock, send_s=send_s)
+    def __init__(
+        self,
+        sock: socket.socket,
+        rank: int,
+        adverts: Mapping[str, bytes],
+        on_lost: Callable[[str], None],
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._channel = RankChannel(sock, send_s=patience_s)
         self._rank = rank
         self._on_lost = on_lost
-        self._closing = False
+        self._patience_s = patience_s
+        self._is_over = False
+        self._lock = threading.Lock()
+        self._unsent: deque[memoryview] = deque()
+        """Frames that the rank did not take yet; under the lock."""
+        self._unsent_bytes = 0
+        self._doorbell = Doorbell()
         self._questions = itertools.count(1)
         self._answers: dict[int, Answer] = {}
+        self.num_heard = 0
+        """Messages of the rank so far."""
         self.ends = {name: RankEnd(self, name, advert) for name, advert in adverts.items()}
-        self._thread = threading.Thread(target=self._receive, name=f"rank-{rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
         self._thread.start()
 
     def send(self, message: ToRank) -> None:
+        """Never blocks."""
+        data = memoryview(frame(message))
         try:
-            self._channel.send(frame(message))
+            with self._lock:
+                rest = data if self._unsent else self._channel.offer(data)
+                if not rest:
+                    return
+                self._unsent.append(rest)
+                self._unsent_bytes += len(rest)
         except OSError as error:
             self._lose(f"takes no transfers: {error}")
+            return
+        self._doorbell.ring()
+        if self._unsent_bytes > MAX_UNSENT_BYTES:
+            self._lose(f"takes no transfers: {self._unsent_bytes} bytes wait for it")
 
     def question(self) -> int:
         return next(self._questions)
@@ -76,11 +126,11 @@ class RankLink:
 
     def close(self) -> None:
         """End the rank's endpoint, by which it ends. Idempotent."""
-        if not self._closing:
-            self._closing = True
-            self._channel.shutdown()
-            self._thread.join(JOIN_S)
-            self._channel.close()
+        self._is_over = True
+        self._channel.shutdown()
+        self._thread.join(JOIN_S)
+        self._channel.close()
+        self._doorbell.close()
 
     def _ask(self) -> tuple[int, Answer]:
         number, answer = self.question(), Answer()
@@ -88,19 +138,64 @@ class RankLink:
         return number, answer
 
     def _lose(self, reason: str) -> None:
-        if not self._closing:
+        with self._lock:
+            is_news, self._is_over = not self._is_over, True
+        if is_news:
             self._on_lost(f"rank {self._rank} {reason}")
 
     # ------------------------------------------------------------ on the link's own thread
 
-    def _receive(self) -> None:
+    def _run(self) -> None:
         try:
-            while (message := self._channel.receive()) is not None:
-                assert isinstance(message, FromRank)
-                self._take(message)
-            self._lose("ended its transfers")
+            self._serve()
         except Exception as error:  # the top of this thread, without which the node would wait for ever
             self._lose(f"says nothing about transfers any more: {error!r}")
+
+    def _serve(self) -> None:
+        """Until the channel ends, or the rank is silent for too long. One that lives answers a Mark, so silence is looked into by one."""
+        silence = Silence(min(LOOK_S, self._patience_s / 4))
+        while silence.seconds < self._patience_s:
+            events = self._wait(silence.look_s)
+            silence.count()
+            if events & select.POLLOUT:
+                self._send_rest()
+            if events & ~select.POLLOUT:
+                silence.seconds = 0.0
+                if not self._hear():
+                    self._lose("ended its transfers")
+                    return
+            elif not self._answers:
+                self.mark()
+        self._lose(f"has done nothing about transfers for {silence.seconds:.1f} s")
+
+    def _wait(self, timeout_s: float) -> int:
+        """For the channel, or for more to be sent; returns the channel's events."""
+        poller = select.poll()
+        poller.register(self._doorbell.fd, select.POLLIN)
+        poller.register(self._channel.sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        ready = dict(poller.poll(timeout_s * 1000))
+        self._doorbell.clear()
+        return ready.get(self._channel.fileno(), 0)
+
+    def _send_rest(self) -> None:
+        with self._lock:
+            while self._unsent:
+                rest = self._channel.offer(self._unsent[0])
+                self._unsent_bytes -= len(self._unsent[0]) - len(rest)
+                self._unsent[0] = rest
+                if rest:
+                    return
+                self._unsent.popleft()
+
+    def _hear(self) -> bool:
+        """Take in the next message; False at the end of the channel."""
+        message = self._channel.receive()
+        if message is None:
+            return False
+        assert isinstance(message, FromRank)
+        self.num_heard += 1
+        self._take(message)
+        return True
 
     def _take(self, message: FromRank) -> None:
         if isinstance(message, Known):

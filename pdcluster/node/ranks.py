@@ -178,7 +178,7 @@ class RankedEngine:
 
     def _take_ready(self, child: Child, ready: Ready) -> None:
         if ready.adverts:
-            child.link = RankLink(child.transfers, child.rank, dict(ready.adverts), self._lose, send_s=self._settings.silence_s)
+            child.link = RankLink(child.transfers, child.rank, dict(ready.adverts), self._lose)
         if (ready.num_pages, ready.weights_digest) != (self.local.num_pages, self.local.weights_digest):
             raise ModelError(f"rank {child.rank} loaded other weights or another pool than rank 0; the model directory changed meanwhile")
 

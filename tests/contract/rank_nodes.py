@@ -32,8 +32,9 @@ SETTINGS = Settings(chunk_bytes=16 << 10, window_bytes=1 << 20, repeat_s=0.05, p
 class RankNode:
     """waiting: endpoints of ranks above 0 do nothing until `go`."""
 
-    def __init__(self, me: Peer, medium: str, ranks: int, page_tokens: int, *, waiting: bool = False) -> None:
+    def __init__(self, me: Peer, medium: str, ranks: int, page_tokens: int, *, waiting: bool = False, patience_s: float = 10.0) -> None:
         self.me = me
+        self.patience_s = patience_s
         self.shape = PageShape(page_tokens, LAYERS, PLANES, HEADS, CELL, ranks)
         self.memories = [Memory(NUM_PAGES * self.shape.page_bytes, rank) for rank in range(ranks)]
         self.lost: list[str] = []
@@ -55,7 +56,7 @@ class RankNode:
         endpoint = RankEndpoint(RankChannel(far, send_s=5.0), {backend.name: backend}, memoryview(self.memories[rank].bytes))
         self.far.append(far)
         self.threads.append(threading.Thread(target=endpoint.run, daemon=True))
-        return RankLink(near, rank, {backend.name: backend.advert()}, self.lost.append, send_s=5.0)
+        return RankLink(near, rank, {backend.name: backend.advert()}, self.lost.append, patience_s=self.patience_s)
 
     def go(self) -> None:
         for thread in self.threads:
@@ -110,9 +111,11 @@ class RankNode:
 class RankNodes:
     """Both nodes and the messages between them."""
 
-    def __init__(self, medium: str, ranks: tuple[int, int], page_tokens: tuple[int, int] = (16, 16), *, waiting: bool = False) -> None:
+    def __init__(
+        self, medium: str, ranks: tuple[int, int], page_tokens: tuple[int, int] = (16, 16), *, waiting: bool = False, patience_s: float = 10.0
+    ) -> None:
         self.source = RankNode(WRITER, medium, ranks[0], page_tokens[0])
-        self.target = RankNode(READER, medium, ranks[1], page_tokens[1], waiting=waiting)
+        self.target = RankNode(READER, medium, ranks[1], page_tokens[1], waiting=waiting, patience_s=patience_s)
         now = {"clock": time.monotonic, "settings": SETTINGS}
         self.writer = Writer(WRITER, {medium: self.source.backend}, [medium], **self.source.common, **now)
         memories = LinkedMemories(self.target.common["memories"][0], self.target.links)

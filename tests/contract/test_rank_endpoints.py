@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from backend_ends import eventually
 from rank_nodes import LAYERS, NUM_PAGES, RankNodes, random_kv
@@ -13,12 +14,15 @@ from transfer_peer import READER, WRITER
 
 from pdcluster.errors import IntegrityError, PeerUnreachable
 from pdcluster.messages import Abort, Commit, CommitAck
+from pdcluster.node import rank_link
 from pdcluster.node.rank_channel import frame
 from pdcluster.node.rank_messages import Arrived, Known
 from pdcluster.transfer.base import Arrival, Fence, Peer, Permit, Run, Stamp, WriteStatus
+from pdcluster.transfer.chunks import digest
 from pdcluster.transfer.geometry import plan_courses
 from pdcluster.transfer.ranked import MAGIC, MAX_RANKS, pack_adverts, unpack_adverts
 from pdcluster.transfer.reader import Reader
+from pdcluster.transfer.runs import SpanTable
 from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
 
 pytestmark = pytest.mark.timeout(120)
@@ -209,6 +213,48 @@ def test_a_rank_whose_channel_ends_or_says_nonsense_is_lost_with_its_node(said: 
     nodes.target.go()
     nodes.close()
     assert len(nodes.target.lost) == 1, "what ends it on purpose is no loss"
+
+
+def test_a_rank_whose_endpoint_does_nothing_any_more_is_lost_with_its_node() -> None:
+    nodes = RankNodes("tcp", (1, 2), waiting=True, patience_s=0.2)
+    nodes.until(lambda: nodes.target.lost)
+    assert nodes.target.lost[0].startswith("rank 1 has done nothing about transfers for ")
+    nodes.target.go()
+    nodes.close()
+    assert len(nodes.target.lost) == 1
+
+
+def test_an_idle_rank_is_not_lost_however_long_nobody_wants_anything_of_it() -> None:
+    nodes = RankNodes("tcp", (1, 2), patience_s=0.2)
+    heard = nodes.target.links[0].num_heard
+    nodes.until(lambda: nodes.target.links[0].num_heard > heard + 10)
+    assert nodes.target.lost == []
+    nodes.close()
+
+
+def test_a_busy_rank_holds_up_nobody_and_does_everything_in_its_order_later() -> None:
+    nodes = RankNodes("tcp", (1, 2), waiting=True)
+    (link,), memory = nodes.target.links, nodes.target.memories[1].bytes
+    memory[:] = np.arange(memory.size)
+    tables = [SpanTable(np.array([[offset + index, 1] for offset in range(0, 40960, 10)])) for index in range(10)]
+    answers = [link.digest(table) for table in tables]  # far more than the channel holds
+    permitted = link.mark()
+    nodes.target.go()
+    nodes.until(lambda: permitted.value is not None)
+    assert [answer.value for answer in answers] == [digest(memoryview(memory), table) for table in tables]
+    assert nodes.target.lost == []
+    nodes.close()
+
+
+def test_what_waits_for_a_rank_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_link, "MAX_UNSENT_BYTES", 1 << 20)
+    nodes = RankNodes("tcp", (1, 2), waiting=True)
+    table = SpanTable(np.array([[offset, 1] for offset in range(4096)]))
+    for _ in range(40):
+        nodes.target.links[0].digest(table)
+    assert len(nodes.target.lost) == 1 and "bytes wait for it" in nodes.target.lost[0]
+    nodes.target.go()
+    nodes.close()
 
 
 @pytest.mark.parametrize("data", [MAGIC, MAGIC + b"\x91\xc4\x01a", MAGIC + b"\xc0", MAGIC + b"\xdd\xff\xff\xff\xff"])
