@@ -267,11 +267,13 @@ class Connection(Protocol):
         exchange.is_complete = True
         if exchange is not self._current:
             return
-        if exchange.finished:
-            self._settle()
-        else:
+        if not exchange.finished:
             self.deadline = math.inf
             self._application.complete(exchange)
+        elif exchange.keeps_alive:
+            self._settle()
+        elif not self._is_closing:
+            self.close()  # it was told to drain since
 
     # ------------------------------------------------------------ one after the other
 

@@ -159,6 +159,20 @@ def test_what_comes_early_is_bounded_and_all_of_it_is_answered() -> None:
     assert num_answered == 10_001 and pipe.is_reading_now
 
 
+@pytest.mark.parametrize("is_drained", [False, True])
+def test_after_the_body_of_a_refused_request_a_connection_goes_on_unless_it_drains(is_drained: bool) -> None:
+    application, pipe = ByHand(), Pipe()
+    connection = Connection(application, LineLimits(1000), Connections())
+    connection.connection_made(pipe)
+    application.begin = lambda exchange: exchange.reply(401, b"") if not pipe.written else None  # type: ignore[method-assign]
+    connection.data_received(request()[:-5])
+    assert b" 401 " in pipe.written and not pipe.is_closed
+    if is_drained:
+        connection.drain()
+    connection.data_received(BODY[-5:] + HEALTH)
+    assert pipe.is_closed is is_drained and len(application.waiting) == (not is_drained)
+
+
 async def test_a_pipelined_request_whose_body_comes_later_is_answered(wire, dispatcher: ScriptedDispatcher) -> None:
     reader, writer = wire
     gate = asyncio.Event()
