@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 BREAKER = BreakerSettings(failures=2, window_s=30.0, pause_s=5.0)
 """When a holder is not asked any more for a while: each failure costs a request its time."""
 
+MAX_HOLDERS = 1024
+"""Judged at a time. Boots that are gone are forgotten when their links end, but a router may name one to which there never was a link."""
+
 WELL = ("ok", "declined")
 """Ends that speak for the holder."""
 
@@ -80,7 +83,7 @@ class FetchSide:
         cached = self._pages.match(sequence.hashes, num_pages)
         if len(cached) == num_pages:
             self.counters["needless"] += 1
-        elif not self._breaker(peer_of(pull.holder)).has_room(self._clock()):
+        elif self._is_avoided(peer_of(pull.holder)):
             self.counters["avoided"] += 1
         elif (fresh := self._take(cached, num_pages - len(cached))) is None:
             self.counters["no_room"] += 1
@@ -121,6 +124,11 @@ class FetchSide:
     def forget(self, peer: Peer) -> None:
         """That boot is gone."""
         self._breakers.pop(peer, None)
+
+    @property
+    def num_holders(self) -> int:
+        """Of which is known how their pulls ended."""
+        return len(self._breakers)
 
     @property
     def num_open(self) -> int:
@@ -170,7 +178,13 @@ class FetchSide:
         fetch = Fetch(ticket, bytes(sequence.hashes[: num_hashes * HASH_BYTES]))
         self._outbox.message(pull.holder, fetch, once=lambda: self._reader.is_permitted(ticket.nonce))
 
+    def _is_avoided(self, holder: Peer) -> bool:
+        breaker = self._breakers.get(holder)
+        return breaker is not None and not breaker.has_room(self._clock())
+
     def _breaker(self, holder: Peer) -> Breaker:
+        if holder not in self._breakers and len(self._breakers) >= MAX_HOLDERS:
+            del self._breakers[next(iter(self._breakers))]  # the one that is known longest
         return self._breakers.setdefault(holder, Breaker(BREAKER))
 
     # ------------------------------------------------------------ ends

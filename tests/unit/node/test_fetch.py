@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from pulling_nodes import BLOCK, ROOT, PullingNodes, prompt_of, work_of
 
 from pdcluster.kv.hashing import extend
 from pdcluster.lifecycle import Residence
 from pdcluster.messages import Abort, AbortAck, Declined, Fetch, Prefill, Pull, pack_tokens
+from pdcluster.node import fetch
 from pdcluster.node.fetch import BREAKER
 from pdcluster.transfer.base import WriteStatus
 from pdcluster.transfer.fake import Fault
@@ -238,6 +240,23 @@ def test_no_pull_takes_pages_that_running_rows_may_need() -> None:
     assert nodes.pulls() == {"no_room": 1}
     nodes.finish("long", prompt_of(30, seed=7))
     nodes.end()
+
+
+def test_what_is_known_of_holders_is_bounded_and_nothing_is_kept_of_those_that_were_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "MAX_HOLDERS", 2)
+    nodes = PullingNodes()
+    side, holder = nodes["p0"].parts.fetch, nodes["d0"].endpoint
+    nodes.cache("p0", PROMPT)
+    nodes.ask("r", PROMPT, pull="d0")
+    nodes.finish("r", PROMPT)
+    assert nodes.pulls() == {"needless": 1} and side.num_holders == 0
+    forget_cache(nodes)
+    for boot in range(4):
+        gone = msgspec.structs.replace(holder, incarnation=f"boot-{boot}")
+        nodes.say("p0", Prefill(work_of(f"r{boot}", PROMPT, 2), remote=False, pull=Pull(gone, HELD)))
+        nodes.finish(f"r{boot}", PROMPT)
+        forget_cache(nodes)
+        assert side.num_holders == min(boot + 1, 2)
 
 
 def test_a_holder_that_fails_again_and_again_is_left_alone_for_a_while_and_then_tried() -> None:
