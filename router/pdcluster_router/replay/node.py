@@ -188,8 +188,8 @@ class SimNode:
             tokens += job.left
             pairs += num_pairs(job.left, job.done)
         return Load(
-            waiting=len(self._queue) + (job is not None),
-            running=num_rows,
+            waiting=len(self._queue),
+            running=num_rows + (job is not None),
             waiting_tokens=tokens,
             context_tokens=context + sum(t.request.num_tokens for t in self._joining) + self._reserved_context,
             pages_total=cache.capacity,

@@ -8,12 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_cases import COST, layout, random_trace, request, trace
 
+from pdcluster.messages import Endpoint
 from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import POLICIES
 from pdcluster_router.replay.feed import FeedSpec
+from pdcluster_router.replay.node import Task
 from pdcluster_router.replay.report import Slo, figures
 from pdcluster_router.replay.scenario import Conditions, Layout, replay
 from pdcluster_router.replay.trace import Trace
+from pdcluster_router.view import NodeView
 
 LAYOUTS = [layout(mixed=1), layout(mixed=3), layout(prefill=2, decode=1), layout(prefill=1, decode=2, mixed=1), layout(prefill=2), layout(decode=2)]
 
@@ -23,6 +26,16 @@ def test_an_idle_node_takes_what_the_model_says() -> None:
     assert flight.ttft_s == pytest.approx(COST.prefill.seconds(300))
     contexts = [301 + step for step in range(10)]
     assert flight.tpot_s * 10 == pytest.approx(sum(COST.decode.seconds(1, context) for context in contexts))
+
+
+def test_a_prompt_that_is_computed_runs_and_waits_no_more_as_on_a_real_node() -> None:
+    (node,) = layout(mixed=1).nodes(16)
+    for number in range(3):
+        node.enqueue(Task(number, request(0.0, 100)), 0.0)
+    load = node.load(0.0)
+    assert (load.waiting, load.running, load.waiting_tokens) == (2, 1, 300)
+    view = NodeView(Endpoint(node.name, node.name, ""), node.role, 3, load, 16, 4096, ("sim",))
+    assert view.num_prompts == 3
 
 
 def test_what_is_cached_is_not_computed_again() -> None:
