@@ -261,6 +261,7 @@ class Reader:
         ticket, now = incoming.ticket, self._clock()
         incoming.state = advance(READING, incoming.state, "abort")
         incoming.commit = incoming.missing = incoming.unchecked = incoming.revoked = None
+        incoming.asked.clear()
         self._held.pop(ticket.nonce, None)
         self._events.append(Failed(ticket.nonce, reason))
         self.counters["failed"] += 1
@@ -341,7 +342,7 @@ class Reader:
     def _due(self, incoming: Incoming) -> float | None:
         if incoming.state is not Reading.OPEN:
             return None
-        if incoming.unchecked:
+        if incoming.unchecked and self._num_digesting_bytes < self._settings.verify_bytes:
             return self._clock()
         if incoming.unchecked is not None or incoming.revoked is not None:
             return incoming.deadline  # our ranks ring
@@ -349,8 +350,9 @@ class Reader:
         return earliest(incoming.deadline, promised)
 
     def _verify(self) -> None:
-        """Check Commits whose stamps are all here (or are overdue), a bounded number of bytes per poll."""
-        budget = self._settings.verify_bytes
+        """Check Commits whose stamps are all here (or are overdue): a bounded number of bytes per poll, and no more than these at once with ranks
+        that answer later. They do everything in its order, so that other tickets wait behind what they are to digest."""
+        budget = self._settings.verify_bytes - self._num_digesting_bytes
         for incoming in list(self._tickets.values()):
             if incoming.commit is not None and incoming.unchecked is None:
                 self._begin_check(incoming, incoming.commit)
@@ -358,6 +360,10 @@ class Reader:
                 budget -= self._check_digest(incoming, incoming.unchecked.popleft())
             if incoming.unchecked is not None and not incoming.unchecked and all(answer.value is not None for _, answer in incoming.asked):
                 self._end_check(incoming)
+
+    @property
+    def _num_digesting_bytes(self) -> int:
+        return sum(entry.nbytes for incoming in self._tickets.values() for entry, answer in incoming.asked if answer.value is None)
 
     def _begin_check(self, incoming: Incoming, commit: Commit) -> None:
         """Once all its stamps are here, or are overdue."""
