@@ -135,7 +135,7 @@ class Paths:
     def is_measuring(self, peer: Peer, backends: Sequence[str], nbytes: int) -> bool:
         """Should a write of that size to the peer wait until it is the only one?"""
         large = nbytes >= self._settings.smallest_bytes
-        return large and len(backends) > 1 and not all(self._is_known(peer, name) for name in backends)
+        return large and len(backends) > 1 and any(self._can_measure(peer, name) and not self._is_known(peer, name) for name in backends)
 
     def begin(self, peer: Peer, backend: str) -> float:
         """A write begins; returns when, for `succeeded` and `failed`."""
@@ -251,6 +251,10 @@ class Paths:
         """Is there nothing to be measured now?"""
         rate, now = self._rate(peer, backend), self._clock()
         return self._is_measured(rate) or now < rate.not_before or (rate.in_flight > 0 and now > rate.since + self._settings.patience_s)
+
+    def _can_measure(self, peer: Peer, name: str) -> bool:
+        """Is it being measured, or could it be now? One that its breaker shuts would make all others wait until it opens."""
+        return self._rate(peer, name).in_flight > 0 or self.has_room(peer, name)
 
     def _is_due(self, rate: _Rate) -> bool:
         """Is it time for another look?"""

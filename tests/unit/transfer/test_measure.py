@@ -318,3 +318,17 @@ def test_only_the_boots_met_last_are_remembered_and_each_node_is_reported_once()
     paths.meet(Peer("d7", "b1"), ["tcp"])
     assert [(report.peer.node, report.peer.incarnation) for report in paths.report()] == [("d6", "b1"), ("d8", "b2"), ("d7", "b1")]
     assert [report.peer.node for report in paths.report(max_peers=1)] == ["d7"]
+
+
+def test_a_path_that_its_breaker_shuts_before_it_was_measured_holds_up_no_other() -> None:
+    rig = Rig(shm=2e9, tcp=1e9)
+    began = [rig.paths.begin(PEER, "shm") for _ in range(3)]
+    for each in began:
+        rig.paths.succeeded(PEER, "shm", each, CHUNK, 0.001)
+    while rig.paths.best(PEER, ["shm", "tcp"], CHUNK) == "tcp":
+        rig.write()
+    for each in began:
+        rig.paths.distrust(PEER, "shm", each)  # what they brought did not verify
+    assert rig.write() == "tcp" and not rig.is_measuring, "writes by tcp would go one at a time until shm may be tried again"
+    rig.clock.now += BreakerSettings().pause_s
+    assert rig.is_measuring and rig.write() == "shm"
