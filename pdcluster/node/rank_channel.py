@@ -170,17 +170,20 @@ class RankChannel:
         return view
 
     def receive(self, timeout_s: float | None = None) -> RankMessage | None:
-        """The next message; None at the end of the stream. Raises TimeoutError."""
+        """The next message; None at the end of the stream, within a message too: the other end is gone. Raises TimeoutError."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        head = self._take(LENGTH.size, deadline)
+        if len(head) < LENGTH.size:
+            return None
+        length = LENGTH.unpack(head)[0]
+        if length > MAX_BYTES:
+            raise ProtocolError(f"a message of {length} bytes between ranks exceeds {MAX_BYTES} bytes; the processes run different versions")
+        data = self._take(length, deadline)
+        if len(data) < length:
+            return None
         try:
-            head = self._take(LENGTH.size, deadline)
-            if not head:
-                return None
-            length = LENGTH.unpack(head)[0]
-            if length > MAX_BYTES:
-                raise ProtocolError(f"a message of {length} bytes between ranks exceeds {MAX_BYTES} bytes; the processes run different versions")
-            return _decoder.decode(self._take(length, deadline))
-        except (*DECODE_ERRORS, struct.error) as error:
+            return _decoder.decode(data)
+        except DECODE_ERRORS as error:
             raise ProtocolError(f"a message between ranks is not readable: {error}") from error
 
     def shutdown(self) -> None:
