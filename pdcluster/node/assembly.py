@@ -68,22 +68,66 @@ class Wiring:
     pull_s: float = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the four sides of a node work on together."""
+
+    scheduler: Scheduler
+    pages: PagePool
+    writer: Writer
+    reader: Reader
+    outbox: Outbox
+    ended: EndedLegs
+    clock: Callable[[], float]
+
+
 def assemble(
     wiring: Wiring, shape: Shape, engine: StepEngine, limits: Limits, files: ModelFiles, neighbours: Neighbours, clock: Callable[[], float]
 ) -> NodeParts:
     """Everything the loop needs. The hub is bound when this returns; nothing was said yet."""
     hub = Hub(wiring.me, listen=wiring.listen, context=wiring.context, settings=wiring.wire, clock=clock)
+    backends = _media_of_all_ranks(wiring, shape)
+    pages = PagePool(shape.num_pages, shape.pages.page_tokens, shape.block_tokens)
+    writer, reader = _writer(wiring, shape, backends, clock), _reader(wiring, shape, backends, hub.address, clock)
+    shared = Shared(Scheduler(pages, limits, clock), pages, writer, reader, Outbox(), EndedLegs(), clock)
+    return NodeParts(
+        me=wiring.me,
+        standing=Standing(wiring.role, neighbours),
+        max_rows=limits.max_rows,
+        engine=engine,
+        scheduler=shared.scheduler,
+        pages=pages,
+        sequences=SequenceFactory(shape.vocab_size, shape.block_tokens, limits.max_len, clock),
+        hub=hub,
+        backends=tuple(backends.values()),
+        writer=writer,
+        reader=reader,
+        outbox=shared.outbox,
+        ended=shared.ended,
+        prefill=_prefill_side(wiring, shape, shared),
+        decode=DecodeSide(shared.scheduler, pages, reader, shared.outbox, shared.ended, vocab_size=shape.vocab_size, clock=clock),
+        fetch=FetchSide(shared.scheduler, pages, reader, shared.outbox, pull_s=wiring.pull_s, clock=clock),
+        export=ExportSide(shared.scheduler, pages, writer, shared.outbox),
+        files=files,
+        stopwatch=Stopwatch(limits.token_budget, clock),
+        neighbours=neighbours,
+    )
+
+
+def _media_of_all_ranks(wiring: Wiring, shape: Shape) -> dict[str, RankedBackend]:
+    """By name, best first, each over the endpoints of every rank; the pools of this process are registered."""
     backends = {name: RankedBackend((own, *(link.ends[name] for link in shape.links)), KV_REGION) for name, own in wiring.backends.items()}
     for backend in backends.values():
         for region in shape.regions:
             backend.register(region)
-    order = tuple(backends)
-    pages = PagePool(shape.num_pages, shape.pages.page_tokens, shape.block_tokens)
-    scheduler = Scheduler(pages, limits, clock)
-    writer = Writer(
+    return backends
+
+
+def _writer(wiring: Wiring, shape: Shape, backends: Mapping[str, Backend], clock: Callable[[], float]) -> Writer:
+    return Writer(
         wiring.me,
         backends,
-        order,
+        tuple(backends),
         region=KV_REGION,
         shape=shape.pages,
         memories=shape.memories,
@@ -91,10 +135,13 @@ def assemble(
         settings=wiring.transfer,
         block_tokens=shape.block_tokens,
     )
-    reader = Reader(
-        Endpoint(wiring.me.node, wiring.me.incarnation, hub.address),
+
+
+def _reader(wiring: Wiring, shape: Shape, backends: Mapping[str, Backend], address: str, clock: Callable[[], float]) -> Reader:
+    return Reader(
+        Endpoint(wiring.me.node, wiring.me.incarnation, address),
         backends,
-        order,
+        tuple(backends),
         region=KV_REGION,
         shape=shape.pages,
         memories=shape.memories,
@@ -102,30 +149,17 @@ def assemble(
         clock=clock,
         settings=wiring.transfer,
     )
-    outbox, ended = Outbox(), EndedLegs()
-    groups = LayerGroups(shape.pages.num_layers, shape.pages.page_bytes * shape.pages.ranks, group_s=wiring.group_s)
-    parking = Parking(max(int(shape.num_pages * wiring.parking_share), 1), clock)
-    return NodeParts(
-        me=wiring.me,
-        standing=Standing(wiring.role, neighbours),
-        max_rows=limits.max_rows,
-        engine=engine,
-        scheduler=scheduler,
-        pages=pages,
-        sequences=SequenceFactory(shape.vocab_size, shape.block_tokens, limits.max_len, clock),
-        hub=hub,
-        backends=tuple(backends.values()),
-        writer=writer,
-        reader=reader,
-        outbox=outbox,
-        ended=ended,
-        prefill=PrefillSide(
-            scheduler, pages, writer, outbox, ended, groups=groups, parking=parking, parking_s=wiring.parking_s, clock=clock
-        ),
-        decode=DecodeSide(scheduler, pages, reader, outbox, ended, vocab_size=shape.vocab_size, clock=clock),
-        fetch=FetchSide(scheduler, pages, reader, outbox, pull_s=wiring.pull_s, clock=clock),
-        export=ExportSide(scheduler, pages, writer, outbox),
-        files=files,
-        stopwatch=Stopwatch(limits.token_budget, clock),
-        neighbours=neighbours,
+
+
+def _prefill_side(wiring: Wiring, shape: Shape, shared: Shared) -> PrefillSide:
+    return PrefillSide(
+        shared.scheduler,
+        shared.pages,
+        shared.writer,
+        shared.outbox,
+        shared.ended,
+        groups=LayerGroups(shape.pages.num_layers, shape.pages.page_bytes * shape.pages.ranks, group_s=wiring.group_s),
+        parking=Parking(max(int(shape.num_pages * wiring.parking_share), 1), shared.clock),
+        parking_s=wiring.parking_s,
+        clock=shared.clock,
     )
