@@ -40,7 +40,7 @@ class Piece(msgspec.Struct):
 class ChoiceText:
     """`stopped` is set when a stop string matched: the generation may end there, and later tokens are not part of the reply."""
 
-    __slots__ = ("_detokenizer", "_offset", "_silent", "_stops", "num_tokens")
+    __slots__ = ("_detokenizer", "_offset", "_silent", "_stops", "num_tokens", "stopped")
 
     def __init__(self, detokenizer: Detokenizer, stops: StopMatcher, silent: Set[int], offset: int = 0) -> None:
         """silent: ids that end a generation, whose text is not part of the answer; offset: characters before the first token (an echo)."""
@@ -49,10 +49,7 @@ class ChoiceText:
         self._silent = silent
         self._offset = offset
         self.num_tokens = 0
-
-    @property
-    def stopped(self) -> bool:
-        return self._stops.matched is not None
+        self.stopped = False
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None, piece: Piece) -> None:
         """Adds the token, and the text that became certain, to the piece."""
@@ -60,12 +57,18 @@ class ChoiceText:
         self.num_tokens += 1
         if token_id not in self._silent:
             text = self._detokenizer.feed(token_id)
-            self._offset += len(text)
-            piece.text += self._stops.feed(text)
+            if text:
+                self._offset += len(text)
+                piece.text += self._certain(text)
 
     def finish(self, piece: Piece) -> None:
         """The generation ended: releases what was held back. An incomplete character may still complete a stop string."""
         if not self.stopped:
-            piece.text += self._stops.feed(self._detokenizer.flush())
+            piece.text += self._certain(self._detokenizer.flush())
         if not self.stopped:
             piece.text += self._stops.flush()
+
+    def _certain(self, text: str) -> str:
+        certain = self._stops.feed(text)
+        self.stopped = self._stops.matched is not None
+        return certain

@@ -174,13 +174,14 @@ class Format(Protocol):
 class ChatFormat:
     def __init__(self, head: Head) -> None:
         self._head = head
+        self._is_plain = head.is_plain
         self._plain: _PlainChunks | None = None
 
     def opening(self, index: int) -> bytes:
         return sse.event(self._encode_chunk(index, Piece(), ChatDelta(role="assistant", content=""), empty=True))
 
     def chunk(self, index: int, piece: Piece) -> bytes:
-        if index == 0 and piece.finish is None and self._head.is_plain:
+        if index == 0 and piece.finish is None and self._is_plain:
             if self._plain is None:
                 self._plain = _PlainChunks(self._encode_chunk(0, Piece(), ChatDelta(content="")), b'"content":""')
             return self._plain.event(piece.text)
@@ -212,13 +213,14 @@ class ChatFormat:
 class CompletionFormat:
     def __init__(self, head: Head) -> None:
         self._head = head
+        self._is_plain = head.is_plain
         self._plain: _PlainChunks | None = None
 
     def opening(self, index: int) -> bytes:
         return b""
 
     def chunk(self, index: int, piece: Piece) -> bytes:
-        if index == 0 and piece.finish is None and self._head.is_plain:
+        if index == 0 and piece.finish is None and self._is_plain:
             if self._plain is None:
                 self._plain = _PlainChunks(self._encode_chunk(0, Piece()), b'"text":""')
             return self._plain.event(piece.text)

@@ -76,10 +76,11 @@ class Answer:
         """An event of a choice's generation. Whatever goes wrong with it answers the client. It is looked at as it comes, so that a stop string ends
         its generation though nobody reads; what it adds to the answer waits until the client does."""
         choice = self._choices[index]
-        if self._is_over or choice.text.stopped:
+        text = choice.text
+        if self._is_over or text.stopped:
             return  # said before its node knew that it may stop
         said = event if isinstance(event, Exception) else self._advanced(choice, event)
-        if choice.text.stopped and index < len(self._running):
+        if text.stopped and index < len(self._running):
             self._running[index].finish(choice.text.num_tokens)
         if self._unread or self._exchange.is_paused:
             self._keep(index, said)

@@ -241,8 +241,10 @@ class Attempt:
 
     def handle(self, incarnation: str, body: Body) -> Sequence[Chunk]:
         """What the client may see because of what the node said. Answers of legs that are over are ignored, after the last token all but a report."""
-        leg = self._leg_of(incarnation, body)
-        if leg is None or (self.is_done and not isinstance(body, Delivered)):
+        leg = self._decode
+        if type(body) is not TokenRow or leg is None or leg.attempt != body.attempt or leg.endpoint.incarnation != incarnation:
+            leg = self._leg_of(incarnation, body)  # most that is said are rows of the decode leg
+        if leg is None or (self.finished is not None and self.is_done and not isinstance(body, Delivered)):
             return ()
         if isinstance(body, TokenRow):
             return self._on_tokens(leg, body)
@@ -475,7 +477,7 @@ class Attempt:
             self._prefill.position = position
         prompt_logprobs = () if self._job.has_prompt_logprobs else row.prompt_logprobs
         self._job.has_prompt_logprobs = True
-        return Chunk(emitted, tokens, row.logprobs[seen:], prompt_logprobs, self.route())
+        return Chunk(emitted, tokens, row.logprobs[seen:], prompt_logprobs, self._route or self.route())
 
     def _note_times(self, emitted_before: int) -> None:
         now = self._clock()

@@ -136,9 +136,9 @@ def advance(choice: Choice, event: Chunk | Done) -> Piece:
         raise IntegrityError(f"the generation of {choice.generation.request} went on after its end")
     if isinstance(event, Done):
         return _finished(choice, event)
-    piece = _advance(choice, event)
-    choice.clock.tick(choice.text.num_tokens)
-    if choice.text.stopped:
+    piece, text = _advance(choice, event), choice.text
+    choice.clock.tick(text.num_tokens)
+    if text.stopped:
         _finish(choice, piece, "stop")
         choice.timeline = choice.clock.timeline(choice.text.num_tokens)
         choice.cached_tokens, choice.attempts = event.route.cached_tokens, event.route.attempts
@@ -150,14 +150,15 @@ def _advance(choice: Choice, chunk: Chunk) -> Piece:
     if choice.route is None:
         _open(choice, chunk, piece)
     choice.route = chunk.route
-    if choice.text.num_tokens != chunk.position:
-        raise IntegrityError(f"{choice.generation.request}: tokens at position {chunk.position} came after {choice.text.num_tokens} tokens")
+    text = choice.text
+    if text.num_tokens != chunk.position:
+        raise IntegrityError(f"{choice.generation.request}: tokens at position {chunk.position} came after {text.num_tokens} tokens")
     logprobs: Sequence[TokenLogprobs | None] = chunk.logprobs
     if choice.generation.sampling.logprobs is None:
         logprobs = (None,) * len(chunk.token_ids)
     for token_id, logprob in zip(chunk.token_ids, logprobs, strict=True):
-        choice.text.push(token_id, logprob, piece)
-        if choice.text.stopped:
+        text.push(token_id, logprob, piece)
+        if text.stopped:
             break
     return piece
 

@@ -238,8 +238,10 @@ class Cluster:
             handle(state, message)
 
     def _on_tokens(self, state: NodeState, message: Tokens) -> None:
+        deliver, incarnation = self.ledger.deliver, state.card.incarnation
         for row in message.rows:
-            self._deliver(row.request, state.card.incarnation, row)
+            if not deliver(row.request, incarnation, row):
+                self.unmatched["TokenRow"] += 1
 
     def _on_answer(self, state: NodeState, message: Scheduled | Delivered | Finished) -> None:
         self._deliver(message.request, state.card.incarnation, message)

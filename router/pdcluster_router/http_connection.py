@@ -351,7 +351,9 @@ class Connection(Protocol):
     def flush(self) -> None:
         """What was posted is sent. Idempotent."""
         if self._posted:
-            self.send(b"")
+            data = self._take_posted()
+            if self._transport is not None:
+                self._transport.write(data)
 
     def _take_posted(self) -> bytes:
         posted = self._posted[0] if len(self._posted) == 1 else b"".join(self._posted)

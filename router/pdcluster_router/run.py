@@ -122,7 +122,7 @@ class Run:
         """A node said something."""
         self._letters.append((incarnation, body))
         if not self._is_at_work and self._attempt is not None:
-            self._step(_nothing)
+            self._step(self._read_letters)
 
     def cancel(self, reason: str) -> None:
         """Implements generation.Running."""
@@ -147,12 +147,14 @@ class Run:
             while not self._is_over:
                 try:
                     action()
-                    self._read_letters()
+                    if self._letters:
+                        self._read_letters()
                     break
                 except RetryAttempt as failure:
                     action = self._after(failure)
-            if not self._is_over and self._attempt is not None:
-                self._watch(self._attempt)
+            attempt = self._attempt
+            if not self._is_over and attempt is not None:
+                self._watch(attempt)
         except Exception as error:  # the top of what happens to a request: its sink hears of it
             if self._is_over:
                 logger.exception("request %s: something failed after its end", self._job.request)
@@ -172,7 +174,7 @@ class Run:
                 self._sink.on_chunk(chunk)
                 if self._is_over:
                     return
-            if attempt.is_done:
+            if attempt.finished is not None and attempt.is_done:
                 self._done_or_wait(attempt)
 
     # ------------------------------------------------------------ clocks
@@ -337,7 +339,3 @@ class Run:
 
 def _over(error: Exception) -> None:
     """It has its answer: there is nothing to end."""
-
-
-def _nothing() -> None:
-    """What happened is among the letters."""
