@@ -1,7 +1,7 @@
 """Backend `shm`: both processes on one host. The reader's pool is shared memory (a memfd); the writer maps it and copies straight into the pages.
 
-The memfd travels by SCM_RIGHTS over an abstract unix socket, so nothing is left behind when a process is killed; on the same socket a notice
-follows each finished copy. The reader can not check a copy, so there is no fence but the writer process's end, which its pidfd proves. Only
+The memfd travels by SCM_RIGHTS over an abstract unix socket, so nothing is left behind when a process is killed; on the same socket the writer tells
+what it has copied (`shm_notices`). The reader can not check a copy, so there is no fence but the writer process's end, which its pidfd proves. Only
 processes of the same user on the same host get in; those could read each other's memory anyway.
 """
 
@@ -25,24 +25,27 @@ from pdcluster.errors import ConfigError, IntegrityError, PeerUnreachable, Proto
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes
 from pdcluster.transfer.mapping import MappedMemory
-from pdcluster.transfer.moving import GilWaits, Payload, copies, native, reads
+from pdcluster.transfer.moving import GilWaits, Payload, copies, native
 from pdcluster.transfer.pidfd import Processes
-from pdcluster.transfer.runs import RunTable, SpanTable, run_table
+from pdcluster.transfer.runs import RunTable, run_table
 from pdcluster.transfer.shm_frames import (
     MAX_HELLO_BYTES,
     MAX_NOTICE_BYTES,
+    MAX_NOTICE_SPANS,
     MAX_REGIONS,
     TOKEN_BYTES,
     Advert,
     Hello,
+    Notice,
     Shared,
     decode_advert,
     decode_hello,
-    decode_notice,
     decode_shared,
     encode,
     pack_notice,
+    pack_progress,
 )
+from pdcluster.transfer.shm_notices import Notices
 
 LOG = logging.getLogger(__name__)
 
@@ -50,7 +53,8 @@ MAX_LINKS = 1024
 MAX_BARRED = 1024
 UCRED = struct.Struct("3i")
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
-BURST_BYTES = 8 << 20
+BURST_BYTES, TOLD_BYTES = 8 << 20, 2 << 20
+"""Copied in one go; and when the reader is told, so that it digests at the same time. What is left to digest at the end is one such piece."""
 QUIET_WRITES = 3
 """With more writes than these in the queue (the one that just ended among them), nobody is woken: it would take the GIL from the next copy, and
 nobody waits for room yet."""
@@ -182,11 +186,18 @@ class _Mover:
             for offset, nbytes in spans.joined():
                 mapping.populate(offset, nbytes)
         payload = Payload(copies(write.runs, mapping.address, write.source.address), digests=write.digests, waits=self._waits)
-        for _ in range(0, write.stamp.nbytes, BURST_BYTES):  # bounded, so that `end` is seen soon
+        nbytes, is_told = write.stamp.nbytes, write.digests and write.stamp.nbytes > TOLD_BYTES and len(spans) <= MAX_NOTICE_SPANS
+        burst = TOLD_BYTES if is_told else BURST_BYTES
+        if is_told:
+            self._notify(sock, pack_notice(Notice(write.stamp, write.region, spans, has_begun=True)))
+        for begin in range(0, nbytes, burst):  # bounded, so that `end` is seen soon
             if self._ending:
                 raise ConnectionAbortedError("closed by this node")
-            payload.advance(BURST_BYTES)
-        self._notify(sock, pack_notice(write.stamp, write.region, spans))
+            payload.advance(burst)
+            if is_told:
+                self._notify(sock, pack_progress(min(begin + burst, nbytes)))
+        if not is_told:
+            self._notify(sock, pack_notice(Notice(write.stamp, write.region, spans)))
         self._writes.settle(write.handle, WriteStatus.DONE, payload.digest() if write.digests else None, quietly=len(self._queue) > QUIET_WRITES)
 
     def _notify(self, sock: socket.socket, notice: bytes) -> None:
@@ -395,9 +406,9 @@ class ShmBackend:
 
     def _run(self, inlet: _Inlet) -> None:
         try:
-            peer = self._welcome(inlet)
+            peer, notices = self._welcome(inlet), Notices(self._regions, self._permits, self._arrivals, self._counts)
             while data := inlet.sock.recv(MAX_NOTICE_BYTES + 1):
-                self._landed(peer, data)
+                notices.take(peer, data)
         except ProtocolError as error:
             self._counts.add("bad_frame")
             LOG.warning("dropped a transfer connection by shm: %s", error)
@@ -432,20 +443,6 @@ class ShmBackend:
         shared = Shared(tuple((region.id, region.nbytes) for region in regions))
         socket.send_fds(sock, [encode(shared)], [region.fd for region in regions if region.fd is not None])
         return peer
-
-    def _landed(self, peer: Peer, data: bytes) -> None:
-        stamp, region_id, spans = decode_notice(data)
-        permit = self._permits.find(peer, stamp.nonce, region_id, spans)
-        if permit is None:
-            return
-        digest = self._digest(self._regions[region_id], spans) if permit.digests and len(spans) else None
-        self._arrivals.add(stamp, digest, spans, region_id)
-
-    def _digest(self, region: Region, spans: SpanTable) -> int:
-        """Of what lies in the pages. The writer copies in one thread and sends its notice after its copy, so this write can not land again."""
-        payload = Payload(reads(spans, region.address), digests=True)
-        payload.advance(int(spans.rows[:, 1].sum()))
-        return payload.digest()
 
 
 def _shut(sock: socket.socket) -> None:

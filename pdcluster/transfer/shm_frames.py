@@ -1,11 +1,14 @@
-"""What backend `shm` says over its unix sockets: the advert, the hello and its answer, and the notice of a finished copy. Formats only; whatever is
+"""What backend `shm` says over its unix sockets: the advert, the hello and its answer, and the notices of copies. Formats only; whatever is
 wrong in what a peer sent raises our own errors and nothing else.
+
+A short copy has one notice, when it is finished. A long one has a notice when it begins and then tells its progress, so that the reader digests
+what is in place while the rest is copied; it is finished when all its bytes are in place.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -16,7 +19,9 @@ from pdcluster.transfer.runs import SpanTable
 NOTICE = struct.Struct("<4sQIIIQ")
 """magic, nonce, chunk, trial, region, bytes; then the spans written, SPAN_BYTES each, or none where they are too many for one notice."""
 SPAN_BYTES = 16
-MAGIC = b"KVs2"
+PROGRESS = struct.Struct("<4sQ")
+"""magic, bytes in place of the copy that began last, in the order of its spans."""
+MAGIC, BEGUN_MAGIC, PROGRESS_MAGIC = b"KVs2", b"KVb2", b"KVp2"
 MAX_NOTICE_SPANS = 4096
 MAX_NOTICE_BYTES = NOTICE.size + MAX_NOTICE_SPANS * SPAN_BYTES
 MAX_HELLO_BYTES = 1024
@@ -80,18 +85,34 @@ def _decode(name: str, data: bytes, kind: type[Frame]) -> Frame:
         raise ProtocolError(f"the {name} is not readable: {error}") from error
 
 
-def pack_notice(stamp: Stamp, region: int, spans: SpanTable) -> bytes:
+class Notice(NamedTuple):
+    """Of a copy that is finished, or has begun. spans: none where they are too many for a notice; never of one that has begun."""
+
+    stamp: Stamp
+    region: int
+    spans: SpanTable
+    has_begun: bool = False
+
+
+def pack_notice(notice: Notice) -> bytes:
+    stamp, region, spans, has_begun = notice
     where = spans.pack() if len(spans) <= MAX_NOTICE_SPANS else b""
-    return NOTICE.pack(MAGIC, stamp.nonce, stamp.chunk, stamp.trial, region, stamp.nbytes) + where
+    return NOTICE.pack(BEGUN_MAGIC if has_begun else MAGIC, stamp.nonce, stamp.chunk, stamp.trial, region, stamp.nbytes) + where
 
 
-def decode_notice(data: bytes) -> tuple[Stamp, int, SpanTable]:
-    """Stamp, region and spans."""
+def pack_progress(nbytes: int) -> bytes:
+    return PROGRESS.pack(PROGRESS_MAGIC, nbytes)
+
+
+def decode_notice(data: bytes) -> Notice | int:
+    """A notice, or the bytes of a progress."""
+    if len(data) == PROGRESS.size and data.startswith(PROGRESS_MAGIC):
+        return int(PROGRESS.unpack(data)[1])
     spans_bytes = len(data) - NOTICE.size
-    if not 0 <= spans_bytes <= MAX_NOTICE_SPANS * SPAN_BYTES or spans_bytes % SPAN_BYTES or not data.startswith(MAGIC):
+    if not 0 <= spans_bytes <= MAX_NOTICE_SPANS * SPAN_BYTES or spans_bytes % SPAN_BYTES or not data.startswith((MAGIC, BEGUN_MAGIC)):
         raise ProtocolError(f"a notice of {len(data)} bytes")
     _, nonce, chunk, trial, region, nbytes = NOTICE.unpack_from(data)
-    spans = SpanTable.unpack(memoryview(data)[NOTICE.size :])
-    if len(spans) and not spans.add_up_to(nbytes):
+    spans, has_begun = SpanTable.unpack(memoryview(data)[NOTICE.size :]), data.startswith(BEGUN_MAGIC)
+    if (has_begun or len(spans)) and not spans.add_up_to(nbytes):
         raise ProtocolError(f"the runs of a notice do not add up to {nbytes} bytes")
-    return Stamp(nonce, chunk, trial, nbytes), region, spans
+    return Notice(Stamp(nonce, chunk, trial, nbytes), region, spans, has_begun)

@@ -238,7 +238,7 @@ class FaultyNode(LocalNode):
                     for fd in socket.recv_fds(sock, 65536, 64)[1]:
                         os.close(fd)
                     for nonce, ticket in list(self._tickets.items()):
-                        sock.send(shm_frames.pack_notice(Stamp(nonce, 0, 1, 4096), ticket.region, span_table(())))
+                        sock.send(shm_frames.pack_notice(shm_frames.Notice(Stamp(nonce, 0, 1, 4096), ticket.region, span_table(()))))
                 except OSError:
                     continue  # an older boot of the reader
 

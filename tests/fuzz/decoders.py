@@ -36,6 +36,7 @@ from pdcluster.transfer.links import Advert, Cursor, Listener
 from pdcluster.transfer.moving import Payload, table_of
 from pdcluster.transfer.runs import run_table, span_table
 from pdcluster.transfer.shm import ShmBackend
+from pdcluster.transfer.shm_notices import Notices
 from pdcluster.transfer.staging import Blocks, StagedSettings
 from pdcluster.wire import codec
 from pdcluster.wire.address import parse_address
@@ -334,7 +335,9 @@ def shm_decoders() -> list[Decoder]:
     memory, backend = Guarded(), ShmBackend(READER)
     backend._regions[0] = memory.region  # not in shared memory, and never mapped by anybody here
     backend.permit(memory.permit)
-    notice = shm_frames.pack_notice(Stamp(7, 0, 1, 64), 0, span_table([(4096, 64)]))
+    notices = Notices(backend._regions, backend._permits, backend._arrivals, backend._counts)
+    told = [shm_frames.Notice(Stamp(7, 0, 1, 64), 0, span_table([(4096, 64)]), has_begun) for has_begun in (False, True)]
+    corpus = (*map(shm_frames.pack_notice, told), shm_frames.pack_progress(64))
     token = secrets.token_bytes(16)
 
     def check() -> None:
@@ -342,7 +345,7 @@ def shm_decoders() -> list[Decoder]:
         backend.arrivals()
 
     return [
-        Decoder("shm notice", (notice,), lambda data: backend._landed(WRITER, data), (ProtocolError,), check, backend.shutdown),
+        Decoder("shm notice", corpus, lambda data: notices.take(WRITER, data), (ProtocolError,), check, backend.shutdown),
         Decoder("shm advert", (shm_frames.encode(shm_frames.Advert(b"name", token)),), shm_frames.decode_advert, (PeerUnreachable,)),
         Decoder("shm hello", (shm_frames.encode(shm_frames.Hello(token, 0, "p0", "p1")),), shm_frames.decode_hello, (ProtocolError,)),
         Decoder("shm regions", (shm_frames.encode(shm_frames.Shared(((0, 4096), (1, 4096)))),), shm_frames.decode_shared, (ProtocolError,)),

@@ -47,6 +47,7 @@ LEVELS: dict[str, float] = {
     "pdcluster.transfer.ranked": 3,
     "pdcluster.transfer.shm": 3,
     "pdcluster.transfer.shm_frames": 2.5,
+    "pdcluster.transfer.shm_notices": 3,
     "pdcluster.transfer.staged": 3,
     "pdcluster.transfer.staging": 2,
     "pdcluster.transfer.tcp": 3,
