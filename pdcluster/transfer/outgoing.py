@@ -18,8 +18,6 @@ from pdcluster.transfer.geometry import Course, PageShape, Part, join_runs_in_pa
 from pdcluster.transfer.runs import RunTable
 from pdcluster.transfer.session import Settings, peer_of
 
-LEAST_CHUNK_BYTES, CHUNKS_PER_PUSH = 2 << 20, 4
-
 
 @dataclass(slots=True)
 class Chunk:
@@ -139,19 +137,16 @@ def cut(ours: PageShape, outgoing: Outgoing, course: Course, push: Push, setting
     starts, nbytes = offsets(ours, course.writer_rank, push.pages, push.first_page, whole, piece)
     targets, _ = offsets(theirs, course.reader_rank, outgoing.pages, 0, whole, piece)
     pieces_each = pieces_per_block(ours, whole, piece)
-    ends = _ends(end - first, pieces_each * nbytes, pieces_each, len(outgoing.courses), settings)
+    ends = _ends(end - first, pieces_each * nbytes, pieces_each, settings)
     runs = join_runs_in_parts(starts, targets, nbytes, [each * pieces_each for each in ends])
     for start, stop, each in zip((0, *ends), ends, runs, strict=False):
         yield replace(whole, first_block=first + start, end_block=first + stop), each
 
 
-def _ends(blocks: int, block_bytes: int, block_runs: int, legs: int, settings: Settings) -> list[int]:
-    """Where the chunks of a push end, in blocks of one of so many legs: even ones. The reader digests a chunk while the next one comes, so there are
-    at least a few; but each costs time of its own."""
-    bound = settings.chunk_bytes
-    if settings.digests:
-        bound = min(bound, max(LEAST_CHUNK_BYTES, -(-blocks * block_bytes * legs // CHUNKS_PER_PUSH)))
-    most = max(1, min(bound // block_bytes, settings.chunk_runs // block_runs))
+def _ends(blocks: int, block_bytes: int, block_runs: int, settings: Settings) -> list[int]:
+    """Where the chunks of a push end, in blocks: even ones, and as few as the bounds allow, since each costs time of its own. The media let a reader
+    digest what came of a chunk while the rest comes."""
+    most = max(1, min(settings.chunk_bytes // block_bytes, settings.chunk_runs // block_runs))
     parts = -(-blocks // most)
     return [blocks * part // parts for part in range(1, parts + 1)]
 
