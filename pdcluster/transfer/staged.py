@@ -179,13 +179,18 @@ class _Pump:
             if self._reader_has and time.monotonic() - self._progress > self._settings.progress_s:
                 raise TimeoutError(f"no answer for {self._settings.progress_s} s")
             timeout = ENGINE_POLL_S if self._engine_has else self._settings.progress_s / 4 if self._reader_has else None
-            if not (self._queue and self._free):
+            if not self._can_start():
                 _wait_for_news(poller, timeout)
                 self._doorbell.clear()
 
+    def _can_start(self) -> bool:
+        """Not more with the engine than keep it busy: it moves all that it has at the same time, so that none would be there for the reader to copy
+        before all are."""
+        return bool(self._free and self._queue) and len(self._engine_has) < self._settings.flying
+
     def _start_piece(self, grant: _Grant, far: str, staging: Blocks) -> None:
         """One at a time, so that the engine's answers for earlier pieces do not wait for the copies of later ones."""
-        if not (self._free and self._queue):
+        if not self._can_start():
             return
         write = self._queue[0]
         if write.pieces is None:

@@ -22,12 +22,13 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True)
 class StagedSettings:
-    """block_bytes, blocks: shape of each ring. unknown_s: engine writes without an answer for so long count as unknown. awake_s: how often a
-    reader is told that a write to it is under way, if its engine needs that."""
+    """block_bytes, blocks: shape of each ring. flying: of its blocks, most that the library has under way for a peer. unknown_s: engine writes
+    without an answer for so long count as unknown. awake_s: how often a reader is told that a write to it is under way, if its engine needs that."""
 
     host: str = "127.0.0.1"
     block_bytes: int = 2 << 20
     blocks: int = 8
+    flying: int = 4
     connect_s: float = 2.0
     progress_s: float = 5.0
     retry_s: float = 1.0

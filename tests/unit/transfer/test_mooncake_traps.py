@@ -34,7 +34,7 @@ from pdcluster.transfer.staged import MAX_BLOCKS, StagedBackend
 from pdcluster.transfer.staging import Fabric, StagedSettings
 
 WRITER, READER = Peer("w", "w1"), Peer("r", "r1")
-BLOCK, BLOCKS = 4096, 4
+BLOCK, BLOCKS, FLYING = 4096, 4, 3
 LANE_QUEUE = 1024
 """Entries that a lane of the library takes before it fails all of them, by default."""
 
@@ -208,10 +208,23 @@ class Unreliable:
         """It has no threads."""
 
 
+class Slow(Unreliable):
+    """Answers nothing before it `may_answer`. looks: how often it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = False
+        self.looks = 0
+
+    def check(self, batch: int) -> WriteStatus:
+        self.looks += 1
+        return super().check(batch) if self.may_answer else WriteStatus.PENDING
+
+
 class Ends:
     def __init__(self, engine: Unreliable) -> None:
         self.engine = engine
-        settings = StagedSettings(block_bytes=BLOCK, blocks=BLOCKS, retry_s=0.01)
+        settings = StagedSettings(block_bytes=BLOCK, blocks=BLOCKS, flying=FLYING, retry_s=0.01)
         self.source, self.target = (np.zeros(64 * BLOCK, dtype=np.uint8) for _ in range(2))
         self.source[:] = np.random.default_rng(1).integers(1, 256, self.source.nbytes)
         self.writer, self.reader = (StagedBackend(peer, "mooncake", engine, settings, owns_engine=False) for peer in (WRITER, READER))
@@ -302,6 +315,19 @@ def test_never_more_writes_are_under_way_than_a_ring_has_blocks(make_ends: Calla
     handles = [ends.writer.write(READER, 0, 0, stamp, (Run(0, 0, stamp.nbytes),)) for stamp in stamps]
     assert {ends.result(handle) for handle in handles} == {WriteStatus.DONE}
     assert 0 < engine.most <= BLOCKS and len(engine.writes) == 40 * 16
+
+
+def test_the_library_has_only_a_few_writes_at_a_time_although_blocks_are_free(make_ends: Callable[[Unreliable], Ends]) -> None:
+    engine = Slow()
+    ends = make_ends(engine)
+    handle = ends.writer.write(READER, 0, 0, Stamp(7, 0, 1, 16 * BLOCK), (Run(0, 0, 16 * BLOCK),))
+    eventually(lambda: len(engine.writes) == FLYING, "as many as it may have")
+    looks = engine.looks
+    eventually(lambda: engine.looks > looks + 20 * FLYING, "turns of the pump that could have submitted more")
+    assert len(engine.writes) == FLYING
+    engine.may_answer = True
+    assert ends.result(handle) is WriteStatus.DONE and engine.most == FLYING
+    assert (ends.target[: 16 * BLOCK] == ends.source[: 16 * BLOCK]).all()
 
 
 @contextmanager
