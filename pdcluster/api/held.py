@@ -1,0 +1,16 @@
+"""How much of a text that still grows must be held back, because it may become a mark."""
+
+from __future__ import annotations
+
+
+def begins(mark: str, text: str) -> bool:
+    """Whether text is the beginning of mark, or nothing yet."""
+    return mark.startswith(text)
+
+
+def keep_for(text: str, *marks: str) -> int:
+    """Characters at the end of text that are white space, or white space and the beginning of a mark: both may turn out not to be text."""
+    for size in range(min(len(text), max(map(len, marks)) - 1), 0, -1):
+        if any(mark.startswith(text[-size:]) for mark in marks):
+            return len(text) - len(text[:-size].rstrip())
+    return len(text) - len(text.rstrip())

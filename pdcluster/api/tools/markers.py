@@ -1,0 +1,11 @@
+"""Tokens by which models mark parts of an answer: a call of a tool, reasoning. They are text to whoever reads the answer, also where a tokenizer
+says that they are special."""
+
+from __future__ import annotations
+
+THINK, END_THINK = "<think>", "</think>"
+TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+MARKERS = frozenset({THINK, END_THINK, TOOL_CALL, END_TOOL_CALL, PYTHON_TAG, TOOL_CALLS, ARGS, CALL_ID})

@@ -1,0 +1,197 @@
+"""How families of models write their calls of tools, found in a text that comes in pieces: what is no call is released as soon as that is certain.
+
+    hermes    text <tool_call>{…}</tool_call> <tool_call>{…}</tool_call>        Hermes, Qwen
+    llama     {…}; {…}   or   <|python_tag|>{…}                                 Llama 3: the whole answer is calls, or none of it
+    mistral   text [TOOL_CALLS][{…}, {…}]   or   [TOOL_CALLS]name[ARGS]{…}      Mistral, before and since tokenizer 11
+
+White space around calls belongs to nothing. A call that breaks off, or is none, is text.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pdcluster.api.held import begins, keep_for
+from pdcluster.api.tools.calls import SPACE, CallReader, NamedReader, Part, Rules
+from pdcluster.api.tools.markers import ARGS, CALL_ID, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS
+
+
+class Parser(Protocol):
+    num_calls: int
+
+    def feed(self, text: str) -> list[Part]:
+        """What is certain now."""
+        ...
+
+    def flush(self) -> list[Part]:
+        """The text ended."""
+        ...
+
+
+class _Machine:
+    """A buffer, and states that each take from its front what they understand. A state that takes nothing and stays waits for more."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._buffer = ""
+        self._state = self._start
+        self._call: CallReader | None = None
+        self._lead = ""
+        """Before a call that may turn out to be none: its mark."""
+        self._parts: list[Part] = []
+        self.num_calls = 0
+
+    def feed(self, text: str) -> list[Part]:
+        self._buffer += text
+        while True:
+            before = self._state, len(self._buffer)
+            self._state()
+            if (self._state, len(self._buffer)) == before:
+                break
+        parts, self._parts = self._parts, []
+        return parts
+
+    def flush(self) -> list[Part]:
+        """Of a call that was said its arguments are what came of them."""
+        call, text = self._call, self._buffer
+        if call is not None and not call.is_said:
+            text = self._lead + call.raw + text
+        elif call is None:
+            text = self._lead + text
+        self._buffer = self._lead = ""
+        if self.num_calls and not text.strip():
+            text = ""
+        return [text] if text else []
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+    def _after_call(self) -> None:
+        raise NotImplementedError
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._parts.append(text)
+
+    def _skip_space(self) -> bool:
+        """Whether something is left."""
+        self._buffer = self._buffer.lstrip(SPACE)
+        return bool(self._buffer)
+
+    def _begin(self, lead: str, call: CallReader) -> None:
+        self._lead, self._call, self._state = lead, call, self._in_call
+
+    def _in_call(self) -> None:
+        call = self._call
+        assert call is not None
+        was_said = call.is_said
+        deltas, self._buffer = call.feed(self._buffer)
+        self._parts += deltas
+        if call.is_said and not was_said:
+            self.num_calls += 1
+        if call.is_bad and not call.is_said:
+            self._say(self._lead + call.raw)
+            self._call, self._lead, self._state = None, "", self._not_a_call
+        elif call.is_done or call.is_bad:
+            self._call, self._lead, self._state = None, "", self._after_call
+
+    def _not_a_call(self) -> None:
+        self._state = self._text
+
+    def _text(self) -> None:
+        self._say(self._buffer)
+        self._buffer = ""
+
+    def _up_to(self, mark: str) -> bool:
+        """Release the text before a mark, and take the mark; False while it is not there."""
+        before, found, after = self._buffer.partition(mark)
+        if found:
+            self._say(before.rstrip())
+            self._buffer = after
+            return True
+        text = before[: len(before) - keep_for(before, mark)]
+        self._say(text)
+        self._buffer = before[len(text) :]
+        return False
+
+
+class HermesParser(_Machine):
+    def _start(self) -> None:
+        if self._up_to(TOOL_CALL):
+            self._begin(TOOL_CALL, CallReader(self.num_calls, self._rules))
+
+    def _not_a_call(self) -> None:
+        self._state = self._start
+
+    def _after_call(self) -> None:
+        if not self._skip_space():
+            return
+        if self._buffer.startswith(END_TOOL_CALL):
+            self._buffer = self._buffer[len(END_TOOL_CALL) :]
+            self._state = self._start
+        elif not begins(END_TOOL_CALL, self._buffer):
+            self._state = self._start
+
+
+class LlamaParser(_Machine):
+    def _start(self) -> None:
+        text = self._buffer.lstrip(SPACE)
+        space = self._buffer[: len(self._buffer) - len(text)]
+        if text.startswith(PYTHON_TAG):
+            self._buffer = text[len(PYTHON_TAG) :]
+            self._begin(space + PYTHON_TAG, CallReader(self.num_calls, self._rules))
+        elif text.startswith("{"):
+            self._buffer = text
+            self._begin(space, CallReader(self.num_calls, self._rules))
+        elif text and not begins(PYTHON_TAG, text):
+            self._state = self._text
+
+    def _after_call(self) -> None:
+        """Another call may follow, after a semicolon or none."""
+        text = self._buffer.lstrip(SPACE + ";")
+        lead = self._buffer[: len(self._buffer) - len(text)]
+        if text.startswith(PYTHON_TAG):
+            self._buffer = text[len(PYTHON_TAG) :]
+            self._begin(lead + PYTHON_TAG, CallReader(self.num_calls, self._rules))
+        elif text.startswith("{"):
+            self._buffer = text
+            self._begin(lead, CallReader(self.num_calls, self._rules))
+        elif text and not begins(PYTHON_TAG, text):
+            self._state = self._text
+
+    def flush(self) -> list[Part]:
+        if self.num_calls and not self._buffer.strip(SPACE + ";"):
+            self._buffer = ""
+        return super().flush()
+
+
+class MistralParser(_Machine):
+    def _start(self) -> None:
+        if self._up_to(TOOL_CALLS):
+            self._lead, self._state = TOOL_CALLS, self._opened
+
+    def _opened(self) -> None:
+        """Behind the mark: a list of calls, or a name."""
+        if not self._skip_space():
+            return
+        if self._buffer.startswith("["):
+            self._buffer = self._buffer[1:]
+            self._begin(TOOL_CALLS + "[", CallReader(self.num_calls, self._rules))
+            return
+        name, found, _ = self._buffer.partition("{")
+        if found:
+            self._buffer = self._buffer[len(name) :]
+            reader = NamedReader(self.num_calls, self._rules, name.partition(CALL_ID)[0].removesuffix(ARGS).strip())
+            self._begin(TOOL_CALLS + name, reader)
+
+    def _not_a_call(self) -> None:
+        self._state = self._start
+
+    def _after_call(self) -> None:
+        text = self._buffer.lstrip(SPACE)
+        if text.startswith(","):
+            self._buffer = text[1:]
+            self._begin(",", CallReader(self.num_calls, self._rules))
+        elif text:
+            self._buffer = text.removeprefix("]")
+            self._state = self._start
