@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from pdcluster.bounds import Count, Positive
+from pdcluster.grammar import Grammar
 
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
@@ -45,6 +46,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     seed and choice key the counter-based generator together with the token's position, so any node draws the same numbers.
     logprobs: number of alternatives reported beside each output token's own logprob (0: only its own), None for none. shaping: None for nothing.
+    grammar: what the output must look like, None for anything.
     """
 
     max_tokens: Positive
@@ -60,6 +62,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
     shaping: Shaping | None = None
+    grammar: Grammar | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -28,6 +28,7 @@ class Row:
     the token at position start comes from the previous chunk's last row, so a result carries those of positions start+1 … start+n,
     where `next_token` is the id at position start + n if it is still prompt, else None.
     history: what penalties and bad words look at, of a row whose sampling has any; it may not grow while the step runs.
+    output: the output tokens so far, of a row that samples by a grammar.
     """
 
     request: str
@@ -39,6 +40,7 @@ class Row:
     prompt_logprobs: int | None = None
     next_token: int | None = None
     history: History | None = None
+    output: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +58,23 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class RowError:
+    """Why one row can not go on here while the others do."""
+
+    reason: str
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RowResult:
-    """token is None for a row that did not sample (a chunk that is not the prompt's last)."""
+    """token is None for a row that did not sample (a chunk that is not the prompt's last), or could not: error says why, and whether another node
+    might."""
 
     request: str
     token: int | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: RowError | None = None
 
 
 @dataclass(frozen=True, slots=True)

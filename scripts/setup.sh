@@ -93,6 +93,12 @@ install_nixl() {
         || say "skipped: nixl has no package for this machine (see $LOG); its tests are skipped, the other backends work"
 }
 
+install_xgrammar() {
+    # Without its dependencies: torch is here as a CPU build, and triton (some 200 MB, for GPUs) is never loaded on a CPU.
+    pip_install --no-deps xgrammar apache-tvm-ffi \
+        || say "skipped: xgrammar has no package for this machine (see $LOG); structured output is refused, its tests fail"
+}
+
 main() {
     if command -v flock >/dev/null; then
         exec 9<scripts/setup.sh
@@ -107,6 +113,7 @@ main() {
     say "installing the other packages, pinned by constraints.txt"
     must_install hatchling editables
     must_install -e '.[node,dev]' --no-build-isolation
+    install_xgrammar
     install_mooncake
     install_nixl
     fingerprint >$STAMP

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from pdcluster.engine.batch import Batch, Limits, build_batch
 from pdcluster.engine.collective import Alone, Collective
+from pdcluster.engine.constraint import Constraints, unbound
+from pdcluster.engine.grammar import Grammars, vocabulary_of
 from pdcluster.engine.model_config import ModelConfig, read_config
 from pdcluster.engine.models.base import Model, Progress
 from pdcluster.engine.models.decoder import Decoder
@@ -32,9 +35,12 @@ from pdcluster.errors import ConfigError, ModelError
 from pdcluster.kv.layout import KVLayout
 from pdcluster.kv.pool import KVPool
 from pdcluster.messages import Sampling, TokenLogprobs
-from pdcluster.step import Row, RowResult, StepPlan, StepResult
+from pdcluster.step import Row, RowError, RowResult, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
+
+Sampled: TypeAlias = tuple[int | None, TokenLogprobs | None, RowError | None]
+NOTHING: Sampled = None, None, None
 
 LOGPROB_BLOCK = 128
 """Prompt positions whose logits exist at the same time."""
@@ -83,6 +89,8 @@ class Engine:
         self._device = config.device
         self._limits = Limits(self.config.vocab_size, self.num_pages, config.page_tokens, self.max_len)
         self._progress = progress or Progress()
+        self.grammars = Grammars(lambda: vocabulary_of(config.model_dir, self.config.vocab_size, self.config.eos_token_ids))
+        self._constraints = Constraints(self.grammars, self.config.eos_token_ids)
         self._worker = Worker(self._compute, config.threads)
         log.info("engine: %s, %s on %s (%s), %d pages", self.config.architecture, weights.dtype, config.device, self._ops.name, self.num_pages)
 
@@ -138,6 +146,7 @@ class Engine:
     def close(self) -> None:
         """Wait for a running step, stop the worker, give up the pool. Idempotent."""
         self._worker.close()
+        self.grammars.close()
         self._group.close()
         self._ops.close()
         self._progress.close()
@@ -150,12 +159,12 @@ class Engine:
         hidden = self._model.forward(batch, self._progress)
         prompt = [self._prompt_logprobs(row, hidden[span.begin : span.end]) for row, span in zip(plan.rows, batch.spans, strict=True)]
         sampled = self._sample(plan, batch, hidden)
-        outputs = [sampled.get(index, (None, None)) for index in range(len(plan.rows))]
-        rows = tuple(RowResult(row.request, output[0], output[1], found) for row, output, found in zip(plan.rows, outputs, prompt, strict=True))
+        outputs = [sampled.get(index, NOTHING) for index in range(len(plan.rows))]
+        rows = tuple(RowResult(row.request, out[0], out[1], found, out[2]) for row, out, found in zip(plan.rows, outputs, prompt, strict=True))
         return StepResult(rows, time.perf_counter() - begin)
 
-    def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, tuple[int, TokenLogprobs | None]]:
-        """Token and logprobs by index of the rows that sample."""
+    def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, Sampled]:
+        """Token and logprobs, or why there are none, by index of the rows that sample."""
         wanted = [(index, row.sampling) for index, row in enumerate(plan.rows) if row.sampling is not None]
         if not wanted:
             return {}
@@ -164,14 +173,18 @@ class Engine:
         if self._group.rank:
             return {}
         choices = [Choice(sampling, batch.spans[index].length, plan.rows[index].output_index, plan.rows[index].history) for index, sampling in wanted]
-        tokens = sample(logits, choices, self.config.eos_token_ids)
+        masks, dead = self._constraints.of_step([plan.rows[index] for index in indexes])
+        free = [replace(choice, sampling=unbound(choice.sampling)) if place in masks else choice for place, choice in enumerate(choices)]
+        tokens: list[int] = sample(logits, free, self.config.eos_token_ids, masks)
         asked = [(place, sampling.logprobs) for place, (_, sampling) in enumerate(wanted) if sampling.logprobs is not None]
         logprobs: dict[int, TokenLogprobs] = {}
         if asked:
             places = [place for place, _ in asked]
             found = token_logprobs(logits[places], [tokens[place] for place in places], [count for _, count in asked])
             logprobs = dict(zip(places, found, strict=True))
-        return {index: (tokens[place], logprobs.get(place)) for place, index in enumerate(indexes)}
+        return {
+            index: (None, None, dead[place]) if place in dead else (tokens[place], logprobs.get(place), None) for place, index in enumerate(indexes)
+        }
 
     def _prompt_logprobs(self, row: Row, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
         if row.prompt_logprobs is None:

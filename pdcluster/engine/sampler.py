@@ -1,33 +1,39 @@
 """Turns logits into tokens and logprobs. It runs no model and keeps no state: a token depends on its row's logits, sampling, position and what it
 said before (`history`) alone.
 
-Order of what is applied: what `shaping` does (penalties, biases, bans), temperature, top_k, top_p (of what top_k left), min_p (of the most likely).
+Order of what is applied: what `shaping` does (penalties, biases, bans), grammars (`constraint`), temperature, top_k, top_p (of what top_k left),
+min_p (of the most likely).
 Every filter is one threshold, so tokens that tie with the last one kept are kept too, and no order of sorting can change the result. One uniform
 number per token, inverse CDF over token ids in float64. Logprobs are of the raw logits, before all of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdcluster.engine.constraint import Mask, masked
 from pdcluster.engine.philox import uniforms
 from pdcluster.engine.shaping import Choice, shaped
 from pdcluster.messages import Sampling, TokenLogprobs
 
 Scores = NDArray[np.float64]
 
+NO_MASKS: Mapping[int, Mask] = MappingProxyType({})
+
 FIRST_CANDIDATES = 1024
 """Most rows' filters are settled by that many of the best tokens, which are found without sorting the vocabulary."""
 
 
-def sample(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int]) -> list[int]:
-    """One token per row of float32 [rows, vocabulary]. logits stay as they are."""
-    logits = shaped(logits, choices, eos_token_ids)
+def sample(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int], masks: Mapping[int, Mask] = NO_MASKS) -> list[int]:
+    """One token per row of float32 [rows, vocabulary]. logits stay as they are. masks: by row, what its grammar allows; they hold whatever else is
+    asked for."""
+    logits = masked(shaped(logits, choices, eos_token_ids), masks)
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature > 0]
     if drawn:

@@ -13,6 +13,7 @@ from pdcluster.node.decode import DecodeSide
 from pdcluster.node.export import ExportSide
 from pdcluster.node.fetch import FetchSide
 from pdcluster.node.files import ModelFiles
+from pdcluster.node.grammar_queue import GrammarQueue, GrammarSource
 from pdcluster.node.grouping import LayerGroups
 from pdcluster.node.legs import EndedLegs
 from pdcluster.node.outbox import Outbox
@@ -82,9 +83,16 @@ class Shared:
 
 
 def assemble(
-    wiring: Wiring, shape: Shape, engine: StepEngine, limits: Limits, files: ModelFiles, neighbours: Neighbours, clock: Callable[[], float]
+    wiring: Wiring,
+    shape: Shape,
+    engine: StepEngine,
+    limits: Limits,
+    files: ModelFiles,
+    neighbours: Neighbours,
+    clock: Callable[[], float],
+    grammars: GrammarSource | None = None,
 ) -> NodeParts:
-    """Everything the loop needs. The hub is bound when this returns; nothing was said yet."""
+    """Everything the loop needs. grammars: None when the engine knows none. The hub is bound when this returns; nothing was said yet."""
     hub = Hub(wiring.me, listen=wiring.listen, context=wiring.context, settings=wiring.wire, clock=clock)
     backends = _media_of_all_ranks(wiring, shape)
     pages = PagePool(shape.num_pages, shape.pages.page_tokens, shape.block_tokens)
@@ -111,6 +119,7 @@ def assemble(
         files=files,
         stopwatch=Stopwatch(limits.token_budget, clock),
         neighbours=neighbours,
+        grammars=GrammarQueue(grammars, shared.outbox, clock),
     )
 
 

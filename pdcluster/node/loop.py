@@ -43,7 +43,7 @@ from pdcluster.messages import (
 from pdcluster.node.parts import NodeParts
 from pdcluster.node.report import Reporter, by_reason, path_loads
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import StepPlan
+from pdcluster.step import RowError, StepPlan
 from pdcluster.transfer.base import Peer
 from pdcluster.transfer.session import Send, peer_of
 from pdcluster.wire.hub import LeaseEnded, LinkLost, Received
@@ -127,6 +127,7 @@ class NodeLoop:
             parts.engine.layer_fd,
             parts.neighbours.wakeup_fd,
             self._stop_fd,
+            *(() if parts.grammars.news_fd is None else (parts.grammars.news_fd,)),
             *(b.wakeup_fd for b in parts.backends),
         ]
         if watched != self._polled:
@@ -146,6 +147,7 @@ class NodeLoop:
             parts.decode.next_deadline(),
             parts.writer.next_deadline(),
             parts.reader.next_deadline(),
+            parts.grammars.next_deadline(),
             self._reporter.next_deadline(),
         )
         now = self._clock()
@@ -181,6 +183,8 @@ class NodeLoop:
                 self._lose_node(event.peer)
         for peer in self._parts.neighbours.gone():
             self._lose_node(peer)
+        for router, message in self._parts.grammars.ready():
+            self._on_work(router, message)
 
     def _on_message(self, received: Received) -> None:
         parts, peer, message = self._parts, received.peer, received.message
@@ -201,13 +205,14 @@ class NodeLoop:
 
     def _on_router_message(self, router: Peer, message: AnyMessage) -> None:
         parts = self._parts
-        if isinstance(message, Prefill):
-            self._on_prefill(router, message)
-        elif isinstance(message, Reserve):
-            self._on_reserve(router, message)
+        if isinstance(message, Prefill | Reserve):
+            if parts.grammars.admit(router, message):
+                self._on_work(router, message)
         elif isinstance(message, Deliver):
-            parts.prefill.deliver(router, message)
+            if not parts.grammars.keep_ticket(router, message):
+                parts.prefill.deliver(router, message)
         elif isinstance(message, Cancel):
+            parts.grammars.cancel(message.request, message.attempt)
             parts.prefill.cancel(message.request, message.attempt, message.reason)
             parts.decode.cancel(message.request, message.attempt, message.reason)
         elif isinstance(message, Release):
@@ -220,6 +225,14 @@ class NodeLoop:
             self._reporter.add(router, self._tell)
         elif isinstance(message, FetchFile):
             self._tell(router, parts.files.chunk(message))
+
+    def _on_work(self, router: Peer, message: Prefill | Reserve | Deliver) -> None:
+        if isinstance(message, Prefill):
+            self._on_prefill(router, message)
+        elif isinstance(message, Deliver):
+            self._parts.prefill.deliver(router, message)
+        else:
+            self._on_reserve(router, message)
 
     def _on_prefill(self, router: Peer, message: Prefill) -> None:
         sequence = self._accept(router, message.work, "prefill", remote=message.remote)
@@ -254,6 +267,7 @@ class NodeLoop:
         awaited = {(request, attempt) for request, attempt, _ in message.open}
         self._parts.prefill.keep_only(router, awaited)
         self._parts.decode.keep_only(router, awaited)
+        self._parts.grammars.keep_only(router, awaited)
         for request, attempt, position in message.open:
             leg = self._parts.prefill.find(request, attempt) or self._parts.decode.find(request, attempt)
             ended = self._parts.ended.get(request, attempt)
@@ -263,7 +277,7 @@ class NodeLoop:
             elif ended is not None and ended.router == router:
                 self._parts.outbox.row(router, ended.output.since(position))
                 self._parts.outbox.message(router, ended.word)
-            else:
+            elif not self._parts.grammars.has(request, attempt):
                 lost.append((request, attempt))
         self._parts.outbox.message(router, Welcome(self._parts.standing.role, tuple(lost)))
         self._reporter.add(router, self._tell)
@@ -272,6 +286,7 @@ class NodeLoop:
         logger.warning("router %s is gone: its requests are cancelled", router.node)
         self._reporter.remove(router)
         self._parts.ended.forget_router(router)
+        self._parts.grammars.cancel_router(router)
         self._parts.prefill.cancel_router(router)
         self._parts.decode.cancel_router(router)
 
@@ -310,11 +325,19 @@ class NodeLoop:
         self._failures = 0
         self._steps += 1
         for update in parts.scheduler.update(plan, result):
-            if parts.prefill.owns(update.key):
+            if update.error is not None:
+                self._fail_row(update.key, update.error)
+            elif parts.prefill.owns(update.key):
                 parts.prefill.on_update(update)
             elif parts.decode.owns(update.key):
                 parts.decode.on_update(update)
         parts.prefill.on_step(plan)
+
+    def _fail_row(self, key: str, error: RowError) -> None:
+        """One row can not go on; what was computed for the others stands."""
+        logger.warning("%s ends: %s", key, error.reason)
+        self._parts.prefill.fail(key, error.reason, retryable=error.retryable)
+        self._parts.decode.fail(key, error.reason, retryable=error.retryable)
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         """The step computed nothing: all its requests may try another node. Raises when the engine fails again and again."""
@@ -371,7 +394,7 @@ class NodeLoop:
 
     def _is_idle(self) -> bool:
         parts = self._parts
-        legs = parts.prefill.num_legs + parts.decode.num_legs + parts.fetch.num_open
+        legs = parts.prefill.num_legs + parts.decode.num_legs + parts.fetch.num_open + len(parts.grammars)
         return self._running is None and not (legs or self._num_pinned or parts.pages.num_quarantined)
 
     def _check_idle(self) -> None:

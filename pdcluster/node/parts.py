@@ -12,6 +12,7 @@ from pdcluster.node.decode import DecodeSide
 from pdcluster.node.export import ExportSide
 from pdcluster.node.fetch import FetchSide
 from pdcluster.node.files import ModelFiles
+from pdcluster.node.grammar_queue import GrammarQueue
 from pdcluster.node.legs import EndedLegs
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.prefill import PrefillSide
@@ -82,3 +83,4 @@ class NodeParts:
     files: ModelFiles
     stopwatch: Stopwatch
     neighbours: Neighbours
+    grammars: GrammarQueue

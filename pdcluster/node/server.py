@@ -70,7 +70,7 @@ def run(config: NodeConfig) -> int:
         limits = limits_of(config, engine.local)
         agent = NodeAgent(config.bootstrap, heartbeat_s=config.heartbeat_s)
         stack.callback(agent.stop)
-        parts = assemble(wiring, shape_of(config, engine), engine.driver, limits, files, agent, clock)
+        parts = assemble(wiring, shape_of(config, engine), engine.driver, limits, files, agent, clock, engine.local.grammars)
         for each in parts.backends:
             stack.callback(each.shutdown)
         stack.callback(parts.hub.close)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pdcluster.messages import FinishReason, TokenLogprobs
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import Row, StepPlan
+from pdcluster.step import Row, RowError, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,7 @@ class Update:
     token: the new output token, at output index `position` of the whole request; None for a chunk that is not the last of its prompt.
     prompt_logprobs: all of them, with the first token of a request that asked for them. finished: why it ended with this token; its pages are no
     longer its own then. parked: a remote prefill got its first token and keeps its pages until `release`.
+    error: it got no token, and can not go on here; it is for the caller to cancel it.
     """
 
     key: str
@@ -29,6 +30,7 @@ class Update:
     finished: FinishReason | None = None
     stop_token: int | None = None
     parked: bool = False
+    error: RowError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +55,29 @@ def make_row(sequence: Sequence, count: int) -> Row:
     end = start + count
     tokens = sequence.tokens
     wants = sequence.wants_prompt_logprobs
+    samples = end == sequence.num_tokens
     return Row(
         request=sequence.key,
         tokens=tokens[start:end],
         start=start,
         pages=sequence.pages,
-        sampling=sequence.sampling if end == sequence.num_tokens else None,
+        sampling=sequence.sampling if samples else None,
         output_index=sequence.num_output,
         prompt_logprobs=sequence.sampling.prompt_logprobs if wants else None,
         next_token=int(tokens[end]) if wants and end < sequence.num_prompt else None,
-        history=sequence.history if end == sequence.num_tokens else None,
+        history=sequence.history if samples else None,
+        output=tokens[sequence.num_prompt :] if samples and sequence.sampling.grammar is not None else None,
     )
 
 
 def finish(sequence: Sequence, token: int, eos_token_ids: frozenset[int]) -> tuple[FinishReason | None, int | None]:
     """Why the sequence ends with `token`, which was just appended, and the token that ended it; (None, None) while it goes on.
 
-    Output tokens before index min_tokens end nothing, as in the sampler, which never draws an ending token there.
+    Output tokens before index min_tokens end nothing, as in the sampler, which never draws an ending token there: unless a grammar leaves
+    nothing else.
     """
     sampling = sequence.sampling
-    if sequence.num_output > sampling.min_tokens:
+    if sequence.num_output > sampling.min_tokens or sampling.grammar is not None:
         if not sampling.ignore_eos and token in eos_token_ids:
             return "eos", token
         if token in sequence.stop_token_ids:

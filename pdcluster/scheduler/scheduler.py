@@ -229,7 +229,7 @@ class Scheduler:
         if [row.request for row in plan.rows] != [answer.request for answer in result.rows]:
             raise IntegrityError("the engine's result has other rows than the plan")
         for row, answer in zip(plan.rows, result.rows, strict=True):
-            if (row.sampling is None) != (answer.token is None):
+            if answer.error is None and (row.sampling is None) != (answer.token is None):
                 raise IntegrityError(f"{row.request}: the engine gave {'no' if answer.token is None else 'a'} token, the plan says otherwise")
 
     def _land(self) -> list[Sequence]:
@@ -247,7 +247,7 @@ class Scheduler:
         if row.prompt_logprobs is not None:
             sequence.prompt_logprobs.extend(answer.prompt_logprobs)
         if answer.token is None:
-            return Update(sequence.key, sequence.request, sequence.attempt, sequence.num_output, sequence)
+            return Update(sequence.key, sequence.request, sequence.attempt, sequence.num_output, sequence, error=answer.error)
         return self._append(sequence, answer.token, answer.logprobs)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> Update:

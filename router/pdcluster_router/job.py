@@ -98,7 +98,7 @@ class Job:
     def ending(self, eos_token_ids: Collection[int], max_len: int | None) -> tuple[FinishReason, int | None] | None:
         """Why nothing more may be asked for, by the scheduler's own rule, when its last word was lost: reason and stop token. None: go on."""
         num_output, sampling = len(self.emitted), self.sampling
-        if num_output > sampling.min_tokens:
+        if num_output > sampling.min_tokens or (num_output and sampling.grammar is not None):
             last = self.emitted[-1]
             if not sampling.ignore_eos and last in eos_token_ids:
                 return "eos", last

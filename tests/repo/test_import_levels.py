@@ -10,6 +10,7 @@ LEVELS: dict[str, float] = {
     # 0: words. The standard library, msgspec and numpy only.
     "pdcluster.bounds": -0.5,
     "pdcluster.errors": 0,
+    "pdcluster.grammar": -0.3,
     "pdcluster.lifecycle": 0,
     "pdcluster.messages": 0,
     "pdcluster.sampling": -0.2,
@@ -66,8 +67,10 @@ LEVELS: dict[str, float] = {
     "pdcluster.launch.supervisor": 4,
     "pdcluster.cli": 8,
 }
-HEAVY = {"torch", "transformers", "numba", "safetensors", "zmq", "grpc", "google", "httptools", "mooncake", "nixl_cu12", "nixl_cu13", "ray"}
-MODEL_LIBRARIES = {"torch", "transformers", "numba", "safetensors"}
+HEAVY = {
+    "torch", "transformers", "numba", "safetensors", "xgrammar", "zmq", "grpc", "google", "httptools", "mooncake", "nixl_cu12", "nixl_cu13", "ray",
+}  # fmt: skip
+MODEL_LIBRARIES = {"torch", "transformers", "numba", "safetensors", "xgrammar"}
 
 
 def level(name: str) -> float | None:

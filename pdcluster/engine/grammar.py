@@ -1,0 +1,212 @@
+"""Grammars of requests, compiled for a model's vocabulary: off the step, each once, kept while there is room. The only module that knows xgrammar,
+which is imported when the first grammar comes (with it comes transformers: seconds that most nodes never need).
+
+A grammar that xgrammar refuses, or does not finish in time, is refused by its own words, at once when it comes again. A compile cannot be ended from
+outside: one that takes too long keeps its thread until it is done, so there are several.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdcluster.api.text import TextModel
+from pdcluster.api.tools.markers import MARKERS
+from pdcluster.errors import BadRequest, Overloaded, PdclusterError
+from pdcluster.grammar import MAX_DEPTH, Grammar, depth_of
+
+log = logging.getLogger(__name__)
+
+STACK_BYTES = 256 << 20
+"""Compilers recurse over what they read; it is virtual memory until it is used."""
+
+ORIGIN = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
+"""How the library begins its errors: time, file and line."""
+
+NEEDS_LIBRARY = "structured output needs xgrammar, which this node does not have; install pdcluster[grammar] there"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """cache_bytes: of compiled grammars that are kept, the last one always; compile_s: longest wait for one; refusals: how many are remembered."""
+
+    cache_bytes: int = 256 << 20
+    compile_s: float = 20.0
+    max_queued: int = 64
+    threads: int = 2
+    refusals: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What compiling needs of a model. tokens: what each id stands for, b"" for those that are no text."""
+
+    tokens: Sequence[bytes]
+    size: int
+    eos_token_ids: Sequence[int]
+
+
+def vocabulary_of(model_dir: Path, size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
+    """Special tokens are no text, but for the markers that models write in their answers."""
+    pieces = TextModel.from_dir(model_dir).pieces
+    tokens = [piece if index not in pieces.special or piece.decode(errors="replace") in MARKERS else b"" for index, piece in enumerate(pieces.table)]
+    return Vocabulary(tokens[:size] + [b""] * (size - len(tokens)), size, eos_token_ids)
+
+
+class Grammars:
+    """want and close from one thread, find from any; news_fd is readable when a compile is done. load: the vocabulary, asked for once."""
+
+    def __init__(self, load: Callable[[], Vocabulary], limits: GrammarLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._load = load
+        self._limits = limits or GrammarLimits()
+        self._clock = clock
+        self._lock = threading.Condition()
+        self._loading = threading.Lock()
+        self._compiler: Any = None
+        self._ready: OrderedDict[Grammar, Any] = OrderedDict()
+        self._bytes = 0
+        self._refused: OrderedDict[Grammar, PdclusterError] = OrderedDict()
+        self._began: dict[Grammar, float] = {}
+        self._queue: deque[Grammar] = deque()
+        self._num_threads = 0
+        self._is_closed = False
+        self.news_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def want(self, grammar: Grammar) -> bool:
+        """Whether it can be used now; else it will be compiled. Raises BadRequest when it cannot be, Overloaded when too many are on their way."""
+        with self._lock:
+            if grammar in self._ready:
+                self._ready.move_to_end(grammar)
+                return True
+            if (refused := self._refused.get(grammar)) is not None:
+                raise refused
+            if (began := self._began.get(grammar)) is not None:
+                if self._clock() - began >= self._limits.compile_s:
+                    raise BadRequest(f"the grammar did not compile within {self._limits.compile_s:g} s; send a simpler one")
+                return False
+            self._enqueue(grammar)
+            return False
+
+    def find(self, grammar: Grammar) -> Any:
+        """The compiled one, None when it is not, or no longer, here."""
+        with self._lock:
+            return self._ready.get(grammar)
+
+    def take_news(self) -> None:
+        try:
+            os.eventfd_read(self.news_fd)
+        except BlockingIOError:
+            return  # nothing since last time
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def close(self) -> None:
+        """Threads end after what they compile now; nobody waits for them. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._queue.clear()
+            self._lock.notify_all()
+            os.close(self.news_fd)
+
+    # ------------------------------------------------------------ threads
+
+    def _enqueue(self, grammar: Grammar) -> None:
+        if depth_of(grammar.source) > MAX_DEPTH:
+            raise BadRequest(f"the grammar is nested more than {MAX_DEPTH} levels deep; send a flatter one")
+        if len(self._queue) >= self._limits.max_queued:
+            raise Overloaded(f"{len(self._queue)} grammars wait to be compiled; retry later", 1.0, "grammars")
+        self._queue.append(grammar)
+        self._began[grammar] = self._clock()
+        if self._num_threads < min(self._limits.threads, len(self._began)):
+            self._num_threads += 1
+            size = threading.stack_size(STACK_BYTES)
+            try:
+                threading.Thread(target=self._work, name="grammars", daemon=True).start()
+            finally:
+                threading.stack_size(size)
+        self._lock.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._queue or self._is_closed)
+                if self._is_closed:
+                    return
+                grammar = self._queue.popleft()
+            answer = self._compile(grammar)
+            with self._lock:
+                self._began.pop(grammar, None)
+                if self._is_closed:
+                    return
+                self._keep(grammar, answer)
+                os.eventfd_write(self.news_fd, 1)
+
+    def _compile(self, grammar: Grammar) -> Any:
+        """The compiled grammar, or the error that says why there is none."""
+        began = time.perf_counter()
+        try:
+            with self._loading:
+                if self._compiler is None:
+                    self._compiler = _make_compiler(self._load())
+            compiled = self._compiler.compile_structural_tag(f'{{"type":"structural_tag","format":{grammar.source}}}')
+            if not _starts(compiled):
+                return BadRequest("the grammar allows no output at all with this model's tokens; send another one")
+        except PdclusterError as error:
+            return error
+        except ImportError as error:
+            log.error("xgrammar cannot be imported: %s", error)
+            return BadRequest(NEEDS_LIBRARY)
+        except Exception as error:  # the library raises RuntimeError and ValueError of many kinds for what it does not take
+            return BadRequest(f"the grammar does not compile: {_words(error)}")
+        log.debug("a grammar of %d characters compiled in %.3f s", len(grammar.source), time.perf_counter() - began)
+        return compiled
+
+    def _keep(self, grammar: Grammar, answer: Any) -> None:
+        if isinstance(answer, PdclusterError):
+            self._refused[grammar] = answer
+            if len(self._refused) > self._limits.refusals:
+                self._refused.popitem(last=False)
+            return
+        self._ready[grammar] = answer
+        self._bytes += answer.memory_size_bytes
+        while self._bytes > self._limits.cache_bytes and len(self._ready) > 1:
+            self._bytes -= self._ready.popitem(last=False)[1].memory_size_bytes
+
+
+def _words(error: Exception) -> str:
+    """What the library says, without the place in its source, and not endlessly."""
+    text = ORIGIN.sub("", str(error).strip()) or type(error).__name__
+    return text if len(text) <= 500 else text[:500] + "…"
+
+
+def _make_compiler(vocabulary: Vocabulary) -> Any:
+    import xgrammar
+
+    if not vocabulary.eos_token_ids:
+        raise BadRequest("structured output needs a model with an end-of-sequence token, and this one has none")
+    info = xgrammar.TokenizerInfo(
+        list(vocabulary.tokens), xgrammar.VocabType.RAW, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.eos_token_ids)
+    )
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def _starts(compiled: Any) -> bool:
+    """Whether some token may come first; an endless recursion allows none."""
+    from pdcluster.engine.constraint import Constraint
+
+    return bool(Constraint(compiled).mask().any())

@@ -1,0 +1,62 @@
+"""Random JSON schemas, small enough that any model finishes them, with all that structured output keeps."""
+
+import random
+import string
+
+
+def random_schema(seed: int) -> dict:
+    generator = random.Random(seed)
+    return _object(generator, 0)
+
+
+def _object(generator: random.Random, depth: int) -> dict:
+    names = generator.sample(string.ascii_lowercase, generator.randint(1, 4))
+    schema = {"type": "object", "properties": {name: _value(generator, depth + 1) for name in names}, "additionalProperties": False}
+    required = [name for name in names if generator.random() < 0.7]
+    if required:
+        schema["required"] = required
+    return schema
+
+
+def _value(generator: random.Random, depth: int) -> dict:
+    kinds = [_string, _number, _enum, _plain, _bounded]
+    if depth < 3:
+        kinds += [_object, _array, _any_of, _array]
+    return generator.choice(kinds)(generator, depth)
+
+
+def _string(generator: random.Random, depth: int) -> dict:
+    low = generator.randint(0, 3)
+    return generator.choice([
+        {"type": "string", "minLength": low, "maxLength": low + generator.randint(0, 6)},
+        {"type": "string", "pattern": "^[a-z]{2,5}$"},
+        {"type": "string", "pattern": r"^\d{3}-[A-F]{1,4}$"},
+        {"type": "string", "format": "date"},
+    ])  # fmt: skip
+
+
+def _number(generator: random.Random, depth: int) -> dict:
+    low = generator.randint(-1000, 1000)
+    return {"type": "integer", "minimum": low, "maximum": low + generator.randint(0, 5000)}
+
+
+def _bounded(generator: random.Random, depth: int) -> dict:
+    return {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": generator.randint(2, 100)}
+
+
+def _enum(generator: random.Random, depth: int) -> dict:
+    values = [generator.choice(["red", "größe", 'quo"te', 1, -2.5, None, True]) for _ in range(generator.randint(1, 4))]
+    return generator.choice([{"enum": values}, {"const": values[0]}])
+
+
+def _plain(generator: random.Random, depth: int) -> dict:
+    return {"type": generator.choice(["boolean", "null"])}
+
+
+def _array(generator: random.Random, depth: int) -> dict:
+    low = generator.randint(0, 2)
+    return {"type": "array", "items": _value(generator, depth + 1), "minItems": low, "maxItems": low + generator.randint(0, 2)}
+
+
+def _any_of(generator: random.Random, depth: int) -> dict:
+    return {"anyOf": [_value(generator, depth + 1) for _ in range(generator.randint(1, 3))]}

@@ -1,0 +1,230 @@
+"""Grammars on the engine: whatever a model prefers to say, what comes is of the asked shape; and the state follows from the output alone."""
+
+import json
+import re
+import threading
+import time
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from random_schemas import random_schema
+from scheduled import run
+
+from pdcluster.api import structured
+from pdcluster.api.text import TextModel
+from pdcluster.bundled_model import path
+from pdcluster.engine.constraint import Constraint, masked, without
+from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.engine.grammar import GrammarLimits, Grammars, Vocabulary, vocabulary_of
+from pdcluster.errors import BadRequest, Overloaded
+from pdcluster.grammar import MAX_DEPTH, Grammar
+from pdcluster.sampling import Sampling
+from pdcluster.step import Row
+
+TEXT = TextModel.from_dir(path())
+EOS = TEXT.eos_token_ids
+
+
+def grammar(form) -> Grammar:
+    return structured.grammar_of(form, "test")
+
+
+def regex(pattern: str) -> Grammar:
+    return grammar({"type": "regex", "pattern": pattern})
+
+
+def compile_now(grammars: Grammars, wanted: Grammar, timeout_s: float = 60.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not grammars.want(wanted):
+        assert time.monotonic() < until, "it did not compile"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    engine = Engine(EngineConfig(path(), tmp_path_factory.mktemp("cache"), dtype="float32", num_pages=256, max_len=1024))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def grammars():
+    made = Grammars(lambda: vocabulary_of(path(), TEXT.vocab_size, EOS))
+    yield made
+    made.close()
+
+
+def ask(engine: Engine, wanted: Grammar | None, *, max_tokens: int = 120, seed: int = 1, **fields) -> Sampling:
+    if wanted is not None:
+        compile_now(engine.grammars, wanted)
+    return Sampling(max_tokens=max_tokens, seed=seed, grammar=wanted, **fields)
+
+
+def say(engine: Engine, *samplings: Sampling, prompt: str = "The answer is", **options) -> list[str]:
+    """Of each the text, without the token that ended it."""
+    outputs, _ = run(engine, TEXT.encode(prompt, add_special_tokens=False), samplings, **options)
+    return [TEXT.decode([token for token in tokens if token not in EOS]) for tokens in outputs]
+
+
+def test_a_regular_expression_is_kept_greedy_and_drawn_beside_rows_that_have_none(engine):
+    wanted = regex(r"[a-f]{3}-\d{2,4}")
+    texts = say(engine, ask(engine, wanted, temperature=0.0), ask(engine, None, max_tokens=20), ask(engine, wanted), ask(engine, wanted, seed=7))
+    assert all(re.fullmatch(r"[a-f]{3}-\d{2,4}", text) for text in (texts[0], *texts[2:]))
+    assert texts[1] == say(engine, ask(engine, None, max_tokens=20))[0]
+
+
+@pytest.mark.parametrize("form", [{"type": "or", "elements": [{"type": "const_string", "value": word} for word in ("yes", "no", "maybe")]}])
+def test_a_choice_is_one_of_them(engine, form):
+    assert set(say(engine, *(ask(engine, grammar(form), seed=seed, temperature=2.0) for seed in range(12)))) <= {"yes", "no", "maybe"}
+
+
+def test_an_ebnf_grammar_is_kept(engine):
+    form = {"type": "grammar", "grammar": 'root ::= "(" root ")" | [a-z]+'}
+    for text in say(engine, *(ask(engine, grammar(form), seed=seed) for seed in range(4))):
+        assert re.fullmatch(r"(\(*)[a-z]+(\)*)", text) or len(text) > 50
+
+
+@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(20, 1000))])
+def test_output_is_valid_for_a_random_schema(engine, seed):
+    """Cut off by max_tokens it may be, wrong never: what was said is then the beginning of something valid."""
+    schema = random_schema(seed)
+    wanted = grammar(structured.json_form(schema, "schema"))
+    sampling = ask(engine, wanted, max_tokens=600, seed=seed, temperature=0.3)
+    ((*tokens, last),), _ = run(engine, TEXT.encode("{", add_special_tokens=False), [sampling])
+    assert last in EOS, "a random schema of ours is short"
+    jsonschema.validate(json.loads(TEXT.decode(tokens)), schema)
+
+
+def test_a_preempted_row_and_one_that_moved_go_on_as_if_nothing_had_happened(engine):
+    wanted = grammar(structured.json_form({"type": "array", "items": {"type": "integer"}, "minItems": 30, "maxItems": 60}, "s"))
+    samplings = [ask(engine, wanted, seed=seed, max_tokens=150) for seed in range(3)]
+    prompt = TEXT.encode("numbers: " * 20, add_special_tokens=False)
+    whole, _ = run(engine, prompt, samplings)
+    preempted, scheduler = run(engine, prompt, samplings, num_pages=10, name="p")
+    assert scheduler.num_preemptions > 0 and preempted == whole
+    for index, sampling in enumerate(samplings):
+        moved, _ = run(engine, prompt, [sampling], emitted=whole[index][:41], token_budget=64, name=f"m{index}")
+        assert moved == [whole[index]]
+
+
+def test_max_tokens_cuts_and_min_tokens_yields_to_the_grammar(engine):
+    wanted = regex(r"a+|bcd")
+    (cut,) = say(engine, ask(engine, wanted, max_tokens=2, min_tokens=2))
+    assert re.fullmatch(r"a+|b|bc|bcd", cut)
+    (only,) = say(engine, ask(engine, regex("yes"), min_tokens=20, max_tokens=40))
+    assert only == "yes"
+    (long,) = say(engine, ask(engine, regex("a+"), min_tokens=10, max_tokens=40))
+    assert len(TEXT.encode(long, add_special_tokens=False)) <= 40 and len(long) >= 10
+
+
+def test_state_made_anew_allows_the_same_as_state_that_was_kept(grammars):
+    wanted = grammar(structured.json_form({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, "s"))
+    compile_now(grammars, wanted)
+    kept, output = Constraint(grammars.find(wanted)), []
+    generator = np.random.default_rng(5)
+    while len(output) < 30:
+        mask = kept.mask()
+        fresh = Constraint(grammars.find(wanted))
+        assert all(fresh.accept(token) for token in output)
+        assert np.array_equal(fresh.mask(), mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        token = int(generator.choice(allowed))
+        assert kept.accept(token)
+        output.append(token)
+        if token in EOS:
+            return
+
+
+def test_a_lost_state_and_a_foreign_token_end_one_row_only(engine):
+    wanted = regex("[ab]{30}")
+    sampling = ask(engine, wanted, max_tokens=4, temperature=0.0)
+    bad = np.array(TEXT.encode("zzz", add_special_tokens=False), np.int32)
+    fresh = np.empty(0, np.int32)
+    masks, dead = engine._constraints.of_step([row_of("a", bad, sampling), row_of("b", fresh, sampling)])
+    assert list(masks) == [1] and "does not fit" in dead[0].reason and not dead[0].retryable
+    unknown = Sampling(max_tokens=4, seed=1, grammar=regex("never compiled"))
+    _, dead = engine._constraints.of_step([row_of("b", fresh, unknown)])
+    assert dead[0].retryable
+
+
+def row_of(key: str, output: np.ndarray, sampling: Sampling) -> Row:
+    return Row(key, np.zeros(1, np.int32), 0, np.zeros(1, np.int32), sampling, len(output), output=output)
+
+
+def test_masks_change_only_their_rows():
+    logits = torch.arange(12.0).reshape(3, 4)
+    mask = np.array([0b0101], np.int32)
+    out = masked(logits, {1: mask})
+    assert out[1].tolist() == [4.0, float("-inf"), 6.0, float("-inf")]
+    assert torch.equal(out[0], logits[0]) and torch.equal(out[2], logits[2]) and logits[1, 1] == 5.0
+    assert masked(logits, {}) is logits
+    assert without(mask, [2, 99]).tolist() == [1] and mask.tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"type": "regex", "pattern": "(abc"}, "parenthesis"),
+        ({"type": "regex", "pattern": "a{3,1}"}, "bound"),
+        ({"type": "regex", "pattern": r"(a)\1"}, "[Bb]ackreference"),
+        ({"type": "grammar", "grammar": "root ::= nothing"}, "not defined"),
+        ({"type": "grammar", "grammar": 'other ::= "a"'}, "root rule"),
+        ({"type": "json_schema", "json_schema": {"type": "strnig"}}, "strnig"),
+        ({"type": "json_schema", "json_schema": {"$ref": "#/$defs/none"}}, "none|defs"),
+        ({"type": "json_schema", "json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
+        ({"type": "json_schema", "json_schema": {"$ref": "#"}}, "no output at all"),
+        ({"type": "nonsense"}, "compile"),
+    ],
+)
+def test_what_does_not_compile_is_refused_in_the_compilers_words_and_remembered(grammars, form, words):
+    for _ in range(2):
+        with pytest.raises(BadRequest, match=words) as caught:
+            compile_now(grammars, grammar(form))
+        assert "/cpp/" not in str(caught.value)
+
+
+def test_a_grammar_nested_too_deeply_never_reaches_the_compiler(grammars):
+    with pytest.raises(BadRequest, match="nested"):
+        grammars.want(Grammar('{"type":"regex","pattern":"' + "(" * (MAX_DEPTH + 1) + ")" * (MAX_DEPTH + 1) + '"}'))
+
+
+def test_the_cache_holds_no_more_than_its_bytes_and_the_last_one_always():
+    small = Grammars(lambda: vocabulary_of(path(), TEXT.vocab_size, EOS), GrammarLimits(cache_bytes=1))
+    try:
+        for pattern in ("a", "b", "c"):
+            compile_now(small, regex(pattern))
+        assert len(small) == 1 and small.find(regex("a")) is None and small.find(regex("c")) is not None
+    finally:
+        small.close()
+
+
+def test_compiles_wait_in_a_bounded_queue_and_not_for_ever():
+    release = threading.Event()
+
+    def slow() -> Vocabulary:
+        release.wait(30)
+        return vocabulary_of(path(), TEXT.vocab_size, EOS)
+
+    now = [0.0]
+    grammars = Grammars(slow, GrammarLimits(max_queued=2, threads=1, compile_s=5.0), clock=lambda: now[0])
+    try:
+        with pytest.raises(Overloaded, match="wait to be compiled"):
+            for index in range(8):
+                assert grammars.want(regex(f"a{index}")) is False
+        now[0] = 6.0
+        with pytest.raises(BadRequest, match="did not compile within"):
+            grammars.want(regex("a0"))
+    finally:
+        release.set()
+        grammars.close()
+
+
+def test_a_model_without_an_end_takes_no_grammar():
+    endless = Grammars(lambda: Vocabulary([b"a", b"b"], 2, ()))
+    try:
+        with pytest.raises(BadRequest, match="end-of-sequence"):
+            compile_now(endless, regex("a"))
+    finally:
+        endless.close()
