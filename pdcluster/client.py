@@ -9,6 +9,7 @@ Both raise the errors of `pdcluster.errors`, as the server meant them. Leaving t
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
@@ -45,6 +46,17 @@ Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or the turns of a chat."""
 
 
+@dataclass(frozen=True, slots=True)
+class Structured:
+    """What the output must look like; set one of them. json: a JSON schema, as text or as an object; grammar: EBNF."""
+
+    json: str | Mapping[str, object] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] = ()
+    grammar: str | None = None
+
+
 class Options(TypedDict, total=False):
     """What a request may set; the meaning is that of the HTTP API's field of the same name. logprobs: number of alternatives beside each token."""
 
@@ -73,6 +85,7 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     bad_words: Sequence[str]
     prompt_logprobs: int
+    structured_outputs: Structured
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +258,10 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     try:
-        request = pb.GenerateRequest(**options)
+        plain = {name: value for name, value in options.items() if name != "structured_outputs"}
+        request = pb.GenerateRequest(**plain)
+        if (asked := options.get("structured_outputs")) is not None:
+            request.structured_outputs.CopyFrom(_structured(asked))
         if isinstance(prompt, str):
             request.text = prompt
         elif all(isinstance(part, int) for part in prompt):
@@ -256,6 +272,18 @@ def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     except (TypeError, ValueError, OverflowError) as error:
         raise BadRequest(f"the request cannot be sent: {error}; see pdcluster.client.Options for what may be set") from error
     return request
+
+
+def _structured(asked: Structured) -> pb.StructuredOutputs:
+    given = [name for name in Structured.__slots__ if getattr(asked, name)]
+    if len(given) != 1:
+        raise BadRequest(f"structured_outputs must set exactly one of {', '.join(Structured.__slots__)}", "structured_outputs")
+    value = getattr(asked, given[0])
+    if given[0] == "choice":
+        return pb.StructuredOutputs(choice=pb.Choices(texts=value))
+    if given[0] == "json" and not isinstance(value, str):
+        value = json.dumps(value)
+    return pb.StructuredOutputs(**{given[0]: value})
 
 
 def _turns(prompt: Iterable[object]) -> list[Message]:

@@ -263,6 +263,8 @@ class RouterConfig(Section):
     admin_token_file: Path | None = key(None, path, "file with the token that Admin calls must carry; needed beyond loopback")
     bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
     tokenizer: Path | None = key(None, path, "directory with tokenizer.json and the chat template; default: asked from a node")
+    tool_format: str = key("auto", choice("auto", "none", "hermes", "llama", "mistral"), "how the model calls tools; auto: as its template shows")
+    reasoning: str = key("auto", choice("auto", "none", "think"), "how the model marks its thoughts; auto: as its template shows")
     mode: Mode = key("auto", choice("auto", "remote", "local"), "remote: prefill and decode on two nodes, local: on one; auto chooses per request")
     policy: str = key("seconds", text, "routing policy, with parameters: seconds, kv-cost:weight=2, …")
     shadow_policy: str | None = key(None, text, "second policy, whose choices are recorded beside, without effect")

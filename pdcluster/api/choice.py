@@ -10,7 +10,9 @@ from collections.abc import Set
 import msgspec
 
 from pdcluster.api.detokenize import Detokenizer
+from pdcluster.api.speech import Said, Speech
 from pdcluster.api.stop import StopMatcher
+from pdcluster.api.tools.calls import CallDelta
 from pdcluster.messages import TokenLogprobs
 
 
@@ -25,11 +27,14 @@ class Token(msgspec.Struct, frozen=True, gc=False):
 class Piece(msgspec.Struct):
     """What one event of a choice adds to its reply. finish is set on the last one.
 
+    reasoning: what the model thought before its answer; calls: of tools; where a choice has a Speech, text is without them.
     tokens: output only; echo: the prompt's, where they are repeated with logprobs; prompt_token_ids, prompt_logprobs: on the first piece, when
     asked for.
     """
 
     text: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = []
     tokens: list[Token] = []
     echo: list[Token] = []
     finish: str | None = None
@@ -40,14 +45,16 @@ class Piece(msgspec.Struct):
 class ChoiceText:
     """`stopped` is set when a stop string matched: the generation may end there, and later tokens are not part of the reply."""
 
-    __slots__ = ("_detokenizer", "_offset", "_silent", "_stops", "num_tokens", "stopped")
+    __slots__ = ("_detokenizer", "_offset", "_silent", "_speech", "_stops", "num_tokens", "stopped")
 
-    def __init__(self, detokenizer: Detokenizer, stops: StopMatcher, silent: Set[int], offset: int = 0) -> None:
-        """silent: ids that end a generation, whose text is not part of the answer; offset: characters before the first token (an echo)."""
+    def __init__(self, detokenizer: Detokenizer, stops: StopMatcher, silent: Set[int], offset: int = 0, speech: Speech | None = None) -> None:
+        """silent: ids that end a generation, whose text is not part of the answer; offset: characters before the first token (an echo); speech: what
+        the text is taken apart by, None for nothing."""
         self._detokenizer = detokenizer
         self._stops = stops
         self._silent = silent
         self._offset = offset
+        self._speech = speech
         self.num_tokens = 0
         self.stopped = False
 
@@ -59,16 +66,34 @@ class ChoiceText:
             text = self._detokenizer.feed(token_id)
             if text:
                 self._offset += len(text)
-                piece.text += self._certain(text)
+                self._release(self._certain(text), piece)
 
     def finish(self, piece: Piece) -> None:
         """The generation ended: releases what was held back. An incomplete character may still complete a stop string."""
         if not self.stopped:
-            piece.text += self._certain(self._detokenizer.flush())
+            self._release(self._certain(self._detokenizer.flush()), piece)
         if not self.stopped:
-            piece.text += self._stops.flush()
+            self._release(self._stops.flush(), piece)
+        if self._speech is not None:
+            self._put(self._speech.flush(), piece)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of tools that were given away."""
+        return 0 if self._speech is None else self._speech.num_calls
 
     def _certain(self, text: str) -> str:
         certain = self._stops.feed(text)
         self.stopped = self._stops.matched is not None
         return certain
+
+    def _release(self, text: str, piece: Piece) -> None:
+        if self._speech is None:
+            piece.text += text
+        elif text:
+            self._put(self._speech.feed(text), piece)
+
+    def _put(self, said: Said, piece: Piece) -> None:
+        piece.reasoning += said.reasoning
+        piece.text += said.text
+        piece.calls = [*piece.calls, *said.calls] if said.calls else piece.calls

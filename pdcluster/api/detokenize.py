@@ -129,6 +129,10 @@ class Detokenizer:
         self._is_whole = not self._strip
         """No incomplete character is pending, and no leading space to look for."""
 
+    def show(self, token_ids: frozenset[int]) -> None:
+        """These are text, though they are special."""
+        self._skip -= token_ids
+
     def feed(self, token_id: int) -> str:
         """The text that became certain with this token; "" while a character is incomplete."""
         if token_id in self._skip:

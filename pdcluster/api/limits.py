@@ -11,6 +11,7 @@ import numpy as np
 from pdcluster.api.openai import Common
 from pdcluster.api.text import SamplingDefaults
 from pdcluster.errors import BadRequest
+from pdcluster.grammar import Grammar
 from pdcluster.sampling import Sampling, Shaping
 
 FEW = 256
@@ -81,6 +82,7 @@ def build_sampling(
     seed: int,
     logprobs: int | None,
     shaping: Shaping | None = None,
+    grammar: Grammar | None = None,
 ) -> Sampling:
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
@@ -101,6 +103,7 @@ def build_sampling(
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
         shaping=shaping,
+        grammar=grammar,
     )
 
 

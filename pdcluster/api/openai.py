@@ -15,7 +15,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pdcluster.api import validate
+from pdcluster.api.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from pdcluster.api.template import RESERVED
+from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, Tool
 from pdcluster.errors import BadRequest
 from pdcluster.sampling import MAX_BAD_WORDS, MAX_LOGPROBS
 
@@ -60,6 +62,8 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-10, le=10)] | None = None
@@ -76,7 +80,6 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     length_penalty: object = None
     best_of: object = None
     use_beam_search: object = None
-    response_format: object = None
     include_stop_str_in_output: object = None
     truncate_prompt_tokens: object = None
 
@@ -124,13 +127,13 @@ class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
     # without effect here
-    parallel_tool_calls: object = None
     prediction: object = None
     # would change the output
     chat_template: object = None
-    tools: object = None
-    tool_choice: object = None
     functions: object = None
     function_call: object = None
     audio: object = None
@@ -157,6 +160,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 
@@ -168,6 +172,13 @@ class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 NESTED: Mapping[str, type[Struct]] = {
     "stream_options": StreamOptions,
+    "response_format": ResponseFormat,
+    "response_format.json_schema": JsonSchema,
+    "structured_outputs": StructuredOutputs,
+    "tools[…]": Tool,
+    "tools[…].function": Function,
+    "tool_choice": NamedChoice,
+    "tool_choice.function": NamedFunction,
     "messages[…]": ChatMessage,
     "messages[…].content[…]": ContentPart,
     "messages[…].tool_calls[…]": ToolCall,
@@ -178,12 +189,9 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "best_of": (1,),
     "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
     "include_stop_str_in_output": (False,),
     "truncate_prompt_tokens": (),
     "chat_template": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "audio": (),

@@ -15,6 +15,7 @@ from pdcluster.api import sse
 from pdcluster.api.choice import Piece
 from pdcluster.api.detokenize import Pieces
 from pdcluster.api.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs, chat_logprobs, completion_logprobs, prompt_logprobs
+from pdcluster.api.tools.calls import CallDelta
 from pdcluster.errors import BadRequest, PdclusterError
 
 _encode = msgspec.json.Encoder().encode
@@ -67,10 +68,26 @@ class Usage(Struct):
 # ---------------------------------------------------------------- chat
 
 
+class CalledFunction(Struct, omit_defaults=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CalledTool(Struct):
+    """A whole call; one that has an index is more of the call of that index."""
+
+    function: CalledFunction
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
 class ChatReplyMessage(Struct):
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -95,6 +112,8 @@ class ChatReply(Struct):
 class ChatDelta(Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -181,11 +200,11 @@ class ChatFormat:
         return sse.event(self._encode_chunk(index, Piece(), ChatDelta(role="assistant", content=""), empty=True))
 
     def chunk(self, index: int, piece: Piece) -> bytes:
-        if index == 0 and piece.finish is None and self._is_plain:
+        if index == 0 and piece.finish is None and self._is_plain and not (piece.reasoning or piece.calls):
             if self._plain is None:
                 self._plain = _PlainChunks(self._encode_chunk(0, Piece(), ChatDelta(content="")), b'"content":""')
             return self._plain.event(piece.text)
-        delta = ChatDelta(content=piece.text) if piece.text or piece.finish is None else ChatDelta()
+        delta = _delta(piece)
         return sse.event(self._encode_chunk(index, piece, delta))
 
     def usage_chunk(self, usage: Usage) -> bytes:
@@ -193,7 +212,7 @@ class ChatFormat:
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
         choices = [
-            ChatChoice(index, ChatReplyMessage(piece.text), piece.finish, self._logprobs(piece), _prompt_ids(piece), _token_ids(self._head, piece))
+            ChatChoice(index, _message(piece), piece.finish, self._logprobs(piece), _prompt_ids(piece), _token_ids(self._head, piece))
             for index, piece in enumerate(pieces)
         ]
         reply = ChatReply(self._head.id, self._head.created, self._head.model, choices, usage)
@@ -208,6 +227,43 @@ class ChatFormat:
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         return chat_logprobs(piece.tokens, self._head.pieces) if self._head.logprobs else None
+
+
+def _delta(piece: Piece) -> ChatDelta:
+    """Of a piece with nothing to say a delta without text, so that what stands beside it (logprobs, token ids) has a place; the last says nothing."""
+    delta = ChatDelta()
+    if piece.text or (piece.finish is None and not piece.reasoning and not piece.calls):
+        delta.content = piece.text
+    if piece.reasoning:
+        delta.reasoning_content = piece.reasoning
+    if piece.calls:
+        delta.tool_calls = [_more_of(call) for call in piece.calls]
+    return delta
+
+
+def _more_of(call: CallDelta) -> CalledTool:
+    if call.id is None or call.name is None:
+        return CalledTool(CalledFunction(call.arguments), index=call.index)
+    return CalledTool(CalledFunction(call.arguments, call.name), call.id, "function", call.index)
+
+
+def _message(piece: Piece) -> ChatReplyMessage:
+    calls = _whole_calls(piece.calls)
+    return ChatReplyMessage(piece.text if piece.text or not calls else None, reasoning_content=piece.reasoning or UNSET, tool_calls=calls or UNSET)
+
+
+def _whole_calls(deltas: Sequence[CallDelta]) -> list[CalledTool]:
+    arguments: list[list[str]] = []
+    firsts: list[CallDelta] = []
+    for delta in deltas:
+        if delta.id is not None:
+            firsts.append(delta)
+            arguments.append([])
+        arguments[-1].append(delta.arguments)
+    return [
+        CalledTool(CalledFunction("".join(parts), first.name or ""), first.id or "", "function")
+        for first, parts in zip(firsts, arguments, strict=True)
+    ]
 
 
 class CompletionFormat:

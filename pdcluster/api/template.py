@@ -84,6 +84,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the model's chat template does not compile: line {error.lineno}: {error.message}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
 
@@ -94,6 +95,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
         """Raises BadRequest when the template refuses these messages, e.g. because it wants the roles to alternate."""
         chat = [self._prepare(message) for message in messages]
@@ -103,7 +105,7 @@ class ChatTemplate:
             lambda: self._template.render(
                 self._special_tokens | dict(kwargs or {}),
                 messages=chat,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )

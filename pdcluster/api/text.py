@@ -17,8 +17,11 @@ from tokenizers.processors import TemplateProcessing
 
 from pdcluster.api.detokenize import Detokenizer, build_pieces, detokenize
 from pdcluster.api.files import read_text_files
+from pdcluster.api.reasoning import knows_reasoning
 from pdcluster.api.segments import SHORT_CHARACTERS, SegmentedEncoder
 from pdcluster.api.template import ChatTemplate, Message
+from pdcluster.api.tools.formats import detect
+from pdcluster.api.tools.markers import MARKERS
 from pdcluster.errors import BadRequest, ModelError
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -38,12 +41,16 @@ class SamplingDefaults:
 class TextModel:
     """Immutable after construction but for the segments of chats that are kept; may be used from several threads."""
 
-    def __init__(self, files: Mapping[str, bytes]) -> None:
-        """files: contents by name, of those in files.TEXT_FILES that the model has; only tokenizer.json must be there.
+    def __init__(self, files: Mapping[str, bytes], tool_format: str = "auto", reasoning: str = "auto") -> None:
+        """files: contents by name, of those in files.TEXT_FILES that the model has; only tokenizer.json must be there. tool_format, reasoning: how
+        the model marks calls of tools (a name of api.tools.formats) and thoughts (think), or none; auto: as its chat template shows.
 
         Raises ModelError naming the file that is missing or wrong."""
         try:
             self._build(files)
+            source = "" if self.template is None else self.template.source
+            self.tool_format = detect(source) if tool_format == "auto" else None if tool_format == "none" else tool_format
+            self.reasons = knows_reasoning(source) if reasoning == "auto" else reasoning == "think"
         except (ValueError, TypeError, LookupError, AttributeError) as error:  # of files that are JSON, but of another shape
             raise ModelError(f"the model's text files are not as expected: {type(error).__name__}: {error}; take its original files") from error
 
@@ -61,6 +68,7 @@ class TextModel:
         )
         source = _template_source(files, config)
         self.template = None if source is None else ChatTemplate(source, special)
+        self._marks = frozenset(index for index in self.pieces.special if self.pieces.table[index].decode(errors="replace") in MARKERS)
         self.defaults = _sampling_defaults(generation)
         self.eos_token_ids = _eos_token_ids(generation, _json_file(files, "config.json"), self._tokenizer, special)
 
@@ -90,20 +98,25 @@ class TextModel:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
         """The prompt's text, special tokens included: for `encode_chat`."""
         if self.template is None:
             way_out = "use /v1/completions, or put a chat_template.jinja beside its tokenizer.json"
             raise BadRequest(f"this model has no chat template; {way_out}", "messages")
         return self.template.render(
-            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, kwargs=kwargs
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, kwargs=kwargs, tools=tools
         )
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True, at_start: bool = True) -> str:
         return detokenize(self.pieces, token_ids, skip_special_tokens=skip_special_tokens, at_start=at_start)
 
-    def detokenizer(self, *, skip_special_tokens: bool = True, at_start: bool = True) -> Detokenizer:
-        return Detokenizer(self.pieces, skip_special_tokens=skip_special_tokens, at_start=at_start)
+    def detokenizer(self, *, skip_special_tokens: bool = True, at_start: bool = True, shows_marks: bool = False) -> Detokenizer:
+        """shows_marks: tokens that mark parts of an answer are text, whatever they are to the tokenizer."""
+        detokenizer = Detokenizer(self.pieces, skip_special_tokens=skip_special_tokens, at_start=at_start)
+        if shows_marks and self._marks:
+            detokenizer.show(self._marks)
+        return detokenizer
 
 
 def _json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -28,10 +28,19 @@ def request_from_proto(message: pb.GenerateRequest, model: str) -> openai.ChatRe
     fields |= {"model": message.model or model, "stop": list(message.stop), "stop_token_ids": list(message.stop_token_ids)}
     fields["return_token_ids"] = message.return_prompt_token_ids
     fields |= {"logit_bias": {str(token): bias for token, bias in message.logit_bias.items()}, "bad_words": list(message.bad_words)}
+    if message.HasField("structured_outputs"):
+        fields["structured_outputs"] = _structured(message.structured_outputs)
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise BadRequest("the request has no prompt; set text, token_ids or chat", "prompt")
     return openai.chat_of(fields | _chat_fields(message)) if kind == "chat" else openai.completion_of(fields | _plain_fields(message, kind))
+
+
+def _structured(asked: pb.StructuredOutputs) -> dict[str, object]:
+    kind = asked.WhichOneof("kind")
+    if kind is None:
+        return {}
+    return {kind: list(asked.choice.texts) if kind == "choice" else getattr(asked, kind)}
 
 
 def _chat_fields(message: pb.GenerateRequest) -> dict[str, object]:

@@ -175,10 +175,13 @@ class _Whole:
         self._exchange, self._prepared = exchange, prepared
         self._collected = [Piece() for _ in prepared.choices]
         self._texts: list[list[str]] = [[] for _ in prepared.choices]
+        self._thoughts: list[list[str]] = [[] for _ in prepared.choices]
 
     def add(self, index: int, piece: Piece) -> None:
         whole = self._collected[index]
         self._texts[index].append(piece.text)
+        self._thoughts[index].append(piece.reasoning)
+        whole.calls += piece.calls
         whole.tokens += piece.tokens
         whole.echo += piece.echo
         whole.finish = piece.finish
@@ -189,8 +192,8 @@ class _Whole:
 
     def finish(self) -> None:
         prepared = self._prepared
-        for whole, texts in zip(self._collected, self._texts, strict=True):
-            whole.text = "".join(texts)
+        for whole, texts, thoughts in zip(self._collected, self._texts, self._thoughts, strict=True):
+            whole.text, whole.reasoning = "".join(texts), "".join(thoughts)
         num_each = len(self._collected) // prepared.num_prompts
         for index, whole in enumerate(self._collected):
             whole.prompt_logprobs = self._collected[index - index % num_each].prompt_logprobs  # told once for all choices of a prompt

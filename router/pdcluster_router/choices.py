@@ -215,6 +215,8 @@ def _with_clock(timeline: Timeline, clock: Clock) -> Timeline:
 def _finish(choice: Choice, piece: Piece, reason: str) -> None:
     choice.text.finish(piece)
     choice.finish = "stop" if choice.text.stopped else reason
+    if choice.finish == "stop" and choice.text.num_calls:
+        choice.finish = "tool_calls"
     piece.finish = choice.finish
 
 

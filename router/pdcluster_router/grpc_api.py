@@ -116,7 +116,7 @@ class Inference(stubs.InferenceServicer):
         convert_it = partial(convert.request_from_proto, request, find_model(self._dispatcher, request.model or None).info.id)
         asked = await asyncio.to_thread(convert_it) if len(request.chat.messages) > MANY_MESSAGES else convert_it()
         if isinstance(asked, ChatRequest):
-            prepare = partial(prepare_chat, asked, self._dispatcher, terms)
+            prepare = partial(prepare_chat, asked, self._dispatcher, terms, takes_apart=False)
         else:
             prepare = partial(prepare_completion, asked, self._dispatcher, terms)
         return await asyncio.to_thread(prepare) if is_long(asked) else prepare()

@@ -51,9 +51,11 @@ class Loaded:
 class Models:
     """Implements dispatch.Models. Owned by the router's event loop."""
 
-    def __init__(self, nodes: Nodes, tokenizer: Path | None) -> None:
+    def __init__(self, nodes: Nodes, tokenizer: Path | None, tool_format: str = "auto", reasoning: str = "auto") -> None:
+        """tool_format, reasoning: see TextModel."""
         self._nodes = nodes
         self._tokenizer = tokenizer
+        self._marks = tool_format, reasoning
         self._loaded: dict[str, Loaded] = {}
 
     # ------------------------------------------------------------ what dispatch and HTTP ask
@@ -94,7 +96,7 @@ class Models:
             files = await self._files(card)
             if self._tokenizer is None and files_digest(files) != card.tokenizer_hash:
                 raise ModelError(f"the files of node {card.node} have digest {files_digest(files)}, its card says {card.tokenizer_hash}")
-            text = await asyncio.to_thread(TextModel, files)
+            text = await asyncio.to_thread(TextModel, files, *self._marks)
         except (NodeLost, TimeoutError, ModelError, OSError) as error:
             logger.warning("the tokenizer of %s cannot be loaded from %s: %s", card.model, self._tokenizer or card.node, error)
             await asyncio.sleep(RETRY_S)

@@ -13,8 +13,9 @@ from typing import cast
 
 import msgspec
 
-from pdcluster.api import limits, openai
+from pdcluster.api import limits, openai, structured
 from pdcluster.api.choice import ChoiceText
+from pdcluster.api.dialogue import NO_MARKS, Dialogue, dialogue_of, marking_of, offered
 from pdcluster.api.limits import Limits
 from pdcluster.api.replies import ChatFormat, CompletionFormat, Format, Head
 from pdcluster.api.segments import SHORT_CHARACTERS
@@ -22,8 +23,10 @@ from pdcluster.api.shaping import shaping_of
 from pdcluster.api.stop import StopMatcher
 from pdcluster.api.template import Message
 from pdcluster.api.text import TextModel
+from pdcluster.api.tools.offered import Offer, offer_of
 from pdcluster.api.validate import closest
 from pdcluster.errors import BadRequest, Unavailable, UnknownModel
+from pdcluster.grammar import Grammar
 from pdcluster.sampling import Sampling, Shaping
 from pdcluster_router.choices import Choice, Clock, Echo
 from pdcluster_router.drawn import draw_bits
@@ -117,6 +120,8 @@ def find_model(dispatcher: Dispatcher, name: str | None) -> Model:
 
 def is_long(request: openai.ChatRequest | openai.CompletionRequest | openai.TokenizeRequest) -> bool:
     """Whether it takes so long to render and tokenize that a thread is worth its price. Token ids are nothing to tokenize."""
+    if _has_long_forms(request):
+        return True
     prompt = None if isinstance(request, openai.ChatRequest) else request.prompt
     if isinstance(prompt, str):
         return len(prompt) > SHORT_CHARACTERS
@@ -128,6 +133,15 @@ def is_long(request: openai.ChatRequest | openai.CompletionRequest | openai.Toke
         return False
     messages = request.messages
     return len(messages) > MANY_MESSAGES or sum(map(_num_characters, messages)) > SHORT_CHARACTERS or _has_long_arguments(request)
+
+
+def _has_long_forms(request: openai.ChatRequest | openai.CompletionRequest | openai.TokenizeRequest) -> bool:
+    """Tools for the template, schemas to be checked."""
+    tools = None if isinstance(request, openai.CompletionRequest) else request.tools
+    forms = None if isinstance(request, openai.TokenizeRequest) else (request.response_format, request.structured_outputs)
+    if tools is None and forms in (None, (None, None)):
+        return False
+    return len(msgspec.json.encode((tools, forms))) > SHORT_CHARACTERS
 
 
 def _num_characters(message: openai.ChatMessage) -> int:
@@ -146,18 +160,23 @@ def _has_long_arguments(request: openai.ChatRequest | openai.TokenizeRequest) ->
     return bool(kwargs) and len(msgspec.json.encode(kwargs)) > SHORT_CHARACTERS
 
 
-def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
+def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Terms, *, takes_apart: bool = True) -> Prepared:
+    """takes_apart: whether reasoning and calls of tools are told apart from the text."""
     model = find_model(dispatcher, request.model)
     openai.check_template_kwargs(request.chat_template_kwargs)
-    token_ids = encode_chat(model.text, request, bool(request.add_special_tokens))
+    marking = marking_of(model.text) if takes_apart else NO_MARKS
+    offer = offered(request, marking)
+    rendered = render_chat(model.text, request, offer)
+    token_ids = encode_rendered(model.text, rendered, bool(request.add_special_tokens))
+    dialogue = dialogue_of(request, offer, marking, rendered)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     limits.check_prompt(len(token_ids), model.limits, "messages")
     max_tokens = limits.output_tokens(asked, None, len(token_ids), model.limits, param)
     shaping = _shaping(request, model)
-    sampling = _sampling(request, model, max_tokens, (request.top_logprobs or 0) if request.logprobs else None, shaping)
+    sampling = _sampling(request, model, max_tokens, (request.top_logprobs or 0) if request.logprobs else None, shaping, dialogue.grammar)
     head = _head(request, "chatcmpl-" + terms.request_id, model, logprobs=bool(request.logprobs))
-    build = _Builder(request, model, terms, at_start=not request.continue_final_message)
+    build = _Builder(request, model, terms, at_start=not request.continue_final_message, dialogue=dialogue)
     return build.prepared([Prompt(token_ids)], [sampling], ChatFormat(head))
 
 
@@ -166,28 +185,36 @@ def prepare_completion(request: openai.CompletionRequest, dispatcher: Dispatcher
     build = _Builder(request, model, terms, at_start=False)
     given = openai.prompts_of(request)
     build.check_number(len(given))
-    prompts, samplings, shaping = [], [], _shaping(request, model)
+    prompts, samplings, shaping, grammar = [], [], _shaping(request, model), structured.asked_of(request)
     for index, prompt in enumerate(given):
         param = "prompt" if len(given) == 1 else f"prompt[{index}]"
         prompts.append(_encode_prompt(prompt, request, model, param))
         num_prompt = len(prompts[-1].token_ids)
         limits.check_prompt(num_prompt, model.limits, param)
         max_tokens = limits.output_tokens(request.max_tokens, limits.DEFAULT_COMPLETION_TOKENS, num_prompt, model.limits, "max_tokens")
-        samplings.append(_sampling(request, model, max_tokens, request.logprobs, shaping))
+        samplings.append(_sampling(request, model, max_tokens, request.logprobs, shaping, grammar))
     head = _head(request, "cmpl-" + terms.request_id, model, logprobs=request.logprobs is not None)
     return build.prepared(prompts, samplings, CompletionFormat(head))
 
 
 def encode_chat(text: TextModel, request: openai.ChatRequest | openai.TokenizeRequest, add_special_tokens: bool) -> array[int]:
     """The template writes the special tokens itself, so none are added unless the request insists."""
+    return encode_rendered(text, render_chat(text, request, offer_of(request.tools, None, None)), add_special_tokens)
+
+
+def encode_rendered(text: TextModel, rendered: str, add_special_tokens: bool) -> array[int]:
+    return text.encode(rendered, add_special_tokens=True) if add_special_tokens else text.encode_chat(rendered)
+
+
+def render_chat(text: TextModel, request: openai.ChatRequest | openai.TokenizeRequest, offer: Offer | None) -> str:
     messages: Sequence[Message] = openai.messages_of(request.messages or [])
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise BadRequest("add_generation_prompt and continue_final_message contradict each other; set one of them", "continue_final_message")
     generation_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     kwargs = request.chat_template_kwargs
-    rendered = text.render_chat(messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=kwargs)
-    return text.encode(rendered, add_special_tokens=True) if add_special_tokens else text.encode_chat(rendered)
+    tools = None if offer is None else offer.for_template()
+    return text.render_chat(messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=kwargs, tools=tools)
 
 
 def encode(text: TextModel, prompt: str, *, add_special_tokens: bool) -> array[int]:
@@ -210,10 +237,12 @@ def _shaping(request: openai.Common, model: Model) -> Shaping | None:
     return shaping_of(request, model.text.defaults, model.text, model.info.vocab_size)
 
 
-def _sampling(request: openai.Common, model: Model, max_tokens: int, logprobs: int | None, shaping: Shaping | None) -> Sampling:
+def _sampling(
+    request: openai.Common, model: Model, max_tokens: int, logprobs: int | None, shaping: Shaping | None, grammar: Grammar | None
+) -> Sampling:
     seed = draw_bits(SEED_BITS) if request.seed is None else limits.wire_seed(request.seed)
     return limits.build_sampling(
-        request, model.text.defaults, model.limits, max_tokens=max_tokens, seed=seed, logprobs=logprobs, shaping=shaping
+        request, model.text.defaults, model.limits, max_tokens=max_tokens, seed=seed, logprobs=logprobs, shaping=shaping, grammar=grammar
     )
 
 
@@ -228,11 +257,12 @@ def _wants_usage(request: openai.Common) -> bool:
 class _Builder:
     """Makes the choices of one request: n per prompt."""
 
-    def __init__(self, request: openai.Common, model: Model, terms: Terms, *, at_start: bool) -> None:
+    def __init__(self, request: openai.Common, model: Model, terms: Terms, *, at_start: bool, dialogue: Dialogue | None = None) -> None:
         self._request = request
         self._model = model
         self._terms = terms
         self._at_start = at_start
+        self._dialogue = dialogue
         self._num = request.n or 1
         eos = () if request.ignore_eos else model.info.eos_token_ids
         self._silent = frozenset((*eos, *(request.stop_token_ids or ())))
@@ -273,8 +303,9 @@ class _Builder:
         )
         skip = self._request.skip_special_tokens is not False
         echo = self._echo(prompt, skip, sampling.logprobs)
-        detokenizer = self._model.text.detokenizer(skip_special_tokens=skip, at_start=self._at_start)
-        text = ChoiceText(detokenizer, StopMatcher(openai.stops_of(self._request)), self._silent, len(prompt.echo or ""))
+        speech = None if self._dialogue is None else self._dialogue.speech()
+        detokenizer = self._model.text.detokenizer(skip_special_tokens=skip, at_start=self._at_start, shows_marks=speech is not None)
+        text = ChoiceText(detokenizer, StopMatcher(openai.stops_of(self._request)), self._silent, len(prompt.echo or ""), speech)
         wants_ids = bool(self._request.return_token_ids)
         return Choice(generation, text, Clock(self._terms.arrived), echo, wants_ids, num_prompt_logprobs)
 

@@ -78,7 +78,7 @@ async def _serve(config: RouterConfig) -> int:
             warn_if_open("the cluster at", bootstrap, wire)
         cluster = Cluster(me, context=context, settings=wire, events=events, index_blocks=config.index_blocks)
         stack.callback(cluster.close)
-        models = Models(cluster, config.tokenizer)
+        models = Models(cluster, config.tokenizer, config.tool_format, config.reasoning)
         pulls = PullRule(config.pull, config.pull_min_tokens)
         chooser = Chooser(
             _policies(config),

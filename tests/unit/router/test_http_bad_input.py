@@ -55,6 +55,17 @@ def part(**fields: object) -> list[dict[str, object]]:
     return [{"role": "user", "content": [fields]}]
 
 
+JSON_OBJECT = {"type": "json_object"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def nested(depth: int) -> dict[str, object]:
+    schema: dict[str, object] = {}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
 FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     # unknown names
     (CHAT, chat(temperatur=1), "temperatur", "unknown field temperatur; did you mean temperature?"),
@@ -157,10 +168,39 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     (PLAIN, plain(prompt=[2**70]), "prompt", "is no token id"),
     (PLAIN, plain(prompt=[[1], [VOCAB]]), "prompt[1]", "prompt[1][0]"),
     # what we know but cannot do
-    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools", "not supported yet"),
-    (CHAT, chat(tool_choice="required"), "tool_choice", "not supported yet"),
+    # the model here has a template that takes no tools
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools", "takes none"),
+    (CHAT, chat(tool_choice="required"), "tool_choice", "there are no tools"),
+    (CHAT, chat(tool_choice="any"), "tool_choice", "tool_choice"),
+    (CHAT, chat(tools=[TOOL, TOOL]), "tools[1].function.name", "names must differ"),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": "a b"}}]), "tools[0].function.name", "letters"),
+    (CHAT, chat(tools=[{"type": "function", "function": {}}]), "tools[0].function.name", "missing"),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "params": {}}}]), "tools[0].function.params", "unknown field"),
+    (CHAT, chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}), "tool_choice", "not among the tools"),
+    (CHAT, chat(tools=[{**TOOL, "function": {"name": f"f{i}"}} for i in range(129)]), "tools", "at most 128"),
     (CHAT, chat(functions=[{"name": "f"}]), "functions", "not supported yet"),
-    (CHAT, chat(response_format={"type": "json_object"}), "response_format", "not supported yet"),
+    (CHAT, chat(response_format={"type": "yaml"}), "response_format.type", "text, json_object, json_schema"),
+    (CHAT, chat(response_format={"type": "json_schema"}), "response_format.json_schema.schema", "missing"),
+    (CHAT, chat(response_format={"type": "json_schema", "json_schema": {"schema": {}}}), "response_format.json_schema.name", "a name"),
+    (CHAT, chat(response_format={"type": "json_object", "json_schema": {"name": "a"}}), "response_format", "set the type to json_schema"),
+    (CHAT, chat(response_format=JSON_OBJECT, structured_outputs={"regex": "a"}), "structured_outputs", "send one of them"),
+    (CHAT, chat(response_format=JSON_OBJECT, ignore_eos=True), "ignore_eos", "leave ignore_eos out"),
+    (PLAIN, plain(structured_outputs={}), "structured_outputs", "is empty; send exactly one of"),
+    (PLAIN, plain(structured_outputs={"regex": "a", "choice": ["b"]}), "structured_outputs", "regex and choice"),
+    (PLAIN, plain(structured_outputs={"regexp": "a"}), "structured_outputs.regexp", "did you mean regex?"),
+    (PLAIN, plain(structured_outputs={"regex": ""}), "structured_outputs.regex", "is empty"),
+    (PLAIN, plain(structured_outputs={"choice": []}), "structured_outputs.choice", "none of them empty"),
+    (PLAIN, plain(structured_outputs={"choice": ["a", ""]}), "structured_outputs.choice", "none of them empty"),
+    (PLAIN, plain(structured_outputs={"choice": ["a"] * 1025}), "structured_outputs.choice", "at most 1024"),
+    (PLAIN, plain(structured_outputs={"json": "{"}), "structured_outputs.json", "no JSON"),
+    (PLAIN, plain(structured_outputs={"json": [1]}), "structured_outputs.json", "must be a JSON schema"),
+    (PLAIN, plain(structured_outputs={"json": False}), "structured_outputs", "is empty"),
+    (PLAIN, plain(structured_outputs={"json": {"items": {"not": {}}}}), "structured_outputs.json", "structured_outputs.json.items uses not"),
+    (PLAIN, plain(structured_outputs={"json": {"allOf": [{}, {}]}}), "structured_outputs.json", "merge them"),
+    (PLAIN, plain(structured_outputs={"json": {"properties": {"a": {"multipleOf": 2}}}}), "structured_outputs.json", "multipleOf"),
+    (PLAIN, plain(structured_outputs={"regex": "(" * 65 + ")" * 65}), "structured_outputs", "levels deep"),
+    (PLAIN, plain(structured_outputs={"json": nested(40)}), "structured_outputs", "levels deep"),
+    (PLAIN, plain(structured_outputs={"regex": "a" * 140_000}), "structured_outputs", "send a smaller one"),
     (CHAT, chat(modalities=["text", "audio"]), "modalities", "not supported yet"),
     (CHAT, chat(audio={"voice": "x"}), "audio", "not supported yet"),
     (CHAT, chat(reasoning_effort="high"), "reasoning_effort", "not supported yet"),

@@ -1,0 +1,195 @@
+"""`response_format` and `structured_outputs` of a request: their shapes, what they may ask, and the form of grammar they mean. What only a compiler
+can tell (a regular expression's syntax, a type that does not exist) is told by the node."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Protocol, cast
+
+from msgspec import Struct
+
+from pdcluster.errors import BadRequest
+from pdcluster.grammar import MAX_CHARS, MAX_DEPTH, Grammar, depth_of
+
+Form = dict[str, Any]
+
+MAX_CHOICES = 1024
+MAX_SCHEMA_NODES = 10_000
+MAX_WHITESPACE = 16
+"""In a row between two parts of JSON: a model that likes line breaks would never end."""
+
+NOT_ENFORCED = frozenset({
+    "not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "multipleOf", "dependentSchemas", "dependentRequired",
+    "unevaluatedItems", "unevaluatedProperties",
+})  # fmt: skip
+"""Keywords that the compiler passes over, so that what comes might break them."""
+
+SUBSCHEMAS = ("items", "additionalProperties", "additionalItems", "propertyNames")
+LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
+MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+
+
+class Asking(Protocol):
+    """A request, as far as it is looked at here."""
+
+    ignore_eos: bool | None
+    response_format: ResponseFormat | None
+    structured_outputs: StructuredOutputs | None
+
+
+class JsonSchema(Struct, forbid_unknown_fields=True):
+    name: str | None = None
+    description: str | None = None
+    schema: object = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """Exactly one of them; named as vLLM has them."""
+
+    json: object = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+def grammar_of(form: dict[str, Any], param: str) -> Grammar:
+    """Raises BadRequest naming param for what is too large or too deep."""
+    try:
+        source = json.dumps(form, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError as error:
+        raise BadRequest(f"{param} is nested too deeply; at most {MAX_DEPTH} levels are allowed", param) from error
+    if len(source) > MAX_CHARS:
+        raise BadRequest(f"{param} makes a grammar of {len(source)} characters, at most {MAX_CHARS} are allowed; send a smaller one", param)
+    if depth_of(source) > MAX_DEPTH:
+        raise BadRequest(f"{param} is nested {depth_of(source)} levels deep, at most {MAX_DEPTH} are allowed; send a flatter one", param)
+    return Grammar(source)
+
+
+def asked_of(request: Asking) -> Grammar | None:
+    """Of a request that asks for nothing beside it; None for any text."""
+    form = form_of(request.response_format, request.structured_outputs)
+    if form is None:
+        return None
+    check_end(request)
+    return grammar_of(form, param_of(request.structured_outputs))
+
+
+def check_end(request: Asking) -> None:
+    """A grammar ends where it says, by an end-of-sequence token."""
+    if request.ignore_eos:
+        raise BadRequest("ignore_eos is true, but structured output ends where its grammar does; leave ignore_eos out", "ignore_eos")
+
+
+def form_of(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> Form | None:
+    """None where any text will do."""
+    own = None if structured is None else _structured(structured)
+    wanted = None if response_format is None else _response(response_format)
+    if own is not None and wanted is not None:
+        raise BadRequest("response_format and structured_outputs both say what the output must look like; send one of them", "structured_outputs")
+    return own or wanted
+
+
+def param_of(structured: StructuredOutputs | None) -> str:
+    return "response_format" if structured is None else "structured_outputs"
+
+
+def json_form(schema: object, param: str) -> Form:
+    """Raises BadRequest for what is no schema, or has keywords that would not be kept."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, dict):
+        raise BadRequest(f'{param} must be a JSON schema, an object such as {{"type": "object"}}', param)
+    check_schema(schema, param)
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
+
+
+def any_object() -> Form:
+    return {"type": "json_schema", "json_schema": {"type": "object", "additionalProperties": True}, "max_whitespace_cnt": MAX_WHITESPACE}
+
+
+def check_schema(schema: Mapping[str, object], param: str) -> None:
+    for index, (node, path) in enumerate(_nodes(schema, param)):
+        if index >= MAX_SCHEMA_NODES:
+            raise BadRequest(f"{param} has more than {MAX_SCHEMA_NODES} schemas in it; send a smaller one", param)
+        if unkept := sorted(NOT_ENFORCED & node.keys()):
+            raise BadRequest(f"{path} uses {unkept[0]}, which structured output cannot enforce; leave it out", param)
+        parts = node.get("allOf")
+        if isinstance(parts, list) and len(parts) > 1:
+            raise BadRequest(f"{path} uses allOf with {len(parts)} schemas, which structured output cannot enforce; merge them into one", param)
+
+
+def _nodes(schema: Mapping[str, object], path: str) -> Iterator[tuple[Mapping[str, object], str]]:
+    """Every schema in a schema, with where it stands. Properties that are called like a keyword are none."""
+    found: list[tuple[object, str]] = [(schema, path)]
+    while found:
+        node, at = found.pop()
+        if not isinstance(node, dict):
+            continue
+        yield node, at
+        found += [(node[name], f"{at}.{name}") for name in SUBSCHEMAS if name in node]
+        for name in LISTS_OF_SCHEMAS:
+            if isinstance(parts := node.get(name), list):
+                found += [(part, f"{at}.{name}[{index}]") for index, part in enumerate(parts)]
+        for name in MAPS_OF_SCHEMAS:
+            if isinstance(parts := node.get(name), dict):
+                found += [(part, f"{at}.{name}.{key}") for key, part in parts.items()]
+
+
+def _response(wanted: ResponseFormat) -> Form | None:
+    if wanted.type != "json_schema" and wanted.json_schema is not None:
+        raise BadRequest(f"response_format.json_schema is set, but its type is {wanted.type}; set the type to json_schema", "response_format")
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return any_object()
+    if wanted.json_schema is None or wanted.json_schema.schema is None:
+        raise BadRequest("response_format.json_schema.schema is missing; type json_schema needs it", "response_format.json_schema.schema")
+    if not wanted.json_schema.name:
+        raise BadRequest("response_format.json_schema.name is missing; give the schema a name", "response_format.json_schema.name")
+    return json_form(wanted.json_schema.schema, "response_format.json_schema.schema")
+
+
+def _structured(asked: StructuredOutputs) -> Form:
+    given = [name for name in asked.__struct_fields__ if getattr(asked, name) is not None and getattr(asked, name) is not False]
+    if len(given) != 1:
+        what = f"has {' and '.join(given)}" if given else "is empty"
+        raise BadRequest(f"structured_outputs {what}; send exactly one of {', '.join(asked.__struct_fields__)}", "structured_outputs")
+    name = f"structured_outputs.{given[0]}"
+    if given[0] == "json_object":
+        return any_object()
+    if given[0] == "json":
+        return json_form(_parsed(asked.json, name), name)
+    if given[0] == "choice":
+        return _choice(cast(list[str], asked.choice), name)
+    text = asked.regex if given[0] == "regex" else asked.grammar
+    if not text:
+        raise BadRequest(f"{name} is empty; leave it out or say what the output must look like", name)
+    return {"type": "regex", "pattern": text} if given[0] == "regex" else {"type": "grammar", "grammar": text}
+
+
+def _parsed(schema: object, param: str) -> object:
+    """As text or as an object, both are usual."""
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)  # which says where
+    except RecursionError as error:
+        raise BadRequest(f"{param} is nested too deeply; send a flatter schema", param) from error
+    except ValueError as error:
+        raise BadRequest(f"{param} is text, but no JSON: {error}; send the schema as an object", param) from error
+
+
+def _choice(choices: list[str], param: str) -> Form:
+    if not choices or not all(choices):
+        raise BadRequest(f"{param} must be a list of texts, none of them empty", param)
+    if len(choices) > MAX_CHOICES:
+        raise BadRequest(f"{param} has {len(choices)} texts, at most {MAX_CHOICES} are allowed", param)
+    return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in dict.fromkeys(choices)]}

@@ -1,0 +1,103 @@
+"""The tools that a request offers and which of them the model must, may or must not call: shapes and checks of `tools` and `tool_choice`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from pdcluster.api.structured import check_schema
+from pdcluster.api.validate import shown
+from pdcluster.errors import BadRequest
+
+MAX_TOOLS = 128
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+class Function(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, forbid_unknown_fields=True):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedChoice(Struct, forbid_unknown_fields=True):
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """must: a call has to come; those it may be of are `tools`, all that are `shown` are in the prompt. parallel: there may be several."""
+
+    tools: Sequence[Function]
+    shown: Sequence[Tool]
+    must: bool
+    parallel: bool
+
+    def knows(self, name: str) -> bool:
+        return any(tool.name == name for tool in self.tools)
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """As chat templates expect them."""
+        return [{"type": "function", "function": _plain(tool.function)} for tool in self.shown]
+
+
+def offer_of(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> Offer | None:
+    """None when nothing may be called. Raises BadRequest."""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise BadRequest("tool_choice asks for a call, but there are no tools; send tools or leave tool_choice out", "tool_choice")
+        return None
+    _check(tools)
+    if choice == "none":
+        return None
+    functions = [tool.function for tool in tools]
+    if isinstance(choice, NamedChoice):
+        functions = [function for function in functions if function.name == choice.function.name]
+        if not functions:
+            raise BadRequest(f"tool_choice names {shown(choice.function.name)}, which is not among the tools", "tool_choice")
+        return Offer(functions, tools, True, False)
+    return Offer(functions, tools, choice == "required", parallel is not False)
+
+
+def _check(tools: Sequence[Tool]) -> None:
+    if len(tools) > MAX_TOOLS:
+        raise BadRequest(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are allowed", "tools")
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        name, at = tool.function.name, f"tools[{index}].function"
+        if not NAME.fullmatch(name):
+            raise BadRequest(f"{at}.name is {shown(name)}; a name has 1 to 64 letters, digits, underscores, dots and dashes", f"{at}.name")
+        if name in names:
+            raise BadRequest(f"{at}.name is {shown(name)}, as that of another tool; names must differ", f"{at}.name")
+        names.add(name)
+
+
+def parameters_of(function: Function, param: str) -> dict[str, Any]:
+    """The schema of its arguments, for a grammar. None given means that it takes none."""
+    schema = function.parameters or {"type": "object", "properties": {}}
+    check_schema(schema, param)
+    if schema.get("type", "object") != "object":
+        raise BadRequest(f"{param} has type {shown(schema.get('type'))}; arguments of a function are an object", param)
+    return {"type": "object", **schema}
+
+
+def _plain(function: Function) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(function)
+    plain.pop("strict", None)
+    return plain

@@ -1,0 +1,166 @@
+"""Tools and thoughts over HTTP, read by the official client: whole and streamed alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+from scripted_dispatcher import MODEL, ScriptedDispatcher, says, served
+
+from pdcluster.api.text import TextModel
+from tests.unit.api.tiny_tokenizers import byte_level_files
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TEMPLATE = """{% if tools %}tools:{{ tools | tojson }} say <tool_call>{% endif %}
+{%- for message in messages %}<|start|>{{ message.role }}
+{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{{ message.content or '' }}<|end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant
+{% if open %}<think>
+{% endif %}{% endif %}{# </think> #}"""
+SPEAKING = TextModel({**byte_level_files(), "chat_template.jinja": TEMPLATE.encode()})
+
+
+class SpeakingDispatcher(ScriptedDispatcher):
+    def text(self, model: str) -> TextModel:
+        return SPEAKING
+
+
+_DISPATCHER = SpeakingDispatcher(max_len=4096)
+
+
+@pytest.fixture
+def dispatcher() -> SpeakingDispatcher:
+    vars(_DISPATCHER).update(vars(SpeakingDispatcher(max_len=4096)))
+    return _DISPATCHER
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def client() -> AsyncIterator[AsyncOpenAI]:
+    async with served(_DISPATCHER) as url, AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+USER = [{"role": "user", "content": "weather?"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("get_weather", "add")]
+CALLS = (
+    'Well.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+    '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+)
+
+
+async def test_calls_come_whole_with_the_text_before_them(client, dispatcher):
+    dispatcher.script = lambda _: says(CALLS)
+    reply = await client.chat.completions.create(model=MODEL, messages=USER, tools=TOOLS)
+    message = reply.choices[0].message
+    assert (message.content, reply.choices[0].finish_reason) == ("Well.", "tool_calls")
+    assert [(call.type, call.function.name, call.function.arguments) for call in message.tool_calls] == [
+        ("function", "get_weather", '{"city": "Rome"}'),
+        ("function", "add", "{}"),
+    ]
+    assert len({call.id for call in message.tool_calls}) == 2
+    prompt = SPEAKING.decode(dispatcher.started[0].token_ids, skip_special_tokens=False)
+    assert '"name": "get_weather"' in prompt and dispatcher.started[0].sampling.grammar is None
+
+
+async def test_calls_stream_name_first_then_arguments_in_pieces(client, dispatcher):
+    dispatcher.script = lambda _: says(CALLS)
+    stream = await client.chat.completions.create(model=MODEL, messages=USER, tools=TOOLS, stream=True)
+    choices = [chunk.choices[0] async for chunk in stream]
+    deltas = [delta for choice in choices for delta in choice.delta.tool_calls or ()]
+    assert [(delta.index, delta.function.name) for delta in deltas if delta.id] == [(0, "get_weather"), (1, "add")]
+    assert "".join(delta.function.arguments for delta in deltas if delta.index == 0) == '{"city": "Rome"}'
+    assert len([delta for delta in deltas if delta.index == 0]) > 3, "not kept until the end"
+    assert "".join(choice.delta.content or "" for choice in choices) == "Well."
+    assert choices[-1].finish_reason == "tool_calls" and {choice.finish_reason for choice in choices[:-1]} == {None}
+
+
+async def test_a_call_that_max_tokens_cuts_off_ends_by_length(client, dispatcher):
+    dispatcher.script = lambda _: says(CALLS, "length")
+    cut = len(says(CALLS[: CALLS.index("Rome")], "length"))
+    reply = await client.chat.completions.create(model=MODEL, messages=USER, tools=TOOLS, max_tokens=cut)
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.choices[0].message.tool_calls[0].function.arguments.startswith('{"city": "')
+
+
+@pytest.mark.parametrize("tool_choice", ["none", None])
+async def test_without_tools_to_call_marks_are_text(client, dispatcher, tool_choice):
+    dispatcher.script = lambda _: says(CALLS)
+    fields = {"tools": TOOLS, "tool_choice": "none"} if tool_choice else {}
+    reply = await client.chat.completions.create(model=MODEL, messages=USER, **fields)
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (CALLS, "stop")
+    assert "get_weather" not in SPEAKING.decode(dispatcher.started[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("tool_choice", "names", "once"),
+    [("required", ["get_weather", "add"], False), ({"type": "function", "function": {"name": "add"}}, ["add"], True)],
+)
+async def test_a_call_that_must_come_is_asked_for_by_a_grammar(client, dispatcher, tool_choice, names, once):
+    await client.chat.completions.create(model=MODEL, messages=USER, tools=TOOLS, tool_choice=tool_choice)
+    form = json.loads(dispatcher.started[0].sampling.grammar.source)
+    thought, calls = form["elements"][0]["elements"][0], form["elements"][1]
+    assert (thought["begin"], thought["end"]) == ("<think>", "</think>"), "a model that thinks may do so first"
+    assert [tag["begin"] for tag in calls["tags"]] == [f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in names]
+    assert calls["stop_after_first"] is once and calls["at_least_one"] is True
+
+
+async def test_thoughts_are_told_apart_whole_and_streamed(client, dispatcher):
+    dispatcher.script = lambda _: says("<think>\nhm hm\n</think>\n\nhello")
+    whole = await client.chat.completions.create(model=MODEL, messages=USER)
+    assert (whole.choices[0].message.content, whole.choices[0].message.reasoning_content) == ("hello", "hm hm")
+    stream = await client.chat.completions.create(model=MODEL, messages=USER, stream=True)
+    deltas = [chunk.choices[0].delta async for chunk in stream]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "hm hm"
+    assert "".join(delta.content or "" for delta in deltas) == "hello"
+
+
+async def test_a_prompt_that_opens_the_thought_is_gone_on_with(client, dispatcher):
+    dispatcher.script = lambda _: says("hm</think>hello")
+    asked = {"model": MODEL, "messages": USER, "extra_body": {"chat_template_kwargs": {"open": True}}}
+    reply = await client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    assert (reply.choices[0].message.content, reply.choices[0].message.reasoning_content) == ("hello", "hm")
+    form = json.loads(dispatcher.started[0].sampling.grammar.source)
+    assert form["type"] == "sequence" and form["elements"][0]["begin"] == ""
+
+
+async def test_every_choice_is_taken_apart_by_itself(client, dispatcher):
+    dispatcher.script = lambda generation: says(CALLS if generation.sampling.choice else "plain")
+    reply = await client.chat.completions.create(model=MODEL, messages=USER, tools=TOOLS, n=2)
+    assert [choice.finish_reason for choice in reply.choices] == ["stop", "tool_calls"]
+    assert reply.choices[0].message.tool_calls is None and len(reply.choices[1].message.tool_calls) == 2
+
+
+async def test_a_stop_string_ends_a_call_too(client, dispatcher):
+    dispatcher.script = lambda _: says(CALLS)
+    reply = await client.chat.completions.create(model=MODEL, messages=USER, tools=TOOLS, stop="</tool_call>\n<")
+    assert len(reply.choices[0].message.tool_calls) == 1 and reply.choices[0].finish_reason == "tool_calls"
+
+
+async def test_a_history_of_calls_is_shown_to_the_template(client, dispatcher):
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c1", "content": "2"}]
+    await client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
+    prompt = SPEAKING.decode(dispatcher.started[0].token_ids, skip_special_tokens=False)
+    assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' in prompt and "tool\n2" in prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "contradict"),
+        ({"tool_choice": "required", "extra_body": {"ignore_eos": True}}, "ignore_eos"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}], "tool_choice": "required"}, "an object"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"}, "cannot enforce"),
+    ],
+)
+async def test_what_can_not_be_forced_is_refused(client, dispatcher, fields, words):
+    with pytest.raises(openai.BadRequestError, match=words):
+        await client.chat.completions.create(model=MODEL, messages=USER, **{"tools": TOOLS, **fields})
+    assert dispatcher.started == []
