@@ -19,8 +19,10 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from pdcluster import messages as m
+from pdcluster.api.structured import asked_of
 from pdcluster.bootstrap.card import NodeCard, check_card
 from pdcluster.errors import BadRequest, PeerUnreachable, ProtocolError
+from pdcluster.grammar import Grammar
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.node import rank_channel, rank_messages
 from pdcluster.ready import parse
@@ -150,12 +152,14 @@ class Guarded:
 
 def frames() -> tuple[bytes, ...]:
     work = m.Work("r", 0, m.pack_tokens(range(40)), 33, bytes(16), m.Sampling(max_tokens=4, seed=1), 5.0)
+    shaped = msgspec.structs.replace(work, sampling=m.Sampling(max_tokens=4, seed=1, grammar=Grammar('{"type":"regex","pattern":"a+"}')))
     reader, writer = m.Endpoint("d0", "d1", "127.0.0.1:4000", (("tcp", b"\x01"),)), m.Endpoint("p0", "p1", "[::1]:4001")
     ticket = m.Ticket(2**64 - 1, "r", 0, reader, writer, 0, m.pack_tokens([4, 9]), 32, 65536, 40, 32, 9.5)
     logprobs = m.TokenLogprobs(-0.5, (3,), (-0.5,))
     said: tuple[m.AnyMessage, ...] = (
         m.Hello("router", (("r", 0, 3),)),
         m.Prefill(work, True),
+        m.Prefill(shaped, True),
         m.Reserve(work, writer),
         m.Deliver(ticket),
         m.Tokens((m.TokenRow("r", 0, 5, (7, 8), (logprobs, logprobs)),)),
@@ -196,9 +200,13 @@ def card_decoders() -> list[Decoder]:
 def generate_decoder() -> Decoder:
     text = inference_pb2.GenerateRequest(model="tiny", text="once", max_tokens=4, stop=["x"], logprobs=2)
     ids = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2, 3]), temperature=0.5, seed=3)
-    corpus = (text.SerializeToString(), ids.SerializeToString())
+    choice = inference_pb2.StructuredOutputs(choice=inference_pb2.Choices(texts=["a", "b"]))
+    shaped = [
+        inference_pb2.GenerateRequest(text="a", structured_outputs=form) for form in (choice, inference_pb2.StructuredOutputs(json='{"items": {}}'))
+    ]
+    corpus = tuple(request.SerializeToString() for request in (text, ids, *shaped))
     decode = inference_pb2.GenerateRequest.FromString
-    return Decoder("generate request", corpus, lambda data: request_from_proto(decode(data), "tiny"), (BadRequest, DecodeError))
+    return Decoder("generate request", corpus, lambda data: asked_of(request_from_proto(decode(data), "tiny")), (BadRequest, DecodeError))
 
 
 def rank_decoder() -> Decoder:

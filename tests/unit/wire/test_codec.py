@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from pdcluster import messages as m
 from pdcluster.errors import ProtocolError
+from pdcluster.grammar import MAX_CHARS, Grammar
 from pdcluster.wire.codec import DIGEST_BYTES, decode, encode, seal
 
-SAMPLING = m.Sampling(max_tokens=16, seed=-7, top_k=5, top_p=0.9, min_p=0.1, stop_token_ids=(2, 3), logprobs=2)
+GRAMMAR = Grammar('{"type":"regex","pattern":"a+"}')
+SAMPLING = m.Sampling(max_tokens=16, seed=-7, top_k=5, top_p=0.9, min_p=0.1, stop_token_ids=(2, 3), logprobs=2, grammar=GRAMMAR)
 WORK = m.Work("req-1", 0, m.pack_tokens(range(70)), 64, bytes(32), SAMPLING, 12.5)
 READER = m.Endpoint("decode-0", "inc-d", "127.0.0.1:4000", (("tcp", b"\x01\x02"),))
 WRITER = m.Endpoint("prefill-0", "inc-p", "[::1]:4001")
@@ -227,3 +229,10 @@ plain = st.recursive(
 @given(st.sampled_from([type(message).__name__ for message in MESSAGES]), st.lists(plain, max_size=13))
 def test_messages_with_fields_of_any_type_are_refused_and_never_crash(tag: str, fields: list[object]) -> None:
     decodes_or_refuses(seal(msgspec.msgpack.encode([2, "a", "i", "j", 1, [[tag, *fields]]])))
+
+
+@pytest.mark.parametrize("size", [0, MAX_CHARS + 1])
+def test_a_grammar_of_no_or_too_many_characters_is_refused(size: int) -> None:
+    work = msgspec.structs.replace(WORK, sampling=msgspec.structs.replace(SAMPLING, grammar=Grammar("x" * size)))
+    with pytest.raises(ProtocolError, match="length"):
+        decode(encode(m.Envelope(m.PROTOCOL_VERSION, "a", "b", "c", 1, (m.Prefill(work, True),)), max_bytes=1 << 20))
