@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequen
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self, TypedDict, Unpack
+from typing import Literal, Self, TypedDict, Unpack, cast
 
 import grpc
 
@@ -57,7 +57,7 @@ class Structured:
     grammar: str | None = None
 
 
-class Options(TypedDict, total=False):
+class PlainOptions(TypedDict, total=False):
     """What a request may set; the meaning is that of the HTTP API's field of the same name. logprobs: number of alternatives beside each token."""
 
     model: str
@@ -85,6 +85,11 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     bad_words: Sequence[str]
     prompt_logprobs: int
+
+
+class Options(PlainOptions, total=False):
+    """All that a request may set."""
+
     structured_outputs: Structured
 
 
@@ -258,7 +263,7 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     try:
-        plain = {name: value for name, value in options.items() if name != "structured_outputs"}
+        plain = cast(PlainOptions, {name: value for name, value in options.items() if name != "structured_outputs"})
         request = pb.GenerateRequest(**plain)
         if (asked := options.get("structured_outputs")) is not None:
             request.structured_outputs.CopyFrom(_structured(asked))
