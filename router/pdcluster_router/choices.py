@@ -16,7 +16,7 @@ import msgspec
 
 from pdcluster.api.choice import ChoiceText, Piece, Token
 from pdcluster.api.detokenize import Detokenizer
-from pdcluster.errors import IntegrityError
+from pdcluster.errors import IntegrityError, ProtocolError
 from pdcluster.messages import TokenLogprobs
 from pdcluster_router.generation import Chunk, Dispatcher, Done, Generation, Route, Running, Timeline
 from pdcluster_router.streaming import Unread
@@ -65,6 +65,7 @@ class Choice(msgspec.Struct):
     generation: Generation
     text: ChoiceText
     clock: Clock
+    vocab_size: int
     echo: Echo | None = None
     wants_prompt_ids: bool = False
     prompt_logprobs: int | None = None
@@ -146,6 +147,9 @@ def advance(choice: Choice, event: Chunk | Done) -> Piece:
 
 
 def _advance(choice: Choice, chunk: Chunk) -> Piece:
+    _check_ids(choice, chunk.token_ids)
+    for entry in (*chunk.logprobs, *chunk.prompt_logprobs):
+        _check_ids(choice, entry.top_ids)
     piece = Piece()
     if choice.route is None:
         _open(choice, chunk, piece)
@@ -161,6 +165,12 @@ def _advance(choice: Choice, chunk: Chunk) -> Piece:
         if text.stopped:
             break
     return piece
+
+
+def _check_ids(choice: Choice, token_ids: Sequence[int]) -> None:
+    """Nodes are asked for the ids of one model: any other one is no token, and would be told as an empty text."""
+    if token_ids and (highest := max(token_ids)) >= choice.vocab_size:
+        raise ProtocolError(f"{choice.generation.request}: a node said token {highest}, this model has ids below {choice.vocab_size}; see its log")
 
 
 def _open(choice: Choice, chunk: Chunk, piece: Piece) -> None:

@@ -307,7 +307,7 @@ class _Builder:
         detokenizer = self._model.text.detokenizer(skip_special_tokens=skip, at_start=self._at_start, shows_marks=speech is not None)
         text = ChoiceText(detokenizer, StopMatcher(openai.stops_of(self._request)), self._silent, len(prompt.echo or ""), speech)
         wants_ids = bool(self._request.return_token_ids)
-        return Choice(generation, text, Clock(self._terms.arrived), echo, wants_ids, num_prompt_logprobs)
+        return Choice(generation, text, Clock(self._terms.arrived), self._model.info.vocab_size, echo, wants_ids, num_prompt_logprobs)
 
     def _echo(self, prompt: Prompt, skip: bool, num_logprobs: int | None) -> Echo | None:
         if prompt.echo is None:

@@ -6,11 +6,12 @@ import json
 import time
 
 import pytest
-from scripted_dispatcher import MODEL, ROUTE, TEXT
+from scripted_dispatcher import MODEL, ROUTE, TEXT, VOCAB
 from test_answer import ByHand
 
 from pdcluster.api import openai
-from pdcluster.errors import Cancelled, IntegrityError
+from pdcluster.errors import Cancelled, IntegrityError, ProtocolError
+from pdcluster.messages import TokenLogprobs
 from pdcluster_router import streaming
 from pdcluster_router.choices import Choice, pieces_of
 from pdcluster_router.generation import Chunk
@@ -50,6 +51,24 @@ async def test_a_reader_that_is_too_far_behind_gets_what_waits_and_then_is_told(
     assert [(await anext(pieces)).text for _ in range(2)] == ["b", "c"]
     with pytest.raises(Cancelled, match="2 events behind"):
         await anext(pieces)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        Chunk(0, (VOCAB,), (), (), ROUTE),
+        Chunk(0, (5,), (TokenLogprobs(-0.5, (5, VOCAB), (-0.5, -1.0)),), (), ROUTE),
+        Chunk(0, (5,), (TokenLogprobs(-0.5, (5,), (-0.5,)),), (TokenLogprobs(-0.5, (VOCAB,), (-0.5,)),), ROUTE),
+    ],
+    ids=["token", "alternative", "alternative in the prompt"],
+)
+async def test_a_token_that_the_model_does_not_have_ends_the_choice_with_an_error(chunk: Chunk) -> None:
+    dispatcher = ByHand()
+    pieces = pieces_of(one_choice(dispatcher, logprobs=2, echo=True), dispatcher)
+    dispatcher.on_start = lambda: dispatcher.sinks[0].on_chunk(chunk)
+    with pytest.raises(ProtocolError, match=f"token {VOCAB}, this model has ids below {VOCAB}"):
+        await anext(pieces)
+    assert dispatcher.ends
 
 
 async def test_tokens_that_skip_a_position_end_the_choice_with_an_error() -> None:
