@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pdcluster import bundled_model, ready
+from pdcluster.launch.child_process import die_with
 
 READY_S = 120.0
 STOP_S = 20.0
@@ -96,7 +97,8 @@ def cluster(
 def start(running: list[subprocess.Popen[bytes]], arguments: list[str], ready_option: str = "--ready-fd") -> str:
     """Start `python -m …`, wait for its ready line, return its address."""
     read_end, write_end = os.pipe()
-    process = subprocess.Popen([sys.executable, "-m", *arguments, ready_option, str(write_end)], pass_fds=[write_end], stderr=subprocess.DEVNULL)
+    argv = [sys.executable, "-m", *arguments, ready_option, str(write_end)]
+    process = subprocess.Popen(argv, pass_fds=[write_end], stderr=subprocess.DEVNULL, preexec_fn=ends_with_us())
     running.append(process)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as announced:
@@ -104,6 +106,11 @@ def start(running: list[subprocess.Popen[bytes]], arguments: list[str], ready_op
     if not line:
         raise RuntimeError(f"{arguments[0]} ended with {process.wait()} before it was ready")
     return str(ready.parse(line)["address"])
+
+
+def ends_with_us() -> Callable[[], None]:
+    """For `Popen(preexec_fn=…)` on the main thread: however a benchmark ends, its processes are told to, and let go of their shared memory."""
+    return die_with(os.getpid(), signal.SIGTERM)
 
 
 def random_prompt(length: int, rng: random.Random, vocab: int = 8000) -> list[int]:

@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.cluster import ends_with_us
 from bench.http_load import Ask
 from pdcluster import bundled_model
 
@@ -87,7 +88,7 @@ def _start_over_http(name: str, folder: Path, port: int, running: list[subproces
     urls = []
     for role in roles:
         worker_port = _free_port()
-        running.append(subprocess.Popen([sys.executable, "-m", "bench.fake_worker", str(worker_port), role]))
+        running.append(subprocess.Popen([sys.executable, "-m", "bench.fake_worker", str(worker_port), role], preexec_fn=ends_with_us()))
         urls.append(f"http://127.0.0.1:{worker_port}")
     return _on_router_core(_argv(name, folder / name / "bin", urls, port), running)
 
@@ -121,7 +122,7 @@ def _on_router_core(argv: list[str], running: list[subprocess.Popen[bytes]], env
 
 def _quiet(argv: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     whole = ["env", *(f"{name}={value}" for name, value in environment.items()), *argv]
-    return subprocess.Popen(whole, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(whole, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=ends_with_us())
 
 
 # ---------------------------------------------------------------- processes

@@ -26,7 +26,7 @@ from pathlib import Path
 import uvloop
 import zmq
 
-from bench.cluster import start
+from bench.cluster import ends_with_us, start
 from bench.http_load import Ask, Outcome, load
 from bench.report import Row, print_rows, row, write_json
 from bench.rivals import NAMES, ROUTER_CORE, Placed, rival, stop, wait_ready
@@ -63,7 +63,7 @@ def ours(roles: Sequence[str], token_s: float = 0.0) -> Iterator[tuple[Placed, s
         bootstrap = start(running, ["pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0"])
         for number, role in enumerate(roles):
             argv = [sys.executable, "-m", "bench.fake_node", "--bootstrap", bootstrap, "--model", str(model), "--name", f"f{number}"]
-            running.append(subprocess.Popen([*argv, "--role", role, "--token-s", str(token_s)]))
+            running.append(subprocess.Popen([*argv, "--role", role, "--token-s", str(token_s)], preexec_fn=ends_with_us()))
         own = ["--http", "127.0.0.1:0", "--grpc", "none", "--admin", "none", "--bootstrap", bootstrap, "--tokenizer", str(model)]
         own += ["--mode", "remote"] if "prefill" in roles else []  # nodes that take no time are best left alone with a request
         address = start(running, ["pdcluster_router.cli", *own])

@@ -55,7 +55,7 @@ async def spawn(argv: Sequence[str], stdin: int = DEVNULL) -> Spawned:
             stderr=STDOUT,
             pass_fds=(ready_writer,),
             start_new_session=True,
-            preexec_fn=_die_with(os.getpid()),
+            preexec_fn=die_with(os.getpid()),
         )
     except BaseException:
         os.close(ready_reader)
@@ -92,14 +92,14 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _die_with(parent: int) -> Callable[[], None] | None:
-    """What the child does between fork and exec so that it cannot outlive its parent."""
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
+    """What the child does between fork and exec so that it cannot outlive its parent: it gets this signal when the parent ends."""
     if sys.platform != "linux":
         raise ConfigError("pdcluster up needs Linux; run it in a Linux container or virtual machine")
     libc = ctypes.CDLL(None, use_errno=True)
 
     def before_exec() -> None:
-        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != parent:
+        if libc.prctl(PR_SET_PDEATHSIG, number) != 0 or os.getppid() != parent:
             os._exit(127)  # the parent died before prctl could tie us to it
 
     return before_exec
