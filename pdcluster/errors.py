@@ -54,7 +54,7 @@ class UnknownModel(BadRequest):
 
 
 class UnknownName(BadRequest):
-    """No node, request or decision of that name is known here (any more)."""
+    """No node, request, decision or path of that name is known here (any more)."""
 
     code = "not_found"
     http_status = 404

@@ -19,12 +19,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pdcluster.api import limits, openai
 from pdcluster.api.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
 from pdcluster.api.validate import closest
-from pdcluster.errors import DeadlineExceeded, PdclusterError, Unavailable
+from pdcluster.errors import DeadlineExceeded, PdclusterError, Unavailable, UnknownName
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.answer import answer
 from pdcluster_router.generation import Dispatcher, ModelInfo
 from pdcluster_router.http_connection import DISCARD_FACTOR
-from pdcluster_router.http_errors import ClientLeft, MethodNotAllowed, NotFound, SlowRequest, UnsupportedMediaType, answer_error, fail, too_large
+from pdcluster_router.http_errors import ClientLeft, MethodNotAllowed, SlowRequest, UnsupportedMediaType, answer_error, fail, too_large
 from pdcluster_router.http_exchange import Exchange
 from pdcluster_router.places import Places
 from pdcluster_router.prepare import Prepared, Terms, deadline_of, encode, encode_chat, find_model, is_long, mode_of, prepare_chat, prepare_completion
@@ -160,7 +160,7 @@ class App:
             return self._get[path], ("GET", "HEAD")
         if path.startswith(MODELS_PREFIX):
             return self._model, ("GET", "HEAD")
-        raise NotFound(f"there is no {path[:200]}{closest(path, self._paths())}")
+        raise UnknownName(f"there is no {path[:200]}{closest(path, self._paths())}")
 
     def _paths(self) -> tuple[str, ...]:
         return (*self._post, *self._get)

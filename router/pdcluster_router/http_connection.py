@@ -25,6 +25,8 @@ from urllib.parse import unquote
 
 import httptools
 
+from pdcluster.api.replies import error_body
+from pdcluster.errors import BadRequest
 from pdcluster_router.http_exchange import Asked, Exchange
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -191,7 +193,7 @@ class Connection(Protocol):
         while data:
             data = self._feed(data)
         if self._bare_bytes > MAX_HEAD_BYTES:
-            self._refuse(b"431 Request Header Fields Too Large", b"the request's head, or its trailer, has more than %d bytes" % MAX_HEAD_BYTES)
+            self._refuse(b"431 Request Header Fields Too Large", f"the request's head, or its trailer, has more than {MAX_HEAD_BYTES} bytes")
 
     def _feed(self, data: bytes) -> bytes:
         """What is to be read next instead of the rest of it."""
@@ -202,7 +204,7 @@ class Connection(Protocol):
                 return self._without_wish() + data[wish.args[0] :]
             self._is_deaf = True  # CONNECT: what follows is no HTTP
         except httptools.HttpParserError:
-            self._refuse(b"400 Bad Request", b"invalid HTTP request")
+            self._refuse(b"400 Bad Request", "invalid HTTP request")
         return b""
 
     def _without_wish(self) -> bytes:
@@ -403,7 +405,7 @@ class Connection(Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _refuse(self, status: bytes, words: bytes) -> None:
+    def _refuse(self, status: bytes, words: str) -> None:
         """The bytes are no request. Those before them get their answers first, and the connection ends with the last; when there are none, this is
         said."""
         broken, self._parsing = self._parsing, None
@@ -415,7 +417,7 @@ class Connection(Protocol):
             before.keeps_alive = False
             return
         if before is None or not before.started:
-            body = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":"invalid_request"}}' % words
+            body = error_body(BadRequest(words))
             head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % (status, len(body))
             self.send(head + body)
         self.close()

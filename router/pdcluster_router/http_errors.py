@@ -1,4 +1,5 @@
-"""What can be wrong with an HTTP request before anybody looks at its body, and how any error becomes an answer."""
+"""What can be wrong with an HTTP request before anybody looks at its body, beside what `errors` has for every protocol; and how any error becomes an
+answer."""
 
 from __future__ import annotations
 
@@ -17,11 +18,6 @@ log = logging.getLogger(__name__)
 class UnsupportedMediaType(BadRequest):
     code = "unsupported_media_type"
     http_status = 415
-
-
-class NotFound(BadRequest):
-    code = "not_found"
-    http_status = 404
 
 
 class MethodNotAllowed(BadRequest):

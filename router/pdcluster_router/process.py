@@ -65,68 +65,98 @@ async def _serve(config: RouterConfig) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     worker = Worker.parse(config.worker) if config.worker is not None else None
     config = config if worker is None else worker.share(config)
-    name = config.name or f"router-{secrets.token_hex(3)}"
-    me = Peer(name, secrets.token_hex(8))
+    me = Peer(config.name or f"router-{secrets.token_hex(3)}", secrets.token_hex(8))
     if worker is not None:
-        show(name)
+        show(me.node)
     async with AsyncExitStack() as stack:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        stack.callback(context.destroy, 0)
-        events = EventLog()
-        wire = wire_settings(config)
-        for bootstrap in config.bootstrap:
-            warn_if_open("the cluster at", bootstrap, wire)
-        cluster = Cluster(me, context=context, settings=wire, events=events, index_blocks=config.index_blocks)
-        stack.callback(cluster.close)
-        models = Models(cluster, config.tokenizer, config.tool_format, config.reasoning)
-        pulls = PullRule(config.pull, config.pull_min_tokens)
-        chooser = Chooser(
-            _policies(config),
-            cluster.view,
-            cluster.held,
-            force=config.mode,
-            fallback=config.fallback,
-            itl_s=config.itl_s or 0.0,
-            pulls=pulls,
-            expected=cluster.expected,
-        )
-        tenants = read_tenants(config.tenants, worker.count if worker is not None else 1)
-        metrics = router_metrics()
-        hold_metrics = HoldMetrics(metrics.registry)
-        metrics.registry.register(NodeCollector(cluster))
-        metrics.registry.register(IndexCollector(cluster.caches))
-        settings = dispatch_settings(config, is_shared=tenants.is_configured)
-        explainer = Explainer(settings.headroom, ExplainMetrics(metrics.registry), time.time)
-        dispatch = Dispatch(cluster, models, chooser, settings, metrics=hold_metrics, explainer=explainer)
-        tasks: list[_running] = []
+        parts = _assemble(config, me, worker, stack)
+        tasks = Tasks(stop, stack)
+        cluster, models, dispatch = parts.cluster, parts.models, parts.front.dispatch
         for work in (cluster.follow(watch(config.bootstrap)), models.keep_loaded(), dispatch.waiting.follow(cluster)):
-            task = _running(work, stop)
-            tasks.append(task)
-            await stack.enter_async_context(task)
-        places = Places(config.max_requests, tenants, hold_metrics)
-        admin = Admin(cluster, dispatch.open, chooser.holder, events, explainer, time.monotonic)
-        doors = FrontDoors(dispatch, metrics, places)
-        if worker is not None:
-            desk = Desk(admin, metrics.registry)
-            tasks.append(_running(desk.serve(worker, me.incarnation), stop))
-            await stack.enter_async_context(tasks[-1])
-            WorkerMetrics(metrics.registry).warm_seconds.set(await warm(cluster, dispatch))
-            doors = FrontDoors(dispatch, metrics, places, worker, desk.exposition)
-        address, grpc_address = await stack.enter_async_context(_open(doors, config))
-        admin_address = None
-        if config.admin is not None:
-            from pdcluster_router import admin_api  # brings grpc, as the gRPC front door does
-
-            admin_address = await stack.enter_async_context(admin_api.listening(admin, config.admin, config.admin_token()))
+            await tasks.run(work)
+        front = parts.front if worker is None else await _join(worker, me, parts, tasks)
+        address, grpc_address = await stack.enter_async_context(_open(front, config))
+        admin_address = await _serve_admin(parts.admin, config, stack)
         if config.auto_roles:
-            await stack.enter_async_context(_running(keep_roles(admin, RoleController(RoleSettings(), settings.headroom)), stop))
+            await tasks.run(keep_roles(parts.admin, RoleController(RoleSettings(), parts.settings.headroom)))
         collect_seldom()
-        announce(config.ready_fd, address, name=name, grpc=grpc_address, admin=admin_address)
-        logger.info("router %s serves http://%s%s", name, address, f" and grpc://{grpc_address}" if grpc_address else "")
+        announce(config.ready_fd, address, name=me.node, grpc=grpc_address, admin=admin_address)
+        logger.info("router %s serves http://%s%s", me.node, address, f" and grpc://{grpc_address}" if grpc_address else "")
         await stop.wait()
-        failed = any(task.failed for task in tasks)
+        has_failed = tasks.has_failed
         logger.info("draining: %d requests are open", cluster.ledger.num_requests())
-    return 1 if failed else 0
+    return 1 if has_failed else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a router is made of, before anything of it runs."""
+
+    cluster: Cluster
+    models: Models
+    admin: Admin
+    settings: DispatchSettings
+    front: FrontDoors
+
+
+def _assemble(config: RouterConfig, me: Peer, worker: Worker | None, stack: AsyncExitStack) -> Parts:
+    """stack: closes what has to be closed."""
+    events = EventLog()
+    cluster = _cluster(config, me, events, stack)
+    models = Models(cluster, config.tokenizer, config.tool_format, config.reasoning)
+    chooser = _chooser(config, cluster)
+    tenants = read_tenants(config.tenants, worker.count if worker is not None else 1)
+    metrics = router_metrics()
+    hold_metrics = HoldMetrics(metrics.registry)
+    metrics.registry.register(NodeCollector(cluster))
+    metrics.registry.register(IndexCollector(cluster.caches))
+    settings = dispatch_settings(config, is_shared=tenants.is_configured)
+    explainer = Explainer(settings.headroom, ExplainMetrics(metrics.registry), time.time)
+    dispatch = Dispatch(cluster, models, chooser, settings, metrics=hold_metrics, explainer=explainer)
+    admin = Admin(cluster, dispatch.open, chooser.holder, events, explainer, time.monotonic)
+    front = FrontDoors(dispatch, metrics, Places(config.max_requests, tenants, hold_metrics))
+    return Parts(cluster, models, admin, settings, front)
+
+
+def _cluster(config: RouterConfig, me: Peer, events: EventLog, stack: AsyncExitStack) -> Cluster:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stack.callback(context.destroy, 0)
+    wire = wire_settings(config)
+    for bootstrap in config.bootstrap:
+        warn_if_open("the cluster at", bootstrap, wire)
+    cluster = Cluster(me, context=context, settings=wire, events=events, index_blocks=config.index_blocks)
+    stack.callback(cluster.close)
+    return cluster
+
+
+def _chooser(config: RouterConfig, cluster: Cluster) -> Chooser:
+    return Chooser(
+        _policies(config),
+        cluster.view,
+        cluster.held,
+        force=config.mode,
+        fallback=config.fallback,
+        itl_s=config.itl_s or 0.0,
+        pulls=PullRule(config.pull, config.pull_min_tokens),
+        expected=cluster.expected,
+    )
+
+
+async def _join(worker: Worker, me: Peer, parts: Parts, tasks: Tasks) -> FrontDoors:
+    """One of several: answer the supervisor, and know the cluster before listening."""
+    front = parts.front
+    desk = Desk(parts.admin, front.metrics.registry)
+    await tasks.run(desk.serve(worker, me.incarnation))
+    WorkerMetrics(front.metrics.registry).warm_seconds.set(await warm(parts.cluster, front.dispatch))
+    return replace(front, worker=worker, exposition=desk.exposition)
+
+
+async def _serve_admin(admin: Admin, config: RouterConfig, stack: AsyncExitStack) -> str | None:
+    if config.admin is None:
+        return None
+    from pdcluster_router import admin_api  # brings grpc, as the gRPC front door does
+
+    return await stack.enter_async_context(admin_api.listening(admin, config.admin, config.admin_token()))
 
 
 def collect_seldom() -> None:
@@ -227,24 +257,29 @@ def dispatch_settings(config: RouterConfig, *, is_shared: bool = False) -> Dispa
     )
 
 
-class _running:
-    """A task that must not end before the block does: if it fails, the failure is logged, and the process stops."""
+class Tasks:
+    """What must not end before the router does: if one fails, the failure is logged, and the process stops. stack: ends them, the latest first."""
 
-    def __init__(self, work: Coroutine[None, None, None], stop: asyncio.Event) -> None:
-        self._work = work
+    def __init__(self, stop: asyncio.Event, stack: AsyncExitStack) -> None:
         self._stop = stop
-        self.failed = False
+        self._stack = stack
+        self.has_failed = False
 
-    async def __aenter__(self) -> None:
-        self._task = asyncio.create_task(self._work)
-        self._task.add_done_callback(self._ended)
+    async def run(self, work: Coroutine[None, None, None]) -> None:
+        await self._stack.enter_async_context(self._running(work))
 
-    async def __aexit__(self, *exc: object) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+    @asynccontextmanager
+    async def _running(self, work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.failed = True
+            self.has_failed = True
             logger.error("a task of the router failed: the router stops", exc_info=error)
             self._stop.set()
