@@ -19,6 +19,8 @@ from pdcluster_router.http_connection import Connection, Connections, LineLimits
 BACKLOG = 2048
 SWEEP_S = 0.1
 """How late a connection's deadline may be seen."""
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+"""A client whose machine is gone says nothing more: it is asked after 20 s of silence, and given up 15 s later, so that its generation ends."""
 LAST_WORD_S = 1.0
 """For clients to read that the router stops."""
 
@@ -40,7 +42,7 @@ async def listening(app: App, address: str, *, drain_s: float, is_port_shared: b
     """Serves while the block runs and gives HOST:PORT (the real port, when 0 was asked for). Leaving it takes no new connections, lets open
     requests finish for at most drain_s, then cancels them, and tells their clients. is_port_shared: other workers of this router listen there,
     too."""
-    bound = _bind(address, is_port_shared=is_port_shared)
+    bound = bind(address, is_port_shared=is_port_shared)
     own = app.settings
     limits = LineLimits(own.max_body_bytes, own.body_s, own.stall_s, id_prefix=own.id_prefix)
     connections = Connections()
@@ -86,13 +88,17 @@ async def _are_over(connections: Connections, within_s: float) -> bool:
     return True
 
 
-def _bind(address: str, *, is_port_shared: bool) -> socket.socket:
+def bind(address: str, *, is_port_shared: bool) -> socket.socket:
+    """A socket that listens; those that it accepts have its options."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio switches Nagle's algorithm off only where the socket says TCP; with it, events of one answer may be 40 ms apart.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE:
+        bound.setsockopt(socket.IPPROTO_TCP, option, value)
     if is_port_shared:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:

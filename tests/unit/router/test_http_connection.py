@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,6 +16,7 @@ from scripted_dispatcher import MODEL, TEXT, ScriptedDispatcher, Wait, says, ser
 from pdcluster_router.app import HttpSettings
 from pdcluster_router.http_connection import MAX_HEAD_BYTES, Connection, Connections, LineLimits
 from pdcluster_router.http_exchange import Exchange
+from pdcluster_router.server import KEEPALIVE, bind
 
 PLAIN = "/v1/completions"
 BODY = json.dumps({"model": MODEL, "prompt": "hi"}).encode()
@@ -157,6 +159,15 @@ def test_what_comes_early_is_bounded_and_all_of_it_is_answered() -> None:
         application.waiting.pop().reply(200, b"")
         num_answered += 1
     assert num_answered == 10_001 and pipe.is_reading_now
+
+
+def test_the_kernel_asks_whether_a_silent_client_is_still_there() -> None:
+    with bind("127.0.0.1:0", is_port_shared=False) as listener, socket.create_connection(listener.getsockname()):
+        listener.setblocking(True)
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert [accepted.getsockopt(socket.IPPROTO_TCP, option) for option, _ in KEEPALIVE] == [value for _, value in KEEPALIVE]
 
 
 @pytest.mark.parametrize("is_drained", [False, True])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdcluster.config import RouterConfig, load
 from pdcluster.errors import ConfigError
-from pdcluster_router.server import _bind
+from pdcluster_router.server import bind
 from pdcluster_router.tenants import read_tenants
 from pdcluster_router.workers import ports
 from pdcluster_router.workers.service import worker_spec
@@ -68,9 +68,9 @@ def test_a_worker_is_told_what_its_supervisor_was_told_but_for_its_own(tmp_path:
 def test_a_port_is_held_for_workers_and_for_nobody_else() -> None:
     held, address = ports.hold("127.0.0.1:0", "--http")
     try:
-        first, second = (_bind(address, is_port_shared=True) for _ in range(2))
+        first, second = (bind(address, is_port_shared=True) for _ in range(2))
         with pytest.raises(ConfigError, match="cannot listen on"):
-            _bind(address, is_port_shared=False)
+            bind(address, is_port_shared=False)
         with pytest.raises(ConfigError, match="choose another address with --grpc"):
             ports.hold(address, "--grpc")
         first.close()
