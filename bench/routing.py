@@ -2,6 +2,7 @@
 
     python -m bench.routing [--quick] [--trace FILE] [--processes N] [--json FILE]
     python -m bench.routing --real MODEL [--rounds N] [--seed S] [--json FILE]
+    python -m bench.routing --pool FILE... [--json FILE]
 
  1. cells: all policies × 5 loads × 2 cache sizes on the recorded trace and on each generated kind. Load 1.0: the work that one pooled LRU cache would
     leave equals what the prefill nodes can do. Rivals run twice: as published (their rule decides at once, KV is fetched from another node only where
@@ -10,7 +11,8 @@
  3. seeds: the best three on generated kinds, seeds 0 to 4.
  4. modes: `seconds` choosing P/D per request, against every static split (remote always) and against colocated nodes (local always, two chunk sizes).
     Every way gets its best layout and load: goodput(way) is the maximum over layouts and loads of the mean over seeds, on the same traces at the same
-    speeds; auto has the layouts of both others together. All run behind the same gate, with `seconds` choosing the nodes.
+    speeds; auto has the layouts of both others together. All run behind the same gate, with `seconds` choosing the nodes. Beside it, what an ideal
+    pool of as many nodes would do (`routing_ideal`): how much there is to be won by any choice.
 
 Traces are samples (MOST_RECORDED requests of the recorded one, MOST_GENERATED of each kind), so that all ends within half an hour on two cores.
 Decode, transfers and quadratic prefill are modelled (`pdcluster_router.replay`); seconds are those of the model, so ratios are what counts. Rows with
@@ -28,7 +30,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from bench import routing_real
+from bench import routing_ideal, routing_real
 from bench.report import Row, print_rows, write_json
 from bench.routing_runs import Contender, Run, Workload, execute_all, pools_for
 from pdcluster_router.policy.base import Force
@@ -199,6 +201,7 @@ def promises_on_recorded(found: Found) -> Iterator[Row]:
 
 def against_modes(found: Found) -> Iterator[Row]:
     """Best goodput over loads and layouts, of each way."""
+    ideal, in_turn = routing_ideal.best(list(found)), routing_ideal.best(list(found), "arrival")
     by_mix: dict[str, dict[tuple[Way, Layout, float], list[float]]] = {}
     for run, figures in found.items():
         way = next(way for way, force in FORCED.items() if force == run.force)
@@ -211,6 +214,8 @@ def against_modes(found: Found) -> Iterator[Row]:
         rival = max(("colocated", "static"), key=lambda way: peaks[way])
         yield goal("goodput auto", f"{mix}, {MODE_NODES} nodes", peaks["auto"], "1/s", rival, peaks[rival], 1.1 if mix in BALANCED else 1.0)
         yield goal("goodput auto, all mixed", f"{mix}, {MODE_NODES} nodes", peaks["auto, all mixed"], "1/s", rival, peaks[rival], None)
+        yield goal("goodput of an ideal pool", f"{mix}, {MODE_NODES} nodes", ideal[mix], "1/s", rival, peaks[rival], None)
+        yield goal("the same, first come first served", f"{mix}, {MODE_NODES} nodes", in_turn[mix], "1/s", rival, peaks[rival], None)
 
 
 def goal(metric: str, case: str, value: float, unit: str, against: str, other: float, least: float | None, *, less_is_better: bool = False) -> Row:
@@ -250,11 +255,14 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--parts", default="cells,imperfect,seeds,modes")
     parser.add_argument("--real", type=Path, metavar="MODEL", help="instead of replays: two real nodes with this model (see bench.routing_real)")
+    parser.add_argument("--pool", type=Path, nargs="+", metavar="FILE", help="instead of replays: judge the rounds of several --real --json together")
     parser.add_argument("--rounds", type=int, default=10, help="of --real")
     parser.add_argument("--seed", type=int, default=0, help="of --real")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if arguments.real is not None:
+    if arguments.pool is not None:
+        rows = list(routing_real.pooled(arguments.pool, arguments.seed))
+    elif arguments.real is not None:
         rounds, seconds = (6, 6.0) if arguments.quick else (arguments.rounds, 20.0)
         rows = list(routing_real.measure(arguments.real, rounds, seconds, arguments.seed))
     else:
@@ -264,8 +272,8 @@ def main() -> None:
 
 
 def report(rows: list[Row], path: Path | None) -> None:
-    judged = [row for row in rows if row.against]
-    print_rows([row for row in rows if row.goal is None and row.case.startswith("real")])
+    judged = [row for row in rows if row.against and not row.metric.startswith(routing_real.IN_TIME)]
+    print_rows([row for row in rows if row.goal is None and row.case.startswith("real") and not row.metric.startswith(routing_real.IN_TIME)])
     print_rows([row for row in judged if row.holds is not False])
     missed = [row for row in judged if row.holds is False]
     print(f"\n{len(missed)} of {sum(row.holds is not None for row in judged)} goals are missed" + (":" if missed else ""))

@@ -4,7 +4,7 @@ One cluster of a prefill and a decode node, a core each; the mode is asked for w
 floors are measured, then the rate: it rises until the better of the two static ways answers less than ATTAINED of its requests in time. At that rate
 a round sends requests of the same lengths at the same moments through each way, with tokens that no node has seen, in turns that change with the
 round. What is judged is goodput(auto) ÷ goodput of the static way that has more of it over all rounds, by the lower 95 % bound of a bootstrap over
-rounds. Limits: 5 × the floor of the first token, 2 × that of the others.
+rounds. Limits: 5 × the floor of the first token, 2 × that of the others. Rounds of several starts are judged as one from their files (`pooled`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from bench.cluster import Client, NodePlan, cluster, random_prompt
 from bench.report import Row
+from pdcluster.errors import ConfigError
 
 WAYS = ("auto", "local", "remote")
 NAMES = {"auto": "auto", "local": "colocated", "remote": "static P/D"}
@@ -189,6 +190,36 @@ def measure(model: Path, rounds: int, seconds: float, seed: int) -> Iterator[Row
         asked = sum(each[way].num_asked for each in found) / seconds / rounds
         case = f"real, 1 prefill + 1 decode node, {asked:.1f}/s asked; {_shares(found, way)}"
         yield Row(f"goodput {NAMES[way]}", case, statistics.fmean(goodputs), "1/s", spread=_spread(goodputs))
+    yield from _kept(found, seed)
+    yield judged(found, seed)
+
+
+def _kept(found: Sequence[Round], seed: int) -> Iterator[Row]:
+    """What `pooled` reads."""
+    for number, each in enumerate(found):
+        for way in WAYS:
+            turn = each[way]
+            yield Row(f"{IN_TIME} {way}", f"real, seed {seed}, round {number}", turn.num_good, "requests", "asked", turn.num_asked)
+
+
+IN_TIME = "in time,"
+
+
+def pooled(files: Sequence[Path], seed: int) -> Iterator[Row]:
+    """The rounds of other starts, each with a cluster and a rate of its own, judged as one. Raises ConfigError for a file without rounds."""
+    found: list[Round] = []
+    for file in files:
+        rounds: dict[str, Round] = {}
+        for row in json.loads(file.read_text()):
+            what, _, way = row["metric"].rpartition(" ")
+            if what == IN_TIME and way in WAYS:
+                rounds.setdefault(row["case"], {})[way] = Turn(int(row["against_value"]), int(row["value"]), Counter())
+        if not rounds or any(len(each) != len(WAYS) for each in rounds.values()):
+            raise ConfigError(f"{file} has no whole rounds; give a file that `bench.routing --real MODEL --json FILE` wrote")
+        found += rounds.values()
+    for way in WAYS:
+        asked = sum(each[way].num_asked for each in found)
+        yield Row(f"in time {NAMES[way]}", f"real, {len(files)} starts", sum(each[way].num_good for each in found) / asked, "of those asked")
     yield judged(found, seed)
 
 
