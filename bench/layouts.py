@@ -5,6 +5,10 @@
 The same KV (Qwen3-0.6B in bfloat16: 28 layers, 8 heads of 128 dims) goes between two processes in one layout after the other, turn by turn, so that
 all meet the same neighbours on the machine. Seconds are the whole protocol's, digests on, from the ticket's arrival at the writer to the
 reader's CommitAck; a ratio is the median over the turns. What is checked: the reader's pages against tensors cut by numpy, not by `geometry`.
+
+Each end is one process with the pools of all its ranks, or, where the row says so, a process per rank, as a node has them (`bench.rank_ends`): with
+rank 0's session, a transfer endpoint per rank, and links between them. Both are compared with one process at each end. Where there are
+two cores, all of an end's processes share one, so a node of several ranks has no more of the machine than one of a single rank.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,41 +37,51 @@ class Pair:
 
     ranks: tuple[int, int]
     page_tokens: tuple[int, int] = (32, 32)
+    processes: bool = False
 
     @property
     def name(self) -> str:
         ranks, tokens = self.ranks, self.page_tokens
         same = f"pages of {tokens[0]} tokens" if tokens[0] == tokens[1] else f"pages of {tokens[0]} → {tokens[1]} tokens"
-        return f"P TP {ranks[0]} → D TP {ranks[1]}, {same}"
+        return f"P TP {ranks[0]} → D TP {ranks[1]}, {same}" + (", a process per rank" if self.processes else "")
 
     def shape(self, backend: str, num_tokens: int) -> Shape:
         near, far = (replace(QWEN3, ranks=ranks, page_tokens=tokens) for ranks, tokens in zip(self.ranks, self.page_tokens, strict=True))
-        return Shape(backend, near, far, num_tokens, digests=True)
+        return Shape(backend, near, far, num_tokens, digests=True, processes=self.processes)
 
 
 EQUAL = Pair((1, 1))
 OTHERS = (Pair((2, 1)), Pair((1, 2)), Pair((2, 4)), Pair((4, 2)), Pair((1, 1), (16, 64)), Pair((1, 1), (64, 16)), Pair((2, 4), (16, 64)))
+RANKS = tuple(Pair(ranks, processes=True) for ranks in ((2, 1), (1, 2), (2, 4), (4, 2), (2, 2)))
 
 
-def measure(backend: str, num_tokens: int, turns: int) -> Iterator[Row]:
-    pairs = (EQUAL, *OTHERS)
+def measure(backend: str, num_tokens: int, turns: int, others: tuple[Pair, ...]) -> Iterator[Row]:
+    pairs = (EQUAL, *others)
     with ExitStack() as stack:
         ends = [stack.enter_context(closing(Near(pair.shape(backend, num_tokens)))) for pair in pairs]
         for pair, near in zip(pairs, ends, strict=True):
             if wrong := near.wrong_bytes():
                 raise RuntimeError(f"{backend}, {pair.name}: {wrong} bytes are wrong")
             if transfer_load.has_two_cores():
-                transfer_load.pin(os.getpid(), 0)
-                transfer_load.pin(near.child_pid, 1)
+                pin_end(os.getpid(), 0, {each.child_pid for each in ends})
+                pin_end(near.child_pid, 1)
         seconds = [[_typical(near, num_tokens) for near in ends] for _ in range(turns)]
     nbytes = ends[0].shape.nbytes
     rates = [[nbytes / each[index] / 1e9 for each in seconds] for index in range(len(pairs))]
     case = f"{num_tokens} tokens"
     yield row(f"layouts.{backend}", f"{case}, {EQUAL.name}", rates[0], "GB/s")
-    for index, pair in enumerate(OTHERS, 1):
+    for index, pair in enumerate(others, 1):
         speed = row(f"layouts.{backend}", f"{case}, {pair.name}", rates[index], "GB/s", against="equal", against_value=statistics.median(rates[0]))
         ratio = statistics.median(each[0] / each[index] for each in seconds)
         yield replace(speed, ratio=ratio, goal=GOAL, holds=ratio >= GOAL)
+
+
+def pin_end(pid: int, core: int, others: Collection[int] = ()) -> None:
+    """A process and its children, but for these, on one core."""
+    transfer_load.pin(pid, core)
+    children = {int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()}
+    for child in children - set(others):
+        pin_end(child, core)
 
 
 def _typical(near: Near, num_tokens: int) -> float:
@@ -80,7 +94,8 @@ def run(backends: tuple[str, ...], *, quick: bool) -> Iterator[Row]:
     for backend in backends:
         for num_tokens in (512,) if quick else (512, 2048):
             try:
-                yield from measure(backend, num_tokens, 5 if quick else 9)
+                for others in (OTHERS, RANKS):
+                    yield from measure(backend, num_tokens, 5 if quick else 9, others)
             finally:
                 transfer_load.unpin(cores)
 

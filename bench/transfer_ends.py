@@ -21,11 +21,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.rank_ends import RankProcess
 from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, Message, Reserved, Ticket
+from pdcluster.node.rank_link import LinkedMemories
 from pdcluster.transfer.base import Backend, Peer, Region
 from pdcluster.transfer.choose import create_backends
 from pdcluster.transfer.geometry import PageShape
 from pdcluster.transfer.moving import GilWaits
+from pdcluster.transfer.ranked import RankedBackend
 from pdcluster.transfer.reader import Reader
 from pdcluster.transfer.session import Acked, Drained, GaveUp, Send, Settings, peer_of
 from pdcluster.transfer.shm import ShmBackend
@@ -69,13 +72,15 @@ Control = Commit | CommitAck | Abort | AbortAck | Ask | Check | Sink | Address |
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How both ends are set up: the pages of each, in pools for so many tokens."""
+    """How both ends are set up: the pages of each, in pools for so many tokens. processes: one for each rank, as nodes have them; otherwise each end
+    is one process with the pools of all its ranks."""
 
     backend: str
     near: PageShape
     far: PageShape
     num_tokens: int
     digests: bool
+    processes: bool = False
 
     @property
     def settings(self) -> Settings:
@@ -153,14 +158,35 @@ class Pool:
         self.region = Region(region, self.bytes.ctypes.data, nbytes, self.fd)
 
 
-def start_backend(shape: Shape, pages: PageShape, me: Peer) -> tuple[list[Pool], Backend]:
+@dataclass(frozen=True, slots=True)
+class End:
+    """One end's media and memory. ranks: processes of those above 0, if they have any; memories: of the pools that are this process's to digest."""
+
+    pools: list[Pool]
+    backend: Backend
+    memories: list[memoryview]
+    ranks: list[RankProcess]
+
+    def close(self) -> None:
+        self.backend.shutdown()
+        for rank in self.ranks:
+            rank.close()
+        for pool in self.pools:
+            os.close(pool.fd)
+
+
+def start_end(shape: Shape, pages: PageShape, me: Peer) -> End:
     """pages: of this end. One pool per rank."""
     nbytes = shape.num_tokens // pages.page_tokens * pages.page_bytes
     pools = [Pool(nbytes, rank) for rank in range(pages.ranks)]
-    backend = create_backends(shape.backend, me, host=HOST, staging_bytes=STAGING_BYTES)[shape.backend]
-    for pool in pools:
+    own = pools[:1] if shape.processes else pools
+    backend: Backend = create_backends(shape.backend, me, host=HOST, staging_bytes=STAGING_BYTES)[shape.backend]
+    for pool in own:
         backend.register(pool.region)
-    return pools, backend
+    ranks = [RankProcess(shape.backend, HOST, STAGING_BYTES, me, pool) for pool in pools[len(own) :]]
+    if shape.processes:
+        backend = RankedBackend((backend, *(rank.link.ends[shape.backend] for rank in ranks)), 0)
+    return End(pools, backend, [pool.bytes.data for pool in own], ranks)
 
 
 def wait_for(sock: socket.socket, backend: Backend, deadline: float | None) -> None:
@@ -176,16 +202,18 @@ class Far:
 
     def __init__(self, shape: Shape, pipe: Pipe) -> None:
         self._shape, self._pipe = shape, pipe
-        self._pools, self._backend = start_backend(shape, shape.far, FAR)
+        self._end = start_end(shape, shape.far, FAR)
+        self._pools, self._backend = self._end.pools, self._end.backend
         self._reader = Reader(
             Endpoint(FAR.node, FAR.incarnation, "bench"),
             {shape.backend: self._backend},
             (shape.backend,),
             region=0,
             shape=shape.far,
-            memories=[pool.bytes.data for pool in self._pools],
+            memories=self._end.memories,
             clock=time.monotonic,
             settings=shape.settings,
+            ranks=LinkedMemories(self._end.memories[0], [rank.link for rank in self._end.ranks]) if self._end.ranks else None,
         )
         self._count = 0
         self._pages: list[int] = []
@@ -201,14 +229,18 @@ class Far:
                 if isinstance(event, Send):
                     self._pipe.send(event.message)
             wait_for(self._pipe.sock, self._backend, self._reader.next_deadline())
-        self._backend.shutdown()
+        self._end.close()
 
     def _answer(self, message: Control) -> None:
         if isinstance(message, Ask):
             self._count += 1
             self._pages = scattered(self._shape.far, self._shape.num_tokens, message.num_tokens, 2 * self._count)
             writer = Endpoint(NEAR.node, NEAR.incarnation, "bench")
-            self._pipe.send(Reserved(self._reader.open(f"r{self._count}", 0, writer, self._pages, message.num_tokens, 0, 60.0)))
+            ticket = self._reader.open(f"r{self._count}", 0, writer, self._pages, message.num_tokens, 0, 60.0)
+            while not self._reader.is_permitted(ticket.nonce):
+                wait_for(self._pipe.sock, self._backend, self._reader.next_deadline())
+                self._reader.poll()
+            self._pipe.send(Reserved(ticket))
         elif isinstance(message, Commit | AbortAck):
             self._reader.handle(NEAR, message)
         elif isinstance(message, Sink):
@@ -266,7 +298,8 @@ class Near:
         self._child = subprocess.Popen([sys.executable, "-m", "bench.transfer_ends", *arguments], pass_fds=[there.fileno()])
         there.close()
         self.pipe = Pipe(here)
-        self.pools, self._backend = start_backend(shape, shape.near, NEAR)
+        self._end = start_end(shape, shape.near, NEAR)
+        self.pools, self._backend = self._end.pools, self._end.backend
         noise = np.random.default_rng(1).integers(0, 256, 1 << 20, dtype=np.uint8)
         for pool in self.pools:
             np.copyto(pool.bytes, np.resize(noise, pool.bytes.size))
@@ -276,7 +309,7 @@ class Near:
             (shape.backend,),
             region=0,
             shape=shape.near,
-            memories=[pool.bytes.data for pool in self.pools],
+            memories=self._end.memories,
             clock=time.monotonic,
             settings=shape.settings,
         )
@@ -350,9 +383,9 @@ class Near:
 
     def close(self) -> None:
         self.pipe.sock.close()
-        self._backend.shutdown()
-        for pool in (*self.pools, *([self.spare] if "spare" in self.__dict__ else [])):
-            os.close(pool.fd)
+        self._end.close()
+        if "spare" in self.__dict__:
+            os.close(self.spare.fd)
         try:
             self._child.wait(20)
         except subprocess.TimeoutExpired:
