@@ -40,6 +40,8 @@ GOAL_BYTES = 16 << 20
 ENTRY_BYTES = 4 << 20
 ENTRIES = 8
 TURNS = 3
+LONG_REPEATS = 2
+"""Of a transfer so long that one says as much as several short ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def prompts(*tokens: int) -> list[Case]:
 def cases(*, quick: bool) -> list[Case]:
     if quick:
         return sizes(1 / 16, 1, 16, 64) + prompts(512)
-    return sizes(1 / 16, 1 / 4, 1, 4, 16, 64, 256) + prompts(128, 512, 2048)
+    return [*sizes(1 / 16, 1 / 4, 1, 4, 16, 64, 256), Case("1 GiB", 4 << 20, 256), *prompts(128, 512, 2048)]
 
 
 # ---------------------------------------------------------------- ceilings
@@ -159,6 +161,7 @@ def ceiling(near: Near, case: Case, repeats: int) -> tuple[str, list[float]]:
 def measure(near: Near, case: Case, repeats: int) -> list[Row]:
     """Rows of one case on one pair of processes: turns of a few transfers and as many runs of the ceiling."""
     near.move(case.num_tokens)  # warm: connection, page tables
+    repeats = min(repeats, LONG_REPEATS) if case.nbytes >= 1 << 30 else repeats
     rate: Callable[[float], float] = lambda seconds: case.nbytes / seconds / 1e9  # noqa: E731
     samples: list[float] = []
     tops: list[float] = []
