@@ -33,7 +33,7 @@ MAX_LINKS = 1024
 BURST_BYTES = 1 << 20
 """Most bytes moved by one system call, so that whoever waits for a thread to pass its check waits microseconds."""
 MAX_VECTOR = 64
-GATHER_BYTES, GATHER_S = 512 << 10, 0.01
+GATHER_BYTES, GATHER_S = 256 << 10, 0.01
 SEAL_BYTES = 8
 
 
