@@ -225,7 +225,7 @@ class RankEnd:
         self._questions: dict[int, int | Peer] = {}
         """Of which nonce or boot the rank is asked to prove that nothing more can land."""
         self._asked: dict[int | Peer, int] = {}
-        """The first open question about it, which was put since anything of it was permitted."""
+        """The open question about it, if nothing of it was permitted or written since. Never two: a fence is asked for again and again."""
         self._proved: OrderedDict[int | Peer, None] = OrderedDict()
 
     def register(self, region: Region) -> None:
@@ -253,6 +253,8 @@ class RankEnd:
         advert = self._adverts.get(peer)
         if advert is None:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
+        with self._lock:
+            self._asked.pop(peer, None)  # the next close ends this write too
         handle, table = self._writes.new(), pack_runs(run_table(runs))
         self._link.send(Write(self.name, handle, name_of(peer), advert, source_region, target_region, words_of(stamp), table, digests))
         return handle
@@ -286,18 +288,20 @@ class RankEnd:
     # ------------------------------------------------------------ proofs
 
     def _fence(self, key: int | Peer, ask: Callable[[int], ToRank]) -> Fence:
-        """What is proved of it by now; the rank does it (again), and says what it can prove then."""
+        """What is proved of it by now; the rank does it (again), unless it was told to and has not answered, and says what it can prove then."""
         with self._lock:
-            is_proved, question = key in self._proved, self._link.question()
-            self._questions[question] = key
-            self._asked.setdefault(key, question)
+            fence = Fence.FENCED if key in self._proved else Fence.CANNOT_FENCE
+            if key in self._asked:
+                return fence
+            question = self._link.question()
+            self._questions[question], self._asked[key] = key, question
         self._link.send(ask(question))
-        return Fence.FENCED if is_proved else Fence.CANNOT_FENCE
+        return fence
 
     def _proof(self, question: int, *, is_fenced: bool) -> None:
         with self._lock:
             key = self._questions.pop(question)
-            if question < self._asked.get(key, question + 1):
+            if self._asked.get(key) != question:
                 return  # something was permitted since
             del self._asked[key]
             if is_fenced:

@@ -16,7 +16,7 @@ from pdcluster.errors import IntegrityError, PeerUnreachable
 from pdcluster.messages import Abort, Commit, CommitAck
 from pdcluster.node import rank_link
 from pdcluster.node.rank_channel import frame
-from pdcluster.node.rank_messages import Arrived, Known
+from pdcluster.node.rank_messages import Allow, Arrived, Close, Known, Revoke, Write
 from pdcluster.transfer.base import Arrival, Fence, Peer, Permit, Run, Stamp, WriteStatus
 from pdcluster.transfer.chunks import digest
 from pdcluster.transfer.geometry import plan_courses
@@ -149,6 +149,25 @@ def test_a_proof_holds_until_the_boot_or_the_ticket_is_permitted_again(nodes: Ra
         prove("close", WRITER)
     with pytest.raises(IntegrityError, match="registers it itself"):
         end.register(nodes.target.memories[1].region)
+
+
+def test_a_rank_that_has_not_answered_is_not_asked_again_for_the_same_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, sent = RankNodes("tcp", (1, 2), waiting=True), []
+    link, end = nodes.target.links[0], nodes.target.links[0].ends["tcp"]
+    monkeypatch.setattr(link, "send", lambda message, send=link.send: sent.append(type(message)) or send(message))
+    for _ in range(5):
+        assert end.revoke(7) is end.close(WRITER) is Fence.CANNOT_FENCE
+    assert sent == [Revoke, Close]
+    end.permit(Permit(7, WRITER, 1, ((0, 64),)))  # what was asked before says nothing of it
+    assert end.revoke(7) is end.close(WRITER) is Fence.CANNOT_FENCE
+    assert sent[2:] == [Allow, Revoke, Close]
+    end.connect(WRITER, b"no advert")
+    end.write(WRITER, 1, 0, Stamp(7, 0, 1, 64), (Run(0, 0, 64),))
+    end.close(WRITER)
+    assert sent[5:] == [Write, Close], "the write came after the last close"
+    nodes.target.go()
+    nodes.until(lambda: end.revoke(7) is end.close(WRITER) is Fence.FENCED)
+    nodes.close()
 
 
 def test_a_writer_that_is_gone_is_fenced_on_every_rank_and_its_pages_come_back(nodes: RankNodes) -> None:
