@@ -72,7 +72,8 @@ class Spare:
     def _discard(self) -> None:
         if self._idle is None:
             return
-        kill_group(self._idle.process.pid)
+        if self._idle.is_running:  # else its pid may be another's by now; it started nothing that could be left
+            kill_group(self._idle.process.pid)
         self._idle.close_pipes()
         os.close(self._stdin)
         self._idle = None

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pdcluster.launch import spare
 from pdcluster.launch.spare import MAX_LINE_BYTES, Spare
 from pdcluster.launch.supervisor import Spec, Supervisor
 
@@ -72,6 +73,23 @@ async def test_without_a_spare_that_lives_a_child_is_started_afresh(tmp_path: Pa
     assert await stage.kill("a") != dead
     assert await stage.spare() != dead, "and there is a spare again"
     await stage.supervisor.stop([["a"]])
+
+
+async def test_the_pid_of_a_spare_that_died_is_not_killed_for_it_may_be_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(spare, "kill_group", killed.append)
+    one = Spare(SPARE)
+    await one.prepare()
+    dead = one.pid
+    assert dead is not None
+    os.kill(dead, signal.SIGKILL)
+    while one.pid is not None:
+        await asyncio.sleep(0.01)
+    await one.prepare()
+    assert killed == [] and one.pid not in (None, dead)
+    monkeypatch.undo()
+    await one.close()
+    assert one.pid is None
 
 
 async def test_a_spare_that_cannot_be_started_is_told_and_costs_no_child(tmp_path: Path) -> None:
