@@ -3,8 +3,9 @@
 A link is Hello, then numbered frames both ways, then silence or a cut. The rules, which both ends share:
  1. The first frame of every connection is Hello with the attempts that the caller still waits for, and so is the first one after a gap.
     A socket is never reused over two connections: what an old one still held is never delivered after the Hello of the new one.
- 2. Frames are numbered per sender; Hello and Welcome set the count, alone in their frames. A number that is not the next one means lost frames
-    (gap): say Hello again. A number seen before is a duplicate: dropped, counted. What is said in one turn goes as one frame (`wire.batch`).
+ 2. Frames are numbered per sender; Hello sets the count, and so does a Welcome of a smaller number, alone in their frames. A number that is not the
+    next one means lost frames (gap): say Hello again, also before a Welcome, whose answers to the last Hello are then among them. A number seen
+    before is a duplicate: dropped, counted. What is said in one turn goes as one frame (`wire.batch`).
  3. A Hello from the listening end asks for a Hello: it lost frames of ours, or does not know us (any more).
  4. Any good frame proves that this boot of the node is alive (UP) and renews the lease. Silence for lease_s ends the link, and so does a cut
     that is not healed by the same boot within rewelcome_s.
@@ -260,7 +261,8 @@ class Dialer:
             self.gaps += 1
             self._ask_again(now)
             return ()
-        if last is not None and envelope.sequence != last + 1 and not isinstance(first, m.Welcome):
+        is_anew = isinstance(first, m.Welcome) and last is not None and envelope.sequence <= last
+        if last is not None and envelope.sequence != last + 1 and not is_anew:
             if envelope.sequence <= last:
                 self._received = last
                 self.dropped["duplicate"] += 1

@@ -316,6 +316,16 @@ async def test_a_gap_in_the_nodes_frames_makes_the_router_say_what_it_waits_for(
     assert caller.link.gaps == 1 and caller.messages[1:] == [m.Scheduled("r1", 0), m.Scheduled("r2", 0)]
 
 
+async def test_what_was_lost_before_a_welcome_is_asked_for_again(listener: Listener, caller: Router) -> None:
+    listener.say(m.Welcome("decode"), 3)  # the tokens that it said again in frame 2 were dropped at its high water
+    await until(lambda: m.Hello("router") in listener.heard())
+    assert caller.link.gaps == 1
+    listener.say(m.Welcome("decode"), 1)  # it had forgotten us, and counts anew
+    listener.say(m.Scheduled("r", 0), 2)
+    await until(lambda: m.Scheduled("r", 0) in caller.messages)
+    assert caller.link.gaps == 1 and not caller.link.dropped
+
+
 async def test_a_hello_is_alone_in_its_frame_and_behind_what_was_said_before_it(listener: Listener, caller: Router) -> None:
     listener.frames()
     listener.say_all((m.Scheduled("r1", 0), m.Scheduled("r2", 0)), 5)
