@@ -66,11 +66,22 @@ def grammar_of(form: dict[str, Any], param: str) -> Grammar:
         source = json.dumps(form, ensure_ascii=False, separators=(",", ":"))
     except RecursionError as error:
         raise BadRequest(f"{param} is nested too deeply; at most {MAX_DEPTH} levels are allowed", param) from error
+    if not source.isascii() and not _is_text(source):
+        raise BadRequest(f"{param} has half a surrogate pair (such as \\ud800 alone), which is no character; send whole characters", param)
     if len(source) > MAX_CHARS:
         raise BadRequest(f"{param} makes a grammar of {len(source)} characters, at most {MAX_CHARS} are allowed; send a smaller one", param)
     if depth_of(source) > MAX_DEPTH:
         raise BadRequest(f"{param} is nested {depth_of(source)} levels deep, at most {MAX_DEPTH} are allowed; send a flatter one", param)
     return Grammar(source)
+
+
+def _is_text(source: str) -> bool:
+    """Whether it can be sent: JSON within JSON may hold what is no character."""
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def asked_of(request: Asking) -> Grammar | None:

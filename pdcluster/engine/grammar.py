@@ -64,8 +64,16 @@ def vocabulary_of(model_dir: Path, size: int, eos_token_ids: Sequence[int]) -> V
 class Grammars:
     """want and close from one thread, find from any; news_fd is readable when a compile is done. load: the vocabulary, asked for once."""
 
-    def __init__(self, load: Callable[[], Vocabulary], limits: GrammarLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Vocabulary],
+        limits: GrammarLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        make: Callable[[Vocabulary], Any] | None = None,
+    ) -> None:
+        """make: a compiler for the vocabulary, None for xgrammar's."""
         self._load = load
+        self._make = make or _make_compiler
         self._limits = limits or GrammarLimits()
         self._clock = clock
         self._lock = threading.Condition()
@@ -74,7 +82,8 @@ class Grammars:
         self._ready: OrderedDict[Grammar, Any] = OrderedDict()
         self._bytes = 0
         self._refused: OrderedDict[Grammar, PdclusterError] = OrderedDict()
-        self._began: dict[Grammar, float] = {}
+        self._began: dict[Grammar, float | None] = {}
+        """When each compile that is wanted began; None while it waits, for a thread or for the library."""
         self._queue: deque[Grammar] = deque()
         self._num_threads = 0
         self._is_closed = False
@@ -88,11 +97,10 @@ class Grammars:
                 return True
             if (refused := self._refused.get(grammar)) is not None:
                 raise refused
-            if (began := self._began.get(grammar)) is not None:
-                if self._clock() - began >= self._limits.compile_s:
-                    raise BadRequest(f"the grammar did not compile within {self._limits.compile_s:g} s; send a simpler one")
-                return False
-            self._enqueue(grammar)
+            if grammar not in self._began:
+                self._enqueue(grammar)
+            elif (began := self._began[grammar]) is not None and self._clock() - began >= self._limits.compile_s:
+                raise BadRequest(f"the grammar did not compile within {self._limits.compile_s:g} s; send a simpler one")
             return False
 
     def find(self, grammar: Grammar) -> Any:
@@ -131,7 +139,7 @@ class Grammars:
         if len(self._queue) >= self._limits.max_queued:
             raise Overloaded(f"{len(self._queue)} grammars wait to be compiled; retry later", 1.0, "grammars")
         self._queue.append(grammar)
-        self._began[grammar] = self._clock()
+        self._began[grammar] = None
         if self._num_threads < min(self._limits.threads, len(self._began)):
             self._num_threads += 1
             size = threading.stack_size(STACK_BYTES)
@@ -162,7 +170,9 @@ class Grammars:
         try:
             with self._loading:
                 if self._compiler is None:
-                    self._compiler = _make_compiler(self._load())
+                    self._compiler = self._make(self._load())
+            with self._lock:
+                self._began[grammar] = self._clock()
             compiled = self._compiler.compile_structural_tag(f'{{"type":"structural_tag","format":{grammar.source}}}')
             if not _starts(compiled):
                 return BadRequest("the grammar allows no output at all with this model's tokens; send another one")

@@ -107,7 +107,7 @@ def pack_plan(plan: StepPlan) -> Plan:
                 row.tokens.astype(np.int32, copy=False).tobytes(),
                 row.start,
                 row.pages.astype(np.int32, copy=False).tobytes(),
-                row.sampling,
+                _bare(row.sampling),
                 row.output_index,
                 row.prompt_logprobs,
                 row.next_token,
@@ -115,6 +115,11 @@ def pack_plan(plan: StepPlan) -> Plan:
             for row in plan.rows
         )
     )
+
+
+def _bare(sampling: Sampling | None) -> Sampling | None:
+    """That a row samples, without its grammar, which may be long: rank 0 alone draws."""
+    return sampling if sampling is None or sampling.grammar is None else msgspec.structs.replace(sampling, grammar=None)
 
 
 def unpack_plan(plan: Plan) -> StepPlan:

@@ -30,7 +30,7 @@ TOOLS = [{"type": "function", "function": {"name": name, "description": name, "p
 
 @pytest.fixture(scope="module")
 def up() -> Iterator[Up]:
-    with running("--prefill", "1", "--decode", "1", *EXACT, *PATIENT) as up:
+    with running("--prefill", "1", "--decode", "2", *EXACT, *PATIENT) as up:
         yield up
 
 
@@ -154,3 +154,18 @@ def test_grpc_and_the_typed_client_ask_the_same(up: Up) -> None:
         jsonschema.validate(json.loads(output.texts[0]), PERSON)
         with pytest.raises(BadRequest, match="parenthesis"):
             client.complete("x", max_tokens=4, structured_outputs=api.Structured(regex="(a"))
+
+
+def test_a_killed_decode_node_changes_nothing_of_what_is_said(client: openai.OpenAI, up: Up) -> None:
+    asked = {"model": up.model, "messages": USER, "seed": 5, "max_tokens": 400, "temperature": 1.0}
+    shape = {"structured_outputs": {"regex": "[a-z]{3}(, [a-z]{3}){60}"}, "pdcluster_mode": "remote"}
+    undisturbed = client.chat.completions.create(**asked, extra_body=shape).choices[0].message.content
+    raw = client.chat.completions.with_raw_response.create(**asked, extra_body=shape, stream=True)
+    pieces = []
+    for number, chunk in enumerate(raw.parse()):
+        if number == 20:
+            up.kill(raw.headers["x-pdcluster-decode"])
+        pieces.append(chunk.choices[0].delta.content or "")
+    assert "".join(pieces) == undisturbed
+    assert re.fullmatch("[a-z]{3}(, [a-z]{3}){60}", undisturbed)
+    up.wait_nodes(3)

@@ -76,6 +76,8 @@ class CallReader:
         self._key = ""
         self._balanced: Balanced | None = None
         self._name: str | None = None
+        self._early: str | None = None
+        """Arguments that came whole, before their name or as text."""
         self._kept = ""
         self._streams = False
         self.raw = ""
@@ -179,8 +181,6 @@ class CallReader:
             self._give_early()
         elif self._key in ARGUMENTS and not (self._streams and self.is_said):
             self._arguments()
-
-    _early: str | None = None
 
     def _pending(self) -> bool:
         """Whether the name is still to come, or arguments came already."""

@@ -200,24 +200,34 @@ def test_the_cache_holds_no_more_than_its_bytes_and_the_last_one_always():
         small.close()
 
 
+class SlowCompiler:
+    def __init__(self) -> None:
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def compile_structural_tag(self, source: str) -> object:
+        self.is_asked.set()
+        self.may_answer.wait(60)
+        raise RuntimeError("[12:00:00] /cpp/x.cc:1: too late")
+
+
 def test_compiles_wait_in_a_bounded_queue_and_not_for_ever():
-    release = threading.Event()
-
-    def slow() -> Vocabulary:
-        release.wait(30)
-        return vocabulary_of(path(), TEXT.vocab_size, EOS)
-
-    now = [0.0]
-    grammars = Grammars(slow, GrammarLimits(max_queued=2, threads=1, compile_s=5.0), clock=lambda: now[0])
+    slow, now = SlowCompiler(), [0.0]
+    limits = GrammarLimits(max_queued=2, threads=1, compile_s=5.0)
+    grammars = Grammars(lambda: Vocabulary([b"a"], 1, (0,)), limits, clock=lambda: now[0], make=lambda _: slow)
     try:
+        assert grammars.want(regex("a0")) is False and slow.is_asked.wait(60)
         with pytest.raises(Overloaded, match="wait to be compiled"):
             for index in range(8):
                 assert grammars.want(regex(f"a{index}")) is False
         now[0] = 6.0
-        with pytest.raises(BadRequest, match="did not compile within"):
+        assert grammars.want(regex("a1")) is False, "only what is being compiled takes too long"
+        with pytest.raises(BadRequest, match="did not compile within 5 s"):
             grammars.want(regex("a0"))
+        slow.may_answer.set()
+        with pytest.raises(BadRequest, match="does not compile: too late"):
+            compile_now(grammars, regex("a1"))
     finally:
-        release.set()
+        slow.may_answer.set()
         grammars.close()
 
 

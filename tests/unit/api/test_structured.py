@@ -1,0 +1,86 @@
+"""What a request may ask of the shape of its output, and the one form that it becomes."""
+
+import json
+
+import msgspec
+import pytest
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcluster.api.structured import ResponseFormat, StructuredOutputs, asked_of, check_schema, form_of
+from pdcluster.errors import BadRequest
+from pdcluster.grammar import MAX_CHARS, MAX_DEPTH, depth_of
+
+
+class Asked(msgspec.Struct):
+    """Implements structured.Asking."""
+
+    ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+def form(**asked: object) -> dict:
+    made = form_of(None, StructuredOutputs(**asked))  # type: ignore[arg-type]
+    assert made is not None
+    return made
+
+
+def test_nothing_and_text_ask_for_nothing():
+    assert asked_of(Asked()) is None and asked_of(Asked(response_format=ResponseFormat("text"))) is None
+
+
+def test_each_field_becomes_its_form():
+    schema = {"type": "integer"}
+    assert form(json=schema)["json_schema"] == form(json=json.dumps(schema))["json_schema"] == schema
+    assert form(json_object=True)["json_schema"] == {"type": "object", "additionalProperties": True}
+    assert form(regex="a+") == {"type": "regex", "pattern": "a+"}
+    assert form(grammar='root ::= "a"') == {"type": "grammar", "grammar": 'root ::= "a"'}
+    assert form(choice=["a", "b", "a"])["elements"] == [{"type": "const_string", "value": value} for value in "ab"]
+    assert form(json=True)["json_schema"] == {}
+
+
+def test_properties_named_like_keywords_are_properties():
+    check_schema({"type": "object", "properties": {"not": {"type": "string"}, "if": {}, "contains": {}}}, "schema")
+    check_schema({"enum": [{"not": 1}], "const": {"if": 2}}, "schema")
+
+
+@pytest.mark.parametrize("at", ["items", "additionalProperties", "anyOf", "oneOf", "prefixItems", "properties", "$defs", "patternProperties"])
+def test_what_would_not_be_kept_is_found_wherever_it_stands(at):
+    inner = {"uniqueItems": True}
+    value = [inner] if at in ("anyOf", "oneOf", "prefixItems") else {"x": inner} if at in ("properties", "$defs", "patternProperties") else inner
+    with pytest.raises(BadRequest, match=r"uniqueItems, which structured output cannot enforce"):
+        check_schema({at: value}, "schema")
+
+
+def test_half_a_surrogate_pair_in_a_schema_that_came_as_text_is_refused():
+    with pytest.raises(BadRequest, match="surrogate"):
+        asked_of(Asked(structured_outputs=StructuredOutputs(json='{"const": "\\ud800"}')))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["type", "items", "properties", "anyOf", "allOf", "not", "$ref", "enum", "x"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(VALUES)
+@settings(max_examples=examples(200, 5000), deadline=None)
+def test_any_value_is_a_bounded_grammar_or_a_bad_request(value):
+    asked = StructuredOutputs(json=value)
+    try:
+        grammar = asked_of(Asked(structured_outputs=asked))
+    except BadRequest:
+        return
+    assert grammar is not None and len(grammar.source) <= MAX_CHARS and depth_of(grammar.source) <= MAX_DEPTH
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(grammar), type=type(grammar)) == grammar
+
+
+@pytest.mark.parametrize(("source", "depth"), [("", 0), ("([{", 3), ("()()", 1), (")))(", 1), ("[([])]", 3)])
+def test_depth_is_of_brackets_open_at_a_time(source, depth):
+    assert depth_of(source) == depth
