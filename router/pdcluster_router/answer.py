@@ -63,6 +63,12 @@ class Answer:
     def start(self, dispatcher: Dispatcher) -> None:
         self._exchange.on_gone = self._over
         self._exchange.on_resume = self._read_on
+        try:
+            self._start_all(dispatcher)
+        except Exception as error:  # the top of what happens to an answer: generations that run must not write into one that failed
+            self._end(error)
+
+    def _start_all(self, dispatcher: Dispatcher) -> None:
         for index, choice in enumerate(self._choices):
             running = dispatcher.start(choice.generation, _ChoiceSink(self, index))
             self._running.append(running)

@@ -113,3 +113,19 @@ async def test_a_choice_that_fails_ends_the_others_at_once_though_their_client_d
     exchange.on_resume()
     told = line.sent.decode()
     assert told.index("one") < told.index("two") < told.index("event: error") and "node n-1 is gone" in told
+
+
+async def test_a_bug_in_starting_one_choice_ends_those_that_run_and_answers_once() -> None:
+    dispatcher = ByHand()
+
+    def fails_at_the_second() -> None:
+        if len(dispatcher.sinks) == 2:
+            raise RuntimeError("a bug")
+
+    dispatcher.on_start = fails_at_the_second
+    line, exchange = asked(dispatcher, n=3)
+    assert line.sent.startswith(b"HTTP/1.1 500 ") and exchange.finished
+    assert dispatcher.ends == ["a bug"] and len(dispatcher.sinks) == 2
+    told = line.sent
+    dispatcher.says(0, 0, "late")
+    assert line.sent == told, "nothing comes after the answer"
