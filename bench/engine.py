@@ -1,6 +1,8 @@
 """How much of the machine the engine uses: MFU of prefill and MBU of decode, against ceilings measured in the same run.
 
-    python -m bench.engine [--quick] [--json FILE] [--model DIR] [--threads N]
+    python -m bench.engine [--quick] [--json FILE] [--model DIR] [--threads N] [--core N]
+    python -m bench.engine --python-share                 how much of a decode step of 32 rows is not spent in kernels
+    python -m bench.engine --compare vllm llama.cpp       beside rivals, where these are installed (bench/README.md)
 
 Without --model a random Qwen3-shaped bfloat16 checkpoint of 30M parameters is made once and kept in the cache directory. With n tokens, batch B,
 contexts c and kv bytes of KV per token:
@@ -9,32 +11,49 @@ contexts c and kv bytes of KV per token:
     decode    bytes = W + kv Σc + kv B                       W: bytes of the layers and the head
 
 The FLOP/s ceiling is the best of a few large bfloat16 products; the bandwidth ceiling the best of a few ways to read a buffer as large as the
-model, so that both meet the same caches. Contexts are zeros: what is in the pages does not change the time.
+model, so that both meet the same caches. Both run with the engine's threads on the engine's core. Contexts are zeros: what is in the pages does
+not change the time.
+
+Python's share is what a step takes in which every kernel gets an empty range: all of building the batch, calling kernels, small torch operations
+and drawing tokens. Prompts run through oneDNN, so it is told for decode alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numba
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 
+from bench.engine_compare import VENVS, compare
 from bench.report import Row as Figure
 from bench.report import print_rows, row, write_json
 from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.engine.model_config import read_config
+from pdcluster.engine.native import Kernel, Parallel
 from pdcluster.kv.layout import ITEM_BYTES
 from pdcluster.messages import Sampling
 from pdcluster.step import Row, StepPlan
 
 CACHE = Path.home() / ".cache" / "pdcluster"
 PAGE_TOKENS = 32
+MFU_GOAL = MBU_GOAL = 0.85
+PYTHON_GOAL = 0.1
 GREEDY = Sampling(max_tokens=1, seed=0, temperature=0.0)
+
+LARGE_WIDTH = 1024
+"""Of models whose batches are measured up to 8 instead of 32."""
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -91,16 +110,57 @@ def main() -> None:
     arguments = _arguments()
     plan = QUICK if arguments.quick else Plan()
     model_dir = arguments.model or random_checkpoint(CACHE / "bench-engine-30m")
-    tokens = max(plan.batches) * (max(plan.contexts) + PAGE_TOKENS)
-    engine = Engine(EngineConfig(model_dir, CACHE / "kernels", page_tokens=PAGE_TOKENS, num_pages=tokens // PAGE_TOKENS, threads=arguments.threads))
-    try:
-        engine.warmup()
-        figures = measure(engine, plan)
-    finally:
-        engine.close()
+    core = max(os.sched_getaffinity(0)) if arguments.core is None else arguments.core
+    if arguments.threads == 1:
+        os.sched_setaffinity(0, {core})
+    config = read_config(model_dir)
+    if config.hidden_size >= LARGE_WIDTH:
+        plan = replace(plan, batches=tuple(sorted({min(batch, 8) for batch in (*plan.batches, 4)})))
+    if arguments.compare:
+        decodes = [(batch, context) for context in plan.contexts for batch in plan.batches]
+        figures = compare(arguments.compare, arguments.rivals, model_dir, core, plan.prefills, decodes, repeats=3)
+    else:
+        figures = own_figures(model_dir, plan, arguments.threads, python_only=arguments.python_share)
     print_rows(figures)
     if arguments.json is not None:
         write_json(figures, arguments.json)
+
+
+def own_figures(model_dir: Path, plan: Plan, threads: int, *, python_only: bool) -> list[Figure]:
+    tokens = max(plan.batches) * (max(plan.contexts) + PAGE_TOKENS)
+    engine = Engine(EngineConfig(model_dir, CACHE / "kernels", page_tokens=PAGE_TOKENS, num_pages=tokens // PAGE_TOKENS, threads=threads))
+    try:
+        engine.warmup()
+        share = [python_share(engine, plan, max(plan.batches))]
+        return share if python_only else share + measure(engine, plan)
+    finally:
+        engine.close()
+
+
+def python_share(engine: Engine, plan: Plan, batch: int) -> Figure:
+    """Milliseconds outside kernels, against a whole step's; a ratio that must not be above its goal."""
+    step = decode_plan(engine, batch, 128)
+    whole = _repeat(plan, lambda: engine.step(step))
+    with empty_kernels():
+        idle = [1e3 * seconds for seconds in _repeat(plan, lambda: engine.step(step))]
+    against = 1e3 * statistics.median(whole)
+    figure = row("Python of a decode step", f"batch {batch}, context 128", idle, "ms", against="whole step", against_value=against)
+    return replace(figure, goal=PYTHON_GOAL, holds=figure.ratio is not None and figure.ratio <= PYTHON_GOAL)
+
+
+@contextmanager
+def empty_kernels() -> Iterator[None]:
+    """Kernels are called as ever, with nothing to do."""
+    real = Parallel.run
+
+    def run(self: Parallel, kernel: Kernel, tasks: int, *args: object, grain: int = 1) -> None:
+        kernel(*args, 0, 0)
+
+    setattr(Parallel, "run", run)  # noqa: B010 (a plain assignment is no method to the type checker)
+    try:
+        yield
+    finally:
+        setattr(Parallel, "run", real)  # noqa: B010
 
 
 def measure(engine: Engine, plan: Plan) -> list[Figure]:
@@ -112,14 +172,26 @@ def measure(engine: Engine, plan: Plan) -> list[Figure]:
         seconds = _repeat(plan, lambda tokens=tokens: engine.step(prefill_plan(engine, tokens)))  # type: ignore[misc]
         rates = [work.prefill_flop(tokens) / value / 1e9 for value in seconds]
         figures.append(row("prefill", f"{tokens} tokens", [1e3 * value for value in seconds], "ms"))
-        figures.append(row("prefill MFU", f"{tokens} tokens", rates, "GFLOP/s", against="matrix product", against_value=flops / 1e9))
+        figures.append(
+            row(
+                "prefill MFU",
+                f"{tokens} tokens",
+                rates,
+                "GFLOP/s",
+                against="matrix product",
+                against_value=flops / 1e9,
+                goal=MFU_GOAL if tokens == 512 else None,
+            )
+        )
     for context in plan.contexts:
         for batch in plan.batches:
             seconds = _repeat(plan, lambda batch=batch, context=context: engine.step(decode_plan(engine, batch, context)))  # type: ignore[misc]
             rates = [work.decode_bytes(batch, context) / value / 1e9 for value in seconds]
             case = f"batch {batch}, context {context}"
             figures.append(row("decode step", case, [1e3 * value for value in seconds], "ms"))
-            figures.append(row("decode MBU", case, rates, "GB/s", against="read", against_value=bandwidth / 1e9))
+            figures.append(
+                row("decode MBU", case, rates, "GB/s", against="read", against_value=bandwidth / 1e9, goal=MBU_GOAL if batch == 1 else None)
+            )
     return figures
 
 
@@ -150,8 +222,19 @@ def read_ceiling(plan: Plan, nbytes: int) -> float:
     values = torch.ones(16, max(nbytes // 4 // 16, 1))
     vector = torch.ones(values.shape[1])
     half = values.view(2, -1)
-    ways: list[Callable[[], object]] = [lambda: torch.mv(values, vector), lambda: torch.dot(half[0], half[1]), values.sum]
+    words = values.numpy().view(np.uint64).reshape(-1)
+    ways: list[Callable[[], object]] = [lambda: torch.mv(values, vector), lambda: torch.dot(half[0], half[1]), values.sum, lambda: add_runs(words)]
     return values.nbytes / min(min(_repeat(plan, way)) for way in ways)
+
+
+@numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
+def add_runs(words: NDArray[np.uint64]) -> int:
+    """The sum of four runs that are read side by side: one stream of loads does not fill the memory bus."""
+    run = len(words) // 4
+    total = np.uint64(0)
+    for index in range(run):
+        total += words[index] + words[index + run] + words[index + 2 * run] + words[index + 3 * run]
+    return total  # type: ignore[return-value]
 
 
 def random_checkpoint(directory: Path) -> Path:
@@ -208,6 +291,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the rows there too")
     parser.add_argument("--model", type=Path, help="a Hugging Face directory instead of the random model")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default 1)")
+    parser.add_argument("--core", type=int, help="the one core to run on (default: the last one there is)")
+    parser.add_argument("--python-share", action="store_true", help="only what a decode step spends outside kernels")
+    parser.add_argument("--compare", nargs="+", choices=sorted(VENVS), default=[], help="beside these engines")
+    parser.add_argument("--rivals", type=Path, default=Path.home() / ".cache" / "pdcluster" / "rivals", help="where their virtual environments are")
     return parser.parse_args()
 
 

@@ -63,7 +63,10 @@ def dots(count, weights, weight_step, coming, rows, row_bytes, out):
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
 def attend_rows(q, pool, layer, pages, first_page, lengths, scale, out, lo, hi):
-    """`kernels.attend_decode` for bfloat16, pages of a multiple of eight tokens and heads of a multiple of 32 dimensions."""
+    """`kernels.attend_decode` for bfloat16, pages of a multiple of eight tokens and heads of a multiple of 32 dimensions.
+
+    A page's keys of all heads lie behind each other, and so do its values: they are read in that order, each head asking for the next.
+    """
     num_kv_heads, page_tokens, head_dim = pool.shape[3], pool.shape[4], pool.shape[5]
     group = q.shape[1] // num_kv_heads
     token_bytes = 2 * head_dim
@@ -71,32 +74,42 @@ def attend_rows(q, pool, layer, pages, first_page, lengths, scale, out, lo, hi):
     side_bytes = num_kv_heads * head_bytes
     page_bytes = pool.shape[1] * 2 * side_bytes
     begin = address(pool) + layer * 2 * side_bytes
-    sums = np.empty((group, head_dim), np.float32)
-    scores = np.empty((group, page_tokens), np.float32)
-    top, total = np.empty(group, np.float32), np.empty(group, np.float32)
-    for task in range(lo, hi):
-        row, head = task // num_kv_heads, task % num_kv_heads
-        for g in range(group):
-            top[g], total[g] = VERY_NEGATIVE, np.float32(0)
-            for d in range(head_dim):
-                sums[g, d] = np.float32(0)
-        queries = address(q) + (row * num_kv_heads + head) * group * token_bytes
+    sums = np.empty((num_kv_heads, group, head_dim), np.float32)
+    scores = np.empty((num_kv_heads, group, page_tokens), np.float32)
+    top, total = np.empty((num_kv_heads, group), np.float32), np.empty((num_kv_heads, group), np.float32)
+    for row in range(lo // num_kv_heads, (hi + num_kv_heads - 1) // num_kv_heads):
+        h0, h1 = max(lo - row * num_kv_heads, 0), min(hi - row * num_kv_heads, num_kv_heads)
+        sums[:] = np.float32(0)
+        top[:] = VERY_NEGATIVE
+        total[:] = np.float32(0)
+        queries = address(q) + row * num_kv_heads * group * token_bytes
         num_pages = (lengths[row] + page_tokens - 1) // page_tokens
         for p in range(num_pages):
             count = min(page_tokens, lengths[row] - p * page_tokens)
-            keys = begin + pages[first_page[row] + p] * page_bytes + head * head_bytes
-            following = begin + pages[first_page[row] + min(p + 1, num_pages - 1)] * page_bytes + head * head_bytes
-            score_page(queries, group, keys, following, count, token_bytes, scores)
+            page = begin + pages[first_page[row] + p] * page_bytes
+            following = begin + pages[first_page[row] + min(p + 1, num_pages - 1)] * page_bytes
+            for h in range(h0, h1):
+                keys = page + h * head_bytes
+                coming = keys + head_bytes if h + 1 < h1 else page + side_bytes + h0 * head_bytes
+                score_page(queries + h * group * token_bytes, group, keys, coming, count, token_bytes, scores[h])
+                for g in range(group):
+                    fold_scores(scores[h, g], count, scale, top[h], total[h], g, sums[h, g])
+            for h in range(h0, h1):
+                values = page + side_bytes + h * head_bytes
+                coming = values + head_bytes if h + 1 < h1 else following + h0 * head_bytes
+                weigh_page(scores[h], group, values, coming, count, head_dim, sums[h])
+        for h in range(h0, h1):
             for g in range(group):
-                fold_scores(scores[g], count, scale, top, total, g, sums[g])
-            weigh_page(scores, group, keys + side_bytes, following + side_bytes, count, head_dim, sums)
-        for g in range(group):
-            inverse = np.float32(1.0) / total[g]
-            target = out[row, head * group + g]
-            for b in range(0, head_dim, 2 * LANES):
-                for i in range(LANES):
-                    target[b + 2 * i] = narrow(sums[g, b + i] * inverse, target[b])
-                    target[b + 2 * i + 1] = narrow(sums[g, b + LANES + i] * inverse, target[b])
+                put_sums(sums[h, g], np.float32(1.0) / total[h, g], out[row, h * group + g])
+
+
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")
+def put_sums(sums, factor, target):
+    """Sums times factor, in the order of dimensions."""
+    for b in range(0, sums.shape[0], 2 * LANES):
+        for i in range(LANES):
+            target[b + 2 * i] = narrow(sums[b + i] * factor, target[b])
+            target[b + 2 * i + 1] = narrow(sums[b + LANES + i] * factor, target[b])
 
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")

@@ -1,0 +1,167 @@
+"""The engine beside vLLM and llama.cpp: the same checkpoint, one pinned core for each process, repeats interleaved. Used by `bench.engine --compare`.
+
+Each engine is a process that says `@{"version"}` once it serves and then answers each line of its input with `@{"seconds"}`:
+
+    {"kind": "prefill", "tokens": n}                          one prompt, one token drawn
+    {"kind": "decode", "batch": b, "context": c, "steps": s}  one step of b rows that hold c tokens
+
+An idle engine waits in a read and takes no time of the core. vLLM's figures hold its own scheduler, ours and llama.cpp's are the engine alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.report import Row as Figure
+from bench.report import row
+
+VENVS = {"vllm": "vllm", "llama.cpp": "llama"}
+PREFILL_GOAL = {"vllm": 1.0}
+BATCH_1_GOAL = {"vllm": 1.6, "llama.cpp": 1.2}
+BATCH_GOAL = {"vllm": 1.3}
+START_GOAL = {"vllm": 10.0}
+STEPS = 8
+MOST_CONTEXT = 4096
+"""Tokens of all contexts of a case: filling them is not measured, but takes its time."""
+
+
+class Silent(Exception):
+    """An engine that does not answer, and why."""
+
+
+@dataclass(slots=True)
+class Contender:
+    name: str
+    process: subprocess.Popen[str]
+    ready_s: float
+    version: str
+
+    def ask(self, what: Mapping[str, object]) -> float:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(what) + "\n")
+            self.process.stdin.flush()
+        except OSError as error:
+            raise Silent(f"{self.name} ended: {error}") from error
+        return float(read_answer(self.name, self.process)["seconds"])
+
+
+def compare(
+    rivals: list[str], venvs: Path, model: Path, core: int, prefills: tuple[int, ...], decodes: list[tuple[int, int]], repeats: int
+) -> list[Figure]:
+    """Figures of all that are installed; a line for those that are not."""
+    with ExitStack() as stack:
+        contenders = [stack.enter_context(started("pdcluster", [sys.executable, "-m", "bench.engine_worker", str(model), "1"], {}, core))]
+        for rival in rivals:
+            command = rival_command(rival, venvs, model)
+            if command is None:
+                print(f"{rival} is skipped: {venvs / VENVS[rival]} is no virtual environment with it; bench/README.md says how to make one")
+                continue
+            try:
+                contenders.append(stack.enter_context(started(rival, command, rival_environment(rival, venvs), core)))
+            except Silent as error:
+                print(f"{rival} is skipped: {error}")
+        return [*_starts(contenders), *_prefills(contenders, prefills, repeats), *_decodes(contenders, decodes, repeats)]
+
+
+def rival_command(rival: str, venvs: Path, model: Path) -> list[str] | None:
+    python = venvs / VENVS[rival] / "bin" / "python"
+    script = Path(__file__).parent / f"rival_{VENVS[rival]}.py"
+    return [str(python), str(script), str(model), "1"] if python.exists() else None
+
+
+def rival_environment(rival: str, venvs: Path) -> dict[str, str]:
+    """vLLM wants its OpenMP and tcmalloc in front; without them it is two to three times slower."""
+    if rival != "vllm":
+        return {}
+    wanted = [venvs / "vllm/lib/libiomp5.so", Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")]
+    missing = [str(path) for path in wanted if not path.exists()]
+    if missing:
+        print(f"vllm runs without {', '.join(missing)}")
+    return {"LD_PRELOAD": ":".join(str(path) for path in wanted if path.exists())}
+
+
+@contextmanager
+def started(name: str, command: list[str], environment: Mapping[str, str], core: int) -> Iterator[Contender]:
+    begin = time.perf_counter()
+    process = subprocess.Popen(
+        ["taskset", "-c", str(core), *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    try:
+        version = str(read_answer(name, process)["version"])
+        yield Contender(name, process, time.perf_counter() - begin, version)
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+
+
+def read_answer(name: str, process: subprocess.Popen[str]) -> dict[str, object]:
+    """The next line that is an answer; engines also print what they like."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("@"):
+            found: dict[str, object] = json.loads(line[1:])
+            return found
+    raise Silent(f"{name} ended with {process.wait(timeout=10)} before it answered")
+
+
+def _starts(contenders: list[Contender]) -> list[Figure]:
+    ours, *others = contenders
+    figures = [row("start to ready", ours.name, [ours.ready_s], "s")]
+    for other in others:
+        goal = START_GOAL.get(other.name)
+        figures.append(_faster("start to ready", f"{other.name} {other.version}", [ours.ready_s], [other.ready_s], "s", goal))
+    return figures
+
+
+def _prefills(contenders: list[Contender], prefills: tuple[int, ...], repeats: int) -> Iterator[Figure]:
+    for tokens in prefills:
+        taken = _interleaved(contenders, {"kind": "prefill", "tokens": tokens}, repeats)
+        yield from _beside(contenders, "prefill", f"{tokens} tokens", taken, PREFILL_GOAL)
+
+
+def _decodes(contenders: list[Contender], decodes: list[tuple[int, int]], repeats: int) -> Iterator[Figure]:
+    for batch, context in decodes:
+        if batch * context > MOST_CONTEXT:
+            print(f"decode of batch {batch}, context {context} is left out of the comparison: its contexts take minutes to fill")
+            continue
+        taken = _interleaved(contenders, {"kind": "decode", "batch": batch, "context": context, "steps": STEPS}, repeats)
+        yield from _beside(contenders, "decode step", f"batch {batch}, context {context}", taken, BATCH_1_GOAL if batch == 1 else BATCH_GOAL)
+
+
+def _interleaved(contenders: list[Contender], what: Mapping[str, object], repeats: int) -> list[list[float]]:
+    taken: list[list[float]] = [[] for _ in contenders]
+    for _ in range(repeats):
+        for contender, seconds in zip(contenders, taken, strict=True):
+            seconds.append(contender.ask(what))
+    return taken
+
+
+def _beside(contenders: list[Contender], metric: str, case: str, taken: list[list[float]], goals: Mapping[str, float]) -> Iterator[Figure]:
+    ours = [1e3 * seconds for seconds in taken[0]]
+    for contender, theirs in zip(contenders[1:], taken[1:], strict=True):
+        yield _faster(
+            metric, f"{case}, {contender.name} {contender.version}", ours, [1e3 * seconds for seconds in theirs], "ms", goals.get(contender.name)
+        )
+    if len(contenders) == 1:
+        yield row(metric, case, ours, "ms")
+
+
+def _faster(metric: str, case: str, ours: list[float], theirs: list[float], unit: str, goal: float | None) -> Figure:
+    """Times, with the ratio as speed: above 1 where we are faster."""
+    mine, other = row(metric, case, ours, unit), row(metric, case, theirs, unit)
+    ratio = other.value / mine.value
+    return Figure(metric, case, mine.value, unit, "its time", other.value, ratio, mine.spread, goal, None if goal is None else ratio >= goal)

@@ -1,0 +1,48 @@
+"""Our engine behind the protocol of `bench.engine_compare`, in a process like its rivals'.
+
+python -m bench.engine_worker CHECKPOINT THREADS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from bench.engine import CACHE, PAGE_TOKENS, decode_plan, prefill_plan
+from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.step import StepPlan
+
+
+def main() -> None:
+    model, threads = Path(sys.argv[1]), int(sys.argv[2])
+    engine = Engine(EngineConfig(model, CACHE / "kernels", page_tokens=PAGE_TOKENS, num_pages=200, threads=threads))
+    engine.warmup()
+    answer({"version": ""})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if asked["kind"] == "prefill":
+            plan = prefill_plan(engine, asked["tokens"])
+            answer({"seconds": timed(engine, plan, 1)})
+        else:
+            plan = decode_plan(engine, asked["batch"], asked["context"])
+            engine.step(plan)
+            answer({"seconds": timed(engine, plan, asked["steps"])})
+    engine.close()
+
+
+def timed(engine: Engine, plan: StepPlan, times: int) -> float:
+    """Seconds of one of so many steps."""
+    begin = time.perf_counter()
+    for _ in range(times):
+        engine.step(plan)
+    return (time.perf_counter() - begin) / times
+
+
+def answer(what: dict[str, object]) -> None:
+    print("@" + json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main()
