@@ -37,10 +37,14 @@ class Kernels(Protocol):
 
 
 class PairKernels(Protocol):
-    """The functions of `engine.pair_kernels`, for bfloat16."""
+    """The functions of `engine.pair_kernels` and `engine.chunk_kernels`, for bfloat16. has_chunks: whether the latter are worth calling."""
 
     linear_rows: Kernel
     attend_rows: Kernel
+    pack_context: Kernel
+    attend_chunk: Kernel
+    chunk_tasks: Callable[[int, int, int], int]
+    has_chunks: bool
 
 
 def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
@@ -135,12 +139,15 @@ def _compile_pairs(kernels: PairKernels) -> None:
     one = np.zeros((1, 32), np.uint16)
     kernels.linear_rows(one, np.zeros((4, 32), np.uint16), np.zeros(4, np.float32), np.zeros((1, 5), np.uint16)[:, :4], 0, 1)
     pool, pages = np.zeros((1, 1, 2, 1, 8, 32), np.uint16), np.zeros(1, np.int64)
+    packed = np.zeros((1, 1, 16, 64), np.uint32), np.zeros((1, 1, 32, 32), np.uint32)
+    kernels.pack_context(pool.view(np.uint32), 0, pages, 1, *packed, 0, 1)
+    kernels.attend_chunk(one[None], *packed, 0, 0, 1, np.float32(1.0), one[None].copy(), 0, 1)
     kernels.attend_rows(one[None], pool, 0, pages, pages, pages + 1, np.float32(1.0), one[None].copy(), 0, 1)
 
 
 def _sources_digest() -> str:
     """numba keeps a compiled function until its own file changes, but these are also made of what stands in the others."""
     digest = hashlib.blake2b(digest_size=8)
-    for name in ("kernels", "pair_kernels", "vectors"):
+    for name in ("kernels", "pair_kernels", "chunk_kernels", "vectors"):
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
     return digest.hexdigest()

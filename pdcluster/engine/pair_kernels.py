@@ -11,10 +11,15 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from pdcluster.engine.chunk_kernels import attend_chunk, chunk_tasks, pack_context
 from pdcluster.engine.kernels import VERY_NEGATIVE, exponential, narrow
 from pdcluster.engine.vectors import LANES, address, dots_of, has_pair_product, weigh_of
 
+__all__ = ["attend_chunk", "attend_rows", "chunk_tasks", "has_chunks", "linear_rows", "pack_context"]
+
 NATIVE = has_pair_product()
+has_chunks = NATIVE
+"""Without the instruction torch's own attention does as well."""
 AHEAD = 2048
 """Bytes by which weights are asked for before they are read."""
 

@@ -249,3 +249,35 @@ def weigh_of(num_rows, num_blocks):
         return types.void(*[types.int64] * 8), build
 
     return weigh
+
+
+def tile_of(num_rows, num_vectors, *, native, adds):
+    """A block for tile(left, left_step, right, right_step, num_pairs, out, out_step): out[i, :] (+)= Σ_k left[i, k] · right[k, :].
+
+    left and right hold pairs of bfloat16: of left one at a time is multiplied by num_vectors * 16 of right. out is float32; adds: to what it holds.
+    """
+
+    @intrinsic
+    def tile(typing_context, left, left_step, right, right_step, num_pairs, out, out_step):
+        def build(context, builder, signature, args):
+            left, left_step, right, right_step, num_pairs, out, out_step = args
+            left_at = [builder.add(left, builder.mul(left_step, bytes_of(i))) for i in range(num_rows)]
+            out_at = [builder.add(out, builder.mul(out_step, bytes_of(i))) for i in range(num_rows)]
+            places = [(at, bytes_of(4 * LANES * j)) for at in out_at for j in range(num_vectors)]
+            begin = [load(builder, at, offset, FLOATS) if adds else zeros() for at, offset in places]
+            with Loop(builder, num_pairs, 1, begin) as loop:
+                row = builder.mul(loop.index, right_step)
+                vectors = [load(builder, right, builder.add(row, bytes_of(4 * LANES * j)), WORDS) for j in range(num_vectors)]
+                word = builder.mul(loop.index, bytes_of(4))
+                totals = []
+                for i, at in enumerate(left_at):
+                    one = spread(builder, load(builder, at, word, WORD))
+                    totals += [pair_product(builder, loop.values[i * num_vectors + j], one, vectors[j], native=native) for j in range(num_vectors)]
+                loop.carry(totals)
+            for (at, offset), total in zip(places, loop.values, strict=True):
+                store(builder, total, at, offset)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), build
+
+    return tile

@@ -1,4 +1,5 @@
-"""Paged attention on CPU: numba reads the pages of decode rows in place; prefill chunks gather their pages once and run torch's SDPA."""
+"""Paged attention on CPU: numba reads the pages of decode rows in place; prefill chunks pack their pages once per layer
+for a kernel of bfloat16 pairs, or gather them for torch's SDPA."""
 
 from __future__ import annotations
 
@@ -14,6 +15,9 @@ from pdcluster.engine.native import Kernels, PairKernels, Parallel, as_array
 QUERY_BLOCK = 256
 """Queries per SDPA call behind a cached prefix: bounds the mask, and skips the keys after the block."""
 
+CHUNK_BLOCK = 64
+"""Keys of a block of the kernels for chunks."""
+
 TOKEN_GRAIN = 32
 PAGE_GRAIN = 16
 
@@ -27,6 +31,8 @@ class CpuAttention:
         self._page_tokens = pages.shape[4]
         self._kernels, self._parallel = kernels, parallel
         self._pairs = pairs if shape.head_dim % 32 == 0 and self._page_tokens % 8 == 0 else None
+        self._packed_keys = np.empty((0, 0, 0, 0), np.uint32)
+        self._packed_values = self._packed_keys
         self._no_norm = torch.ones(shape.head_dim, dtype=pages.dtype)
         self._keys = self._values = torch.empty(shape.num_kv_heads, 0, shape.head_dim, dtype=pages.dtype)
         self._mask = torch.empty(QUERY_BLOCK, 0, dtype=pages.dtype)
@@ -78,7 +84,11 @@ class CpuAttention:
         )
 
     def _prefill(self, q: Tensor, out: Tensor, layer: int, span: Span) -> None:
-        """Without a prefix SDPA's own causal mode does; behind one, blocks of queries each see the keys up to their last one."""
+        """By the kernels for chunks; else by SDPA: without a prefix its own causal mode does; behind one,
+        blocks of queries each see the keys up to their last one."""
+        if self._pairs is not None and self._pairs.has_chunks:
+            self._attend_chunk(self._pairs, q, out, layer, span)
+            return
         keys, values = self._gather(layer, span)
         if span.start == 0:
             self._attend(q[span.begin : span.end], keys, values, out[span.begin : span.end], None)
@@ -88,6 +98,18 @@ class CpuAttention:
             visible = span.start + end - span.begin
             mask = self._bottom_right_mask(end - begin, visible)
             self._attend(q[begin:end], keys[:, :visible], values[:, :visible], out[begin:end], mask)
+
+    def _attend_chunk(self, pairs: PairKernels, q: Tensor, out: Tensor, layer: int, span: Span) -> None:
+        shape = self._shape
+        blocks = -(-span.length // CHUNK_BLOCK)
+        if blocks > self._packed_keys.shape[1]:
+            self._packed_keys = np.empty((shape.num_kv_heads, 2 * blocks, shape.head_dim // 2, CHUNK_BLOCK), np.uint32)
+            self._packed_values = np.empty((shape.num_kv_heads, 2 * blocks, CHUNK_BLOCK // 2, shape.head_dim), np.uint32)
+        packed, count = (self._packed_keys, self._packed_values), span.end - span.begin
+        self._parallel.run(pairs.pack_context, shape.num_kv_heads * blocks, self._pool.view(np.uint32), layer, span.pages, span.length, *packed)
+        tasks = pairs.chunk_tasks(shape.num_heads, shape.num_kv_heads, count)
+        scale = np.float32(shape.scale)
+        self._parallel.run(pairs.attend_chunk, tasks, as_array(q), *packed, span.start, span.begin, count, scale, as_array(out))
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, mask: Tensor | None) -> None:
         """SDPA with kv heads as its batch and the queries that share one as its heads, so that no key or value is copied per query head."""
