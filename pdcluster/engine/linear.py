@@ -71,7 +71,7 @@ class RowsLinear:
         if x.shape[0] > MOST_ROWS:
             return self._many(x)
         out = torch.empty(x.shape[0], self._width, dtype=x.dtype)
-        rows, target = as_array(x), as_array(out)
+        rows, target = as_array(x.contiguous()), as_array(out)
         for weight, bias, begin, end, tasks in self._parts:
             self._parallel.run(self._kernels.linear_rows, tasks, rows, weight, bias, target[:, begin:end], grain=WEIGHT_GRAIN)
         return out

@@ -136,8 +136,10 @@ def _compile(kernels: Kernels, dtype: DType) -> None:
 
 
 def _compile_pairs(kernels: PairKernels) -> None:
-    one = np.zeros((1, 32), np.uint16)
-    kernels.linear_rows(one, np.zeros((4, 32), np.uint16), np.zeros(4, np.float32), np.zeros((1, 5), np.uint16)[:, :4], 0, 1)
+    one, weight, bias = np.zeros((1, 32), np.uint16), np.zeros((4, 32), np.uint16), np.zeros(4, np.float32)
+    # Outputs of several rows beside those of other weights are an array of another kind than outputs alone, and a kernel of its own.
+    for out in (np.zeros((1, 4), np.uint16), np.zeros((2, 5), np.uint16)[:, :4]):
+        kernels.linear_rows(one.repeat(len(out), axis=0), weight, bias, out, 0, 1)
     pool, pages = np.zeros((1, 1, 2, 1, 8, 32), np.uint16), np.zeros(1, np.int64)
     packed = np.zeros((1, 1, 16, 64), np.uint32), np.zeros((1, 1, 32, 32), np.uint32)
     kernels.pack_context(pool.view(np.uint32), 0, pages, 1, *packed, 0, 1)

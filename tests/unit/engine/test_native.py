@@ -6,13 +6,16 @@ import logging
 import sys
 import threading
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
+from checkpoints import KERNEL_CACHE
 from numba.core.errors import NumbaError
 
 from pdcluster.engine import kernels, native
-from pdcluster.engine.native import Parallel, load_kernels
+from pdcluster.engine.native import Parallel, load_kernels, load_pair_kernels
 from pdcluster.engine.ops import select_ops
 
 
@@ -45,6 +48,20 @@ def test_a_cache_directory_that_cannot_be_written_is_no_reason_to_stop(tmp_path:
 
 def test_other_devices_do_not_load_kernels(tmp_path: Path) -> None:
     assert select_ops("cuda", "bfloat16", 1, tmp_path).name == "torch"
+
+
+def test_nothing_is_compiled_after_the_start() -> None:
+    """A first batch of several rows must not wait for a compiler."""
+    ops = select_ops("cpu", "bfloat16", 1, KERNEL_CACHE)
+    pairs = load_pair_kernels()
+    assert pairs is not None
+    kernel = cast(Any, pairs.linear_rows)
+    before = len(kernel.signatures)
+    weights = [torch.zeros(size, 64, dtype=torch.bfloat16) for size in (8, 12)]
+    for rows in (1, 2, 9):
+        for joined in (weights, weights[:1]):
+            ops.linear(joined, [None] * len(joined))(torch.zeros(rows, 64, dtype=torch.bfloat16))
+    assert len(kernel.signatures) == before
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

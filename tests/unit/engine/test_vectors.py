@@ -10,8 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from pdcluster.engine import native, pair_kernels
-from pdcluster.engine.vectors import address, dots_of, has_pair_product, weigh_of
+from pdcluster.engine import native
+from pdcluster.engine.vectors import address, dots_of, has_pair_product, tile_of, weigh_of
 
 needs_pair_product = pytest.mark.skipif(not has_pair_product(), reason="this CPU does not multiply pairs of bfloat16")
 WAYS = [pytest.param(True, marks=needs_pair_product), False]
@@ -58,6 +58,22 @@ def test_weighed_values_are_added_in_the_order_of_lanes(num_rows: int, num_block
     np.testing.assert_allclose(sums, blocks.transpose(0, 1, 3, 2).reshape(num_rows, -1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("is_native", WAYS)
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_tile_of_a_product_of_pairs(is_native: bool, adds: bool) -> None:
+    tile = tile_of(3, 2, native=is_native, adds=adds)
+
+    @numba.njit
+    def run(left: Any, right: Any, out: Any) -> None:
+        tile(address(left), 2 * left.shape[1], address(right), 4 * right.shape[1], right.shape[0], address(out), 4 * out.shape[1])
+
+    left, dense = noise(3, 10), noise(10, 32)
+    right = np.ascontiguousarray(dense.reshape(5, 2, 32).transpose(0, 2, 1)).view(np.uint32)[:, :, 0]
+    out = np.ones((3, 32), np.float32)
+    run(left, np.ascontiguousarray(right), out)
+    np.testing.assert_allclose(out, wide(left) @ wide(dense) + (1 if adds else 0), rtol=1e-4, atol=1e-4)
+
+
 def test_without_kernels_for_pairs_the_engine_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no such instruction")
@@ -65,7 +81,3 @@ def test_without_kernels_for_pairs_the_engine_says_so(monkeypatch: pytest.Monkey
     monkeypatch.setattr(native, "_compile_pairs", fail)
     assert native.load_pair_kernels() is None
     assert "no such instruction" in caplog.text
-
-
-def test_kernels_use_what_the_cpu_has() -> None:
-    assert has_pair_product() == pair_kernels.NATIVE
