@@ -17,11 +17,14 @@ MOST_STRINGS = 100_000
 MOST_CONTAINERS = 200_000
 """Lists and objects. As many take 0.15 s."""
 
+_IDS = b"0123456789, "
+"""What lists of token ids are made of. They are no danger, and to leave them out takes a quarter of the time that counting takes."""
+
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
 def check_bulk(body: bytes) -> None:
-    if len(body) <= SMALL_BYTES:
+    if len(body) <= SMALL_BYTES or len(body.translate(None, _IDS)) <= SMALL_BYTES:
         return
     num_strings = (body.count(b'"') - body.count(b'\\"') + 1) // 2
     if num_strings > MOST_STRINGS:
