@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -382,9 +382,9 @@ class Cluster:
         """Cards of all known nodes, those without a link too."""
         return [state.card for state in self._nodes.values()]
 
-    def cards(self) -> list[NodeCard]:
-        """Cards of the nodes that can be reached, in the order they came."""
-        return [state.card for state in self._nodes.values() if state.is_up]
+    def cards(self) -> Iterator[NodeCard]:
+        """Cards of the nodes that can be reached, in the order they came. Not while nodes may come or go: who waits makes a list first."""
+        return (state.card for state in self._nodes.values() if state.is_up)
 
     def send(self, to: Endpoint, message: AnyMessage) -> None:
         state = self._nodes.get(to.incarnation)

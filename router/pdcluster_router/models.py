@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,7 +33,7 @@ RETRY_S = 0.5
 class Nodes(Protocol):
     """What this module needs of the cluster."""
 
-    def cards(self) -> list[NodeCard]: ...
+    def cards(self) -> Iterable[NodeCard]: ...
 
     version: int
 
@@ -86,7 +86,7 @@ class Models:
         """Load the text of every model that appears, until cancelled. A node that goes away meanwhile is no error: another one is asked."""
         while True:
             seen = self._nodes.version
-            for card in self._nodes.cards():
+            for card in list(self._nodes.cards()):
                 if card.model not in self._loaded:
                     await self._try_load(card)
             await self._nodes.wait_for_change(seen)
