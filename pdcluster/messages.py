@@ -122,11 +122,13 @@ class Ping(Message, frozen=True, array_like=True):
 
 class Prefill(Message, frozen=True, array_like=True):
     """Compute the prompt's KV and sample the first token. remote: the KV goes to a decode node once its ticket is delivered;
-    otherwise the node goes on decoding itself (mode local). pull: KV to fetch first; when that fails, the node computes it."""
+    otherwise the node goes on decoding itself (mode local). pull: KV to fetch first; when that fails, the node computes it. fork_of: a request
+    of the same prompt that decodes here or soon will; its KV is shared, once it is here."""
 
     work: Work
     remote: bool
     pull: Pull | None = None
+    fork_of: Id | None = None
 
 
 class Reserve(Message, frozen=True, array_like=True):

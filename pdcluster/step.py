@@ -47,10 +47,12 @@ class Row:
 class StepPlan:
     """Rows of one forward. Decode rows (n == 1) come first.
 
-    bells: numbers of layers after whose computing the engine rings, so that their KV can leave while the others are computed."""
+    copies: (source, target) pages; the engine copies them before it computes anything. bells: numbers of layers
+    after whose computing the engine rings, so that their KV can leave while the others are computed."""
 
     rows: tuple[Row, ...]
     bells: tuple[int, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

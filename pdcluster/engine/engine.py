@@ -156,6 +156,7 @@ class Engine:
         """On the worker thread."""
         begin = time.perf_counter()
         batch = build_batch(plan, self._limits, self._device)
+        self.pool.copy(plan.copies)
         hidden = self._model.forward(batch, self._progress)
         prompt = [self._prompt_logprobs(row, hidden[span.begin : span.end]) for row, span in zip(plan.rows, batch.spans, strict=True)]
         sampled = self._sample(plan, batch, hidden)

@@ -130,6 +130,16 @@ class PagePool:
                 self._num_used -= 1
                 self._settle(page)
 
+    def make_private(self, page: int) -> int | None:
+        """The page that an owner of `page` may write to, once it holds the same (copy on write): `page` itself where it is nobody else's and not
+        published, else a fresh one; None, and nothing changed, when there is none. The owner keeps `page`, too, and releases it once it is copied."""
+        if not self._owners[page]:
+            raise IntegrityError(f"page {page} cannot be made private: it is {self._state(page)}")
+        if self._owners[page] == 1 and not self._hashes[page] and self._writer[page] is None:
+            return page
+        fresh = self.allocate(1)
+        return None if fresh is None else fresh[0]
+
     def _settle(self, page: int) -> None:
         """Put a page whose owners ended where it belongs."""
         if self._writer[page] is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -48,6 +49,11 @@ class KVPool:
         if self._mapping is None:
             raise ConfigError("a pool in device memory has no host view; use a transfer backend that reaches device memory")
         return memoryview(self._mapping)
+
+    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
+        """From source to target, each pair in turn."""
+        for source, target in pages:
+            self.tensor[target].copy_(self.tensor[source])
 
     def close(self) -> None:
         """Give up the descriptor. The mapping itself goes with its last view, so that no reader is left with a dangling address. Idempotent."""

@@ -65,6 +65,8 @@ class DecodeSide:
         self._legs: dict[str, DecodeLeg] = {}
         self._by_key: dict[str, DecodeLeg] = {}
         self._by_nonce: dict[int, DecodeLeg] = {}
+        self._forks: dict[str, list[DecodeLeg]] = {}
+        """Legs in the queue that wait for the KV of another request's prompt, by that request."""
 
     # ------------------------------------------------------------ what a router asks
 
@@ -74,11 +76,16 @@ class DecodeSide:
         self.cancel(work.request, work.attempt, "a newer attempt came")
         try:
             check_newest(work, self._legs.get(work.request))
+            leader = self._legs.get(message.fork_of) if message.fork_of is not None else None
+            sequence.leader = leader.sequence if leader is not None and leader.router == router else None
             self._scheduler.add(sequence)
         except REFUSALS as error:
             self._outbox.message(router, refusal(work, "prefill", error))
             return
-        self._enter(router, work, sequence)
+        leg = self._enter(router, work, sequence)
+        if leader is not None and sequence.leader is not None and not leader.output.tokens:
+            self._scheduler.hold(sequence)
+            self._forks.setdefault(leader.request, []).append(leg)
 
     def reserve(self, router: Peer, message: Reserve, sequence: Sequence) -> None:
         """Reserve a slot and answer with its ticket, or refuse."""
@@ -124,6 +131,8 @@ class DecodeSide:
         if not leg.output.tokens:
             leg.output.prompt_logprobs.extend(update.prompt_logprobs)
         if update.token is not None:
+            for fork in self._forks.pop(leg.request, ()):
+                self._scheduler.resume(fork.sequence)
             if leg.decode_from is None:
                 leg.decode_from = self._clock()
             self._outbox.row(leg.router, leg.output.append(update.token, update.logprobs))
@@ -211,7 +220,10 @@ class DecodeSide:
         self._end(leg, reason)
 
     def _end(self, leg: DecodeLeg, reason: str) -> None:
-        """Drop the row. Pages of an open ticket stay quarantined until the reader says Reclaimed."""
+        """Drop the row. Pages of an open ticket stay quarantined until the reader says Reclaimed. Idempotent: a leg takes those along that wait for
+        its KV."""
+        if self._by_key.get(leg.key) is not leg:
+            return
         if leg.nonce is not None:
             self._by_nonce.pop(leg.nonce, None)
             self._reader.abort(leg.nonce, reason)
@@ -220,6 +232,13 @@ class DecodeSide:
 
     def _forget(self, leg: DecodeLeg) -> None:
         del self._legs[leg.request], self._by_key[leg.key]
+        for forks in self._forks.values():
+            if leg in forks:
+                forks.remove(leg)
+        for fork in self._forks.pop(leg.request, ()):
+            reason = "the choice whose KV it was to share has ended here"
+            self._outbox.message(fork.router, Failed(fork.request, fork.attempt, errors.Overloaded.code, reason, retryable=True))
+            self._end(fork, reason)
 
     def _timings(self, leg: DecodeLeg) -> Timings:
         now = self._clock()

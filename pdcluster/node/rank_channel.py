@@ -90,6 +90,7 @@ class PlanRow(msgspec.Struct, frozen=True, array_like=True):
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rows: tuple[PlanRow, ...]
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 RankMessage = Start | Here | Ready | Plan | ToRank | FromRank
@@ -99,7 +100,7 @@ _decoder: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMes
 
 
 def pack_plan(plan: StepPlan) -> Plan:
-    """The plan without its bells: only rank 0 rings."""
+    """The plan without its bells, since only rank 0 rings, and without histories, since only rank 0 draws."""
     return Plan(
         tuple(
             PlanRow(
@@ -113,7 +114,8 @@ def pack_plan(plan: StepPlan) -> Plan:
                 row.next_token,
             )
             for row in plan.rows
-        )
+        ),
+        plan.copies,
     )
 
 
@@ -140,7 +142,8 @@ def unpack_plan(plan: Plan) -> StepPlan:
                 row.next_token,
             )
             for row in plan.rows
-        )
+        ),
+        copies=plan.copies,
     )
 
 

@@ -92,6 +92,7 @@ class Draft:
 
     def __init__(self, left: int) -> None:
         self.left = left
+        self.copies: tuple[tuple[int, int], ...] = ()
         self._singles: list[Sequence] = []
         self._chunks: list[Sequence] = []
         self._single_rows: list[Row] = []
@@ -108,4 +109,4 @@ class Draft:
 
     @property
     def plan(self) -> StepPlan:
-        return StepPlan((*self._single_rows, *self._chunk_rows))
+        return StepPlan((*self._single_rows, *self._chunk_rows), copies=self.copies)

@@ -25,12 +25,13 @@ from itertools import chain, islice
 from pdcluster.errors import BadRequest, IntegrityError, Overloaded, ProtocolError, RequestTooLarge
 from pdcluster.kv.pages import PagePool
 from pdcluster.lifecycle import Residence
-from pdcluster.messages import HASH_BYTES, TokenLogprobs
+from pdcluster.messages import TokenLogprobs
 from pdcluster.scheduler.backlog import backlog, blocks_by_then, decoding
 from pdcluster.scheduler.forecast import Forecast
 from pdcluster.scheduler.limits import Limits
 from pdcluster.scheduler.rows import Draft, Occupancy, Update, finish
 from pdcluster.scheduler.sequence import Sequence
+from pdcluster.scheduler.sharing import Forks, can_fork, publish
 from pdcluster.step import Row, RowResult, StepPlan, StepResult
 
 __all__ = ["Limits", "Occupancy", "Scheduler", "Update"]
@@ -56,6 +57,7 @@ class Scheduler:
         self._num_reserved = 0
         self._num_parked = 0
         self._credit = 0
+        self._forks = Forks(pages)
         self._num_arrived = 0
         self._plan: StepPlan | None = None
         self._in_flight: list[Sequence] = []
@@ -76,7 +78,7 @@ class Scheduler:
         self._enter(sequence)
         cached = self._pool.match_length(sequence.hashes) * self._pool.page_tokens
         soon = blocks_by_then(sequence, chain(self._running, self._waiting.values())) * sequence.block_tokens
-        sequence.num_cached = max(cached, min(soon, sequence.num_tokens - 1))
+        sequence.num_cached = sequence.num_tokens - 1 if sequence.leader is not None else max(cached, min(soon, sequence.num_tokens - 1))
         self._waiting[sequence.key] = sequence
 
     def reserve(self, sequence: Sequence) -> list[int]:
@@ -111,7 +113,7 @@ class Scheduler:
         if sequence is None or sequence.state is not Residence.RESERVED:
             raise ProtocolError(f"commit for {key}, which is {'unknown' if sequence is None else sequence.state.name}, not a reserved slot")
         sequence.num_computed = sequence.num_tokens
-        self._publish(sequence)
+        publish(self._pool, sequence)
         sequence.advance("commit")
         self._num_reserved -= 1
         insort(self._running, sequence, key=_order)
@@ -169,8 +171,13 @@ class Scheduler:
         ]
 
     def drop_step(self) -> None:
-        """The step in flight failed: nothing was computed. Its rows stay as they were; the caller cancels those that shall not be tried again."""
+        """The step in flight failed: nothing was computed. Its rows stay as they were, but for forks, whose pages were not copied; the caller cancels
+        those that shall not be tried again."""
+        forked = self._forks.sequences
         self._land()
+        for sequence in forked:
+            if sequence.state is Residence.RUNNING:
+                self._preempt(sequence)
 
     def _take_decodes(self, step: Draft) -> None:
         for sequence in list(self._running):
@@ -204,7 +211,8 @@ class Scheduler:
     def _try_admit(self, sequence: Sequence) -> bool:
         # Rule 5; and prompt logprobs need the logits of every prompt position.
         usable_tokens = 0 if sequence.wants_prompt_logprobs else sequence.num_tokens - 1
-        if not self._take_pages(sequence, usable_tokens // self._pool.page_tokens):
+        is_fork = can_fork(sequence)
+        if not (self._take_fork(sequence) if is_fork else self._take_pages(sequence, usable_tokens // self._pool.page_tokens)):
             return False
         del self._waiting[sequence.key]
         sequence.advance("admit")
@@ -219,6 +227,7 @@ class Scheduler:
             return None
         for sequence in self._in_flight:
             sequence.in_flight = True
+        step.copies = tuple(self._forks.copies)
         self._plan = step.plan
         self._launched_at = self._clock()
         return self._plan
@@ -235,6 +244,7 @@ class Scheduler:
     def _land(self) -> list[Sequence]:
         """The step is over: its pages are no longer written to (rule 3)."""
         in_flight, self._in_flight, self._plan = self._in_flight, [], None
+        self._forks.land()
         for sequence in in_flight:
             sequence.in_flight = False
             if sequence.state is Residence.FINISHED:
@@ -243,7 +253,7 @@ class Scheduler:
 
     def _apply(self, sequence: Sequence, row: Row, answer: RowResult) -> Update:
         sequence.num_computed += len(row.tokens)
-        self._publish(sequence)
+        publish(self._pool, sequence)
         if row.prompt_logprobs is not None:
             sequence.prompt_logprobs.extend(answer.prompt_logprobs)
         if answer.token is None:
@@ -329,22 +339,14 @@ class Scheduler:
         self._credit += credit - sequence.credit
         sequence.credit = credit
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Enter the full pages that are computed into the prefix cache. Where the cache has a page of the same contents, the sequence takes that."""
-        pool = self._pool
-        num_full = sequence.num_computed // pool.page_tokens
-        if num_full == sequence.num_published:
-            return
-        sequence.extend_hashes(sequence.num_computed)
-        width = pool.page_tokens // pool.block_tokens * HASH_BYTES
-        for index in range(sequence.num_published, min(num_full, len(sequence.hashes) // width)):
-            start = index * width
-            page = int(sequence.pages[index])
-            parent = bytes(sequence.hashes[start - HASH_BYTES : start]) if index else None
-            kept = pool.publish(page, bytes(sequence.hashes[start : start + width]), parent)
-            if kept != page:
-                sequence.replace_page(index, kept)
-            sequence.num_published += 1
+    def _take_fork(self, sequence: Sequence) -> bool:
+        """The prompt's pages from the sequence that computed them, and one of its own. All or nothing (rule 1)."""
+        credit = self._growth(sequence, self._pool.pages_for(sequence.num_tokens))
+        if 1 + credit + self._credit > self._pool.num_available:
+            return False
+        self._forks.take(sequence)
+        self._set_credit(sequence, credit)
+        return True
 
     # ------------------------------------------------------------ inside
 

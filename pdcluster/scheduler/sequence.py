@@ -41,6 +41,7 @@ class Sequence:
         "in_flight",
         "key",
         "last_token_at",
+        "leader",
         "max_total",
         "num_cached",
         "num_computed",
@@ -80,6 +81,8 @@ class Sequence:
         self._hash_root = work.hash_root
         self.block_tokens = block_tokens
         self.state = Residence.WAITING
+        self.leader: Sequence | None = None
+        """Another choice of the same prompt, whose KV it may take over when it is admitted."""
         self.in_flight = False
         """A launched step computes it, and so writes to its pages."""
         self.num_computed = 0

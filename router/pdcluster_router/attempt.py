@@ -139,7 +139,8 @@ class Attempt:
             assert self._decode_node is not None
             self._decode = self._enter(self._decode_node.endpoint, self._job.next_attempt())
             self._is_reserved = self._decode_spoke = True
-            self._send(self._decode, lambda work: Prefill(work, remote=False, pull=self._pull))
+            fork_of = self._job.fork_of if self._decode_node.endpoint.incarnation == self._job.fork_on else None
+            self._send(self._decode, lambda work: Prefill(work, remote=False, pull=self._pull, fork_of=fork_of))
             return
         assert self._prefill_node is not None
         self._prefill = self._enter(self._prefill_node.endpoint, self._job.next_attempt())
@@ -187,6 +188,11 @@ class Attempt:
     def awaits_report(self) -> bool:
         """Whether the prefill node still has to say what it did; only the timeline waits for it."""
         return self._prefill is not None and not self._is_delivered and self._finished_by is not self._prefill
+
+    @property
+    def decodes_on(self) -> str | None:
+        """The boot that has reserved for its decoding, or runs it."""
+        return self._decode.endpoint.incarnation if self._decode is not None and self._is_reserved and self.finished is None else None
 
     @property
     def is_done(self) -> bool:

@@ -44,6 +44,9 @@ class Decision(msgspec.Struct, frozen=True):
 
 NO_NODES: frozenset[str] = frozenset()
 
+FORK = "fork"
+"""Stands for the policy where none is asked, since another choice of the prompt was placed."""
+
 USUAL_OUTPUT = 256.0
 """Tokens of an answer, while none has ended."""
 
@@ -90,6 +93,14 @@ class Chooser:
         self._counter += 1
         self._previous = choice.mode
         return Decision(query, view, choice, _looked_at(shadow, query, view) if shadow is not None else None)
+
+    def follow(self, job: Job, now: float) -> Decision | None:
+        """To the node that decodes another choice of its prompt; None when it shall not share, or that node takes no work any more."""
+        view = self._view()
+        node = view.find(job.fork_on) if job.fork_on is not None else None
+        if node is None or not node.accepts_work or job.busy_s(node.endpoint.incarnation, now):
+            return None
+        return Decision(self.query(job, now, view), view, Choice("local", None, node, policy=FORK))
 
     def choose_decode(self, job: Job, now: float, prefill: NodeView, avoid: Set[str]) -> NodeView | None:
         """For KV that waits on `prefill`. avoid: nodes that just refused or failed it; those that failed earlier attempts come last."""

@@ -46,7 +46,7 @@ class Generation(msgspec.Struct, frozen=True):
     request: id, unique per choice; token_ids: the prompt, array('i'); deadline_s: seconds the caller gives it;
     salt: what names the prefix cache it shares, from its tenant and the request's own cache_salt, b"" for none. mode: that it must have, None for the
     router's own; session: key of its conversation, "" for none. client_id: what its client calls it, "" for none. hang_up: ends a wait for a client
-    that does not read; None where there is no such wait.
+    that does not read; None where there is no such wait. leads: other choices of the same prompt follow; leader: the one that it follows itself.
     """
 
     request: str
@@ -60,6 +60,8 @@ class Generation(msgspec.Struct, frozen=True):
     session: str = ""
     client_id: str = ""
     hang_up: HangUp | None = None
+    leads: bool = False
+    leader: str | None = None
 
 
 class Route(msgspec.Struct, frozen=True):

@@ -41,7 +41,7 @@ class Job:
     """force: the mode it must have, None for the router's own; session: key of its conversation.
     excluded: incarnations that failed the request; busy: until when a node asked to be left alone, by incarnation. cached_tokens: of the prompt,
     found in a cache by the first attempt that got so far. attempts: legs that were sent; tries: attempts as clients count them. hashes, packed: made
-    when they are needed, unless they are given."""
+    when they are needed, unless they are given. fork_of: another choice whose KV it shares, on the boot fork_on; None for neither."""
 
     request: str
     prompt: Sequence[int]
@@ -58,6 +58,8 @@ class Job:
     busy: dict[str, float] = field(default_factory=dict)
     has_prompt_logprobs: bool = False
     cached_tokens: int | None = None
+    fork_of: str | None = None
+    fork_on: str | None = None
     packed: bytes = b""
     """All tokens so far, as nodes get them; made anew only when there are more of them, and not for every node that is asked."""
 

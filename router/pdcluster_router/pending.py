@@ -107,7 +107,7 @@ def work_of(message: Prefill | Reserve, cached_tokens: int) -> Pending:
     num_tokens = len(message.work.token_ids) // TOKEN_BYTES
     if isinstance(message, Reserve):
         return Pending(requests=1, rows=1, context_tokens=num_tokens)
-    cached = min(cached_tokens, num_tokens - 1)
+    cached = num_tokens - 1 if message.fork_of is not None else min(cached_tokens, num_tokens - 1)
     uncached = num_tokens - cached
     is_local = not message.remote
     return Pending(

@@ -300,6 +300,8 @@ class _Builder:
             session=self._request.prompt_cache_key if isinstance(self._request.prompt_cache_key, str) else "",
             client_id=self._terms.client_id,
             hang_up=self._terms.hang_up,
+            leads=self._num > 1 and sampling.choice == 0,
+            leader=f"{self._terms.request_id}-{index - sampling.choice}" if sampling.choice and not reports_prompt else None,
         )
         skip = self._request.skip_special_tokens is not False
         echo = self._echo(prompt, skip, sampling.logprobs)

@@ -25,6 +25,7 @@ from pdcluster_router.explain import Explainer
 from pdcluster_router.fairness import Held
 from pdcluster_router.generation import Done, Generation, Sink, Timeline
 from pdcluster_router.job import Job, Named
+from pdcluster_router.leaders import Leaders
 from pdcluster_router.legs import Body
 from pdcluster_router.open_requests import OpenRequest, OpenRequests
 from pdcluster_router.retries import DispatchSettings, RetryBudget, Shut
@@ -51,6 +52,7 @@ class Shared:
     open: OpenRequests = field(default_factory=OpenRequests)
     shut: Shut = field(default_factory=Shut)
     alarms: Alarms = field(default_factory=Alarms)
+    leaders: Leaders = field(default_factory=Leaders)
     named: Named = field(default_factory=Named)
 
 
@@ -114,7 +116,17 @@ class Run:
     def start(self) -> None:
         self._shared.open.enter(self._entry)
         self._shared.cluster.ledger.open(self._job.request, self.read)
-        self._step(self._place)
+        generation, leaders = self._generation, self._shared.leaders
+        if generation.leads:
+            leaders.enter(generation.request)
+        if generation.leader is None or not leaders.follow(generation.leader, self._led):
+            self._step(self._place)
+
+    def _led(self, incarnation: str | None) -> None:
+        """It is known where its leader decodes. Until then its leader's deadline is its own."""
+        if not self._is_over:
+            self._job.fork_of, self._job.fork_on = self._generation.leader, incarnation
+            self._step(self._place)
 
     # ------------------------------------------------------------ what moves it
 
@@ -174,6 +186,8 @@ class Run:
                 self._sink.on_chunk(chunk)
                 if self._is_over:
                     return
+                if self._generation.leads:
+                    self._shared.leaders.settle(self._job.request, attempt.decodes_on)
             if attempt.finished is not None and attempt.is_done:
                 self._done_or_wait(attempt)
 
@@ -245,7 +259,7 @@ class Run:
         job, shared = self._job, self._shared
         shared.shut.apply(job, now)
         try:
-            decision = shared.chooser.choose(job, now)
+            decision = shared.chooser.follow(job, now) or shared.chooser.choose(job, now)
             self._record.consider(decision, now)
             return decision
         except errors.Unavailable:
@@ -266,6 +280,7 @@ class Run:
         self._second_token_at = self._second_token_at or attempt.second_token_at
         attempt.stop(str(failure))
         self._attempt = None
+        self._job.fork_on = None
         attempt.finished = attempt.finished or self._ending()
         if attempt.is_done:
             return lambda: self._finish(attempt)
@@ -331,6 +346,8 @@ class Run:
             shared.waiting.leave(request)
         shared.cluster.ledger.close(request)
         shared.open.leave(request)
+        if self._generation.leads:
+            shared.leaders.settle(request, None)
         self._entry.end = _over
         self._record.attempts, self._record.cached_tokens = self._budget.attempts, self._job.cached_tokens
         shared.explainer.close(self._record, error, reason)

@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -273,7 +273,16 @@ class LocalCluster:
         """The tokens of one request, and its Done. sampling: or only max_tokens."""
         if isinstance(sampling, int):
             sampling = Sampling(max_tokens=sampling, seed=1)
-        generation = Generation(f"r{next(self.versions)}", "model", array("i", prompt), sampling, deadline_s)
+        return await self._events(Generation(f"r{next(self.versions)}", "model", array("i", prompt), sampling, deadline_s))
+
+    async def run_choices(self, prompt: list[int], samplings: Sequence[Sampling], *, deadline_s: float = 20.0) -> list[tuple[list[int], Done]]:
+        """The same of all choices of one request."""
+        name, tokens = f"r{next(self.versions)}", array("i", prompt)
+        first = Generation(f"{name}-0", "model", tokens, samplings[0], deadline_s, leads=len(samplings) > 1)
+        others = [Generation(f"{name}-{n}", "model", tokens, each, deadline_s, leader=first.request) for n, each in enumerate(samplings[1:], 1)]
+        return await asyncio.gather(*(self._events(generation) for generation in (first, *others)))
+
+    async def _events(self, generation: Generation) -> tuple[list[int], Done]:
         tokens: list[int] = []
         async with aclosing(self.dispatch.generate(generation)) as events:
             async for event in events:

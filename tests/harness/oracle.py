@@ -26,17 +26,18 @@ def kv_of(previous: bytes, token: int, width: int = 1) -> bytes:
     return b"".join(kv[layer * LAYER_BYTES : (layer + 1) * LAYER_BYTES] * width for layer in range(NUM_LAYERS))
 
 
-def draw(context: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(context, digest_size=4).digest(), "little") % VOCAB
+def draw(context: bytes, choice: int = 0) -> int:
+    salt = choice.to_bytes(4, "little")
+    return int.from_bytes(hashlib.blake2b(context, digest_size=4, salt=salt).digest(), "little") % VOCAB
 
 
-def reference(prompt: list[int], num_tokens: int, width: int = 1) -> list[int]:
+def reference(prompt: list[int], num_tokens: int, width: int = 1, choice: int = 0) -> list[int]:
     kv = [b""]
     output: list[int] = []
     for token in prompt:
         kv.append(kv_of(kv[-1], token, width))
     for _ in range(num_tokens):
-        output.append(draw(b"".join(kv)))
+        output.append(draw(b"".join(kv), choice))
         kv.append(kv_of(kv[-1], output[-1], width))
     return output
 
@@ -70,6 +71,9 @@ class OracleEngine:
         assert self._plan is None, "a step was launched while another runs"
         self._plan = plan
         self.layers_done = 0
+        for source, target in plan.copies:
+            begin = source * self.page_bytes
+            self.memory[target * self.page_bytes : (target + 1) * self.page_bytes] = self.memory[begin : begin + self.page_bytes]
         self._fresh = [(row, self._kv_of_row(row)) for row in plan.rows]
         if not self.hold:
             self.finish()
@@ -118,7 +122,7 @@ class OracleEngine:
         end = row.start + len(row.tokens)
         if row.sampling is None:
             return RowResult(row.request, None)
-        return RowResult(row.request, draw(b"".join(self._read(row.pages, position) for position in range(end))))
+        return RowResult(row.request, draw(b"".join(self._read(row.pages, position) for position in range(end)), row.sampling.choice))
 
     def _read(self, pages, position: int) -> bytes:
         offsets = (self._offset(pages, position, layer) for layer in range(NUM_LAYERS))

@@ -28,9 +28,9 @@ def kv_of(tokens: list[int]) -> list[int]:
     return entries
 
 
-def draw(entries: list[int]) -> int:
-    """The model's token after these KV entries."""
-    state = 5
+def draw(entries: list[int], choice: int = 0) -> int:
+    """The model's token after these KV entries, for that choice of a prompt."""
+    state = 5 + choice
     for entry in entries:
         state = (state * 131 + entry) % _PRIME
     return state % VOCAB
@@ -44,7 +44,7 @@ def reference(prompt: list[int], sampling: Sampling, *, eos: frozenset[int], max
     """Output tokens and finish reason of an undisturbed run."""
     tokens = list(prompt)
     while True:
-        token = draw(kv_of(tokens))
+        token = draw(kv_of(tokens), sampling.choice)
         tokens.append(token)
         num_output = len(tokens) - len(prompt)
         if num_output > sampling.min_tokens and token in eos and not sampling.ignore_eos:
@@ -71,6 +71,8 @@ class FakeEngine:
 
     def run(self, plan: StepPlan) -> StepResult:
         """All writes first, then all reads, so that two rows that share a page they should not are found out."""
+        for source, target in plan.copies:
+            self.memory[target] = self.memory[source]
         for row in plan.rows:
             assert len(row.tokens) >= 1
             pages = row.pages.tolist()
@@ -85,7 +87,7 @@ class FakeEngine:
     def _result(self, row: Row) -> RowResult:
         end = row.start + len(row.tokens)
         entries = self.read(row.pages.tolist(), end)
-        token = None if row.sampling is None else draw(entries)
+        token = None if row.sampling is None else draw(entries, row.sampling.choice)
         if row.prompt_logprobs is None:
             return RowResult(row.request, token)
         targets = row.tokens.tolist()[1:] + ([] if row.next_token is None else [row.next_token])

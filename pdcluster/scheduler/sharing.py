@@ -1,0 +1,79 @@
+"""Pages that sequences have in common: what one publishes for all, and what a fork takes over from the sequence that computed its prompt.
+
+A fork is another choice of the same prompt. It shares its leader's pages and writes to none of them: the page its first token goes to is copied
+first (copy on write). Requirements:
+ 1. No page has two writers: a row writes only to pages that it alone owns, or that hold nothing of others behind what it writes.
+ 2. A copy is made by the engine at the begin of the step that first writes to it; until that step is over its source keeps an owner here, so that it
+    is not given to anybody who writes.
+ 3. A step that failed copied nothing: its forks compute their prompts themselves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pdcluster.kv.pages import PagePool
+from pdcluster.lifecycle import Residence
+from pdcluster.messages import HASH_BYTES
+from pdcluster.scheduler.sequence import Sequence
+
+
+class Forks:
+    """Of one scheduler. Holds the sources of copies while a step makes them."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._sources: list[int] = []
+        self.copies: list[tuple[int, int]] = []
+        """(source, target) pages that the next step copies, or the one in flight."""
+        self.sequences: list[Sequence] = []
+        """Those that need them."""
+
+    def take(self, sequence: Sequence) -> None:
+        """All pages of the prompt from the leader; at least one page must be available. Only the last token is computed anew, for its logits."""
+        pool, leader = self._pool, sequence.leader
+        assert leader is not None
+        num_shared = (sequence.num_tokens - 1) // pool.page_tokens
+        pages: list[int] = leader.pages[: num_shared + 1].tolist()
+        pool.acquire(pages)
+        source = pages[num_shared]
+        target = pool.make_private(source)
+        assert target is not None and target != source, "the leader owns it, too"
+        self._sources.append(source)
+        self.copies.append((source, target))
+        self.sequences.append(sequence)
+        sequence.add_pages([*pages[:num_shared], target])
+        sequence.num_computed = sequence.num_tokens - 1
+        sequence.num_published = min(leader.num_published, num_shared)
+        sequence.leader = None
+
+    def land(self) -> None:
+        """The step is over (2)."""
+        sources, self._sources, self.sequences, self.copies = self._sources, [], [], []
+        self._pool.release(sources)
+
+
+def can_fork(sequence: Sequence) -> bool:
+    """Whether its leader has, now and here, the KV of the very prompt that it has; otherwise the sequence is like any other."""
+    leader = sequence.leader
+    if leader is None or leader.state is not Residence.RUNNING or sequence.wants_prompt_logprobs:
+        return False
+    num_tokens = sequence.num_tokens
+    return leader.num_computed >= num_tokens and np.array_equal(leader.tokens[:num_tokens], sequence.tokens)
+
+
+def publish(pool: PagePool, sequence: Sequence) -> None:
+    """Enter the full pages that are computed into the prefix cache. Where the cache has a page of the same contents, the sequence takes that."""
+    num_full = sequence.num_computed // pool.page_tokens
+    if num_full == sequence.num_published:
+        return
+    sequence.extend_hashes(sequence.num_computed)
+    width = pool.page_tokens // pool.block_tokens * HASH_BYTES
+    for index in range(sequence.num_published, min(num_full, len(sequence.hashes) // width)):
+        start = index * width
+        page = int(sequence.pages[index])
+        parent = bytes(sequence.hashes[start - HASH_BYTES : start]) if index else None
+        kept = pool.publish(page, bytes(sequence.hashes[start : start + width]), parent)
+        if kept != page:
+            sequence.replace_page(index, kept)
+        sequence.num_published += 1
