@@ -102,6 +102,24 @@ async def test_left_out_fields_mean_what_they_mean_over_http(client: api.AsyncCl
     assert generation.sampling.max_tokens == 16 and generation.sampling.temperature == 1.0 and 60.0 < generation.deadline_s <= 600.0
 
 
+async def test_penalties_biases_and_bad_words_reach_the_nodes(client: api.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+    options = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {7: 5.0}, "bad_words": ["world"]}
+    for prompt in ("hi", [api.Message("user", "hi")]):
+        await client.complete(prompt, **options)
+        shaping = dispatcher.started[-1].sampling.shaping
+        assert shaping is not None
+        assert (shaping.repetition, shaping.presence, shaping.frequency, shaping.biases) == (1.2, 0.5, -0.5, ((7, 5.0),))
+        assert tuple(TEXT.encode("world", add_special_tokens=False)) in shaping.bad_words
+
+
+async def test_prompt_logprobs_come_without_an_echo(client: api.AsyncClient) -> None:
+    prompt = TEXT.encode("hi there", add_special_tokens=False)
+    outputs = [output async for output in client.generate(list(prompt), prompt_logprobs=2)]
+    assert [entry.token_id for entry in outputs[0].prompt_logprobs] == list(prompt)
+    assert outputs[0].prompt_logprobs[0].logprob is None and len(outputs[0].prompt_logprobs[1].top) == 2
+    assert not outputs[0].logprobs
+
+
 async def test_logprobs_echo_and_prompt_ids_come_when_asked_for(client: api.AsyncClient) -> None:
     outputs = [output async for output in client.generate("hi you", max_tokens=3, logprobs=2, echo=True, return_prompt_token_ids=True)]
     prompt = TEXT.encode("hi you", add_special_tokens=True)

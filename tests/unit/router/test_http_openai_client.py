@@ -339,3 +339,46 @@ async def test_ignore_eos_and_min_tokens_reach_the_nodes(client: AsyncOpenAI, di
     sampling = dispatcher.started[0].sampling
     assert (sampling.ignore_eos, sampling.min_tokens, sampling.top_k, sampling.min_p, sampling.top_p) == (True, 2, 5, 0.1, 0.9)
     assert reply.choices[0].text == "<|eos|>on"
+
+
+async def test_sampling_fields_reach_the_nodes_beyond_openai_s_in_extra_body(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+    extra = {"repetition_penalty": 1.2, "min_tokens": 2, "top_k": 30, "min_p": 0.05, "stop_token_ids": [9], "ignore_eos": True, "bad_words": ["it"]}
+    fields = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"7": 5, "8": -100}, "seed": 3}
+    await client.chat.completions.create(model=MODEL, messages=USER, **fields, extra_body=extra)
+    await client.completions.create(model=MODEL, prompt="hi", **fields, extra_body=extra)
+    for generation in dispatcher.started:
+        sampling = generation.sampling
+        assert (sampling.seed, sampling.min_tokens, sampling.top_k, sampling.min_p, sampling.stop_token_ids) == (3, 2, 30, 0.05, (9,))
+        assert sampling.ignore_eos and sampling.shaping is not None
+        assert (sampling.shaping.repetition, sampling.shaping.presence, sampling.shaping.frequency) == (1.2, 0.5, -0.5)
+        assert sampling.shaping.biases == ((7, 5.0), (8, -100.0))
+        assert tuple(TEXT.encode("it", add_special_tokens=False)) in sampling.shaping.bad_words
+
+
+async def test_prompt_logprobs_come_by_token_id_once_for_all_choices(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+    prompt = TEXT.encode("hi there", add_special_tokens=False)
+    reply = await client.completions.create(model=MODEL, prompt=list(prompt), n=2, extra_body={"prompt_logprobs": 2})
+    for choice in reply.choices:
+        assert choice.model_extra is not None
+        first, *others = choice.model_extra["prompt_logprobs"]
+        assert first is None and len(others) == len(prompt) - 1
+        for token_id, entry in zip(prompt[1:], others, strict=True):
+            assert set(entry[str(token_id)]) == {"logprob", "rank", "decoded_token"} and len(entry) in (2, 3)
+    chat = await client.chat.completions.create(model=MODEL, messages=USER, extra_body={"prompt_logprobs": 0})
+    assert chat.model_extra is not None and len(chat.model_extra["prompt_logprobs"]) == len(dispatcher.started[-1].token_ids)
+    assert [generation.sampling.prompt_logprobs for generation in dispatcher.started] == [2, None, 0]
+
+
+async def test_more_than_twenty_alternatives_may_be_asked_for(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+    reply = await client.chat.completions.create(model=MODEL, messages=USER, logprobs=True, top_logprobs=100)
+    assert reply.choices[0].logprobs is not None and reply.choices[0].logprobs.content is not None
+    assert all(len(entry.top_logprobs) == 100 for entry in reply.choices[0].logprobs.content)
+
+
+async def test_choices_after_the_first_follow_it(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+    await client.completions.create(model=MODEL, prompt=["hi", "you"], n=2, max_tokens=4)
+    first, second, third, fourth = dispatcher.started
+    assert [generation.leads for generation in dispatcher.started] == [True, False, True, False]
+    assert [generation.leader for generation in dispatcher.started] == [None, first.request, None, third.request]
+    assert [generation.sampling.choice for generation in dispatcher.started] == [0, 1, 0, 1]
+    assert second.token_ids == first.token_ids and fourth.token_ids == third.token_ids

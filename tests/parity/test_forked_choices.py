@@ -6,13 +6,18 @@ import asyncio
 from array import array
 
 import msgspec
+import numpy as np
 import pytest
-from checkpoints import prompt
+from checkpoints import KERNEL_CACHE, prompt
+from driver import Driver
 from local_cluster import LocalCluster
 from oracle import reference
+from rank_engines import EngineGroup, engine_group
 from test_penalties import MODEL, PAGE, directory, make_kit, model  # noqa: F401 fixtures
 
+from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.messages import Sampling, Shaping
+from pdcluster.step import Row, StepPlan
 from pdcluster_router.generation import Generation
 
 PAIR = {"p0": "prefill", "d0": "decode"}
@@ -123,3 +128,36 @@ async def test_a_leader_that_is_cancelled_leaves_its_followers_a_way() -> None:
         first.cancel()
         assert (await second)[0] == reference(given, 9, choice=1)
         await cluster.until_idle()
+
+
+def test_two_ranks_fork_as_one_engine_does(directory) -> None:  # noqa: F811
+    """Every rank copies its own share of the page."""
+    given = prompt(PAGE + 7, MODEL.vocab_size, seed=5)
+    first, other = choices(SAMPLINGS["seeded"], 2)
+    config = EngineConfig(directory, KERNEL_CACHE, page_tokens=PAGE, num_pages=16)
+    alone = Engine(config)
+    want = [job.tokens[:3] for job in Driver(alone).run([given, given], [first, other])]
+    alone.close()
+    with engine_group(config, 2) as engine:
+        assert _forked_by_hand(engine, given, first, other) == want
+
+
+def _forked_by_hand(engine: EngineGroup, given: np.ndarray, first: Sampling, other: Sampling) -> list[list[int]]:
+    """Three tokens of the leader and of its fork, which joins a step later."""
+    pages = {"a": np.array([3, 5], np.int32), "b": np.array([3, 9], np.int32)}
+    said: dict[str, list[int]] = {"a": [], "b": []}
+
+    def step(*rows: Row, copies: tuple[tuple[int, int], ...] = ()) -> None:
+        for row in engine.step(StepPlan(rows, copies=copies)).rows:
+            assert row.token is not None
+            said[row.request].append(row.token)
+
+    def decode(name: str, sampling: Sampling) -> Row:
+        last = np.array([said[name][-1] if said[name] else given[-1]], np.int32)
+        return Row(name, last, len(given) + len(said[name]) - 1, pages[name], sampling, len(said[name]))
+
+    step(Row("a", given, 0, pages["a"], first))
+    step(decode("a", first), decode("b", other), copies=((5, 9),))
+    step(decode("a", first), decode("b", other))
+    step(decode("b", other))
+    return [said["a"], said["b"]]
