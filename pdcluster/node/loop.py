@@ -242,7 +242,7 @@ class NodeLoop:
             self._parts.prefill.start(router, message, sequence)
         else:
             self._parts.decode.start_local(router, message, sequence)
-        if message.pull is not None:
+        if message.pull is not None and message.fork_of is None:
             self._parts.fetch.start(sequence, message.pull, message.work.deadline_s)
 
     def _on_reserve(self, router: Peer, message: Reserve) -> None:
