@@ -6,7 +6,9 @@ Not a general client: one request body, keep-alive, answers framed by content-le
 from __future__ import annotations
 
 import asyncio
+import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -56,23 +58,27 @@ class Outcome:
 
 
 class _Connection(asyncio.Protocol):
-    """Sends the next request as soon as the last is answered, or every interval_s."""
+    """Sends the next request as soon as the last is answered, or when it is due; a request that was due before is late since then."""
 
-    def __init__(self, ask: Ask, outcome: Outcome, interval_s: float) -> None:
-        self._ask, self._request, self._outcome, self._interval_s = ask, ask.request(), outcome, interval_s
+    def __init__(self, ask: Ask, outcome: Outcome, gap_s: Callable[[], float] | None) -> None:
+        self._ask, self._request, self._outcome, self._gap_s = ask, ask.request(), outcome, gap_s
         self._buffer = b""
         self._needed = 0
-        self._began = 0.0
+        self._began = self._due = 0.0
         self.is_stopping = False
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclasses
-        self._send()
+        self._due = time.perf_counter()
+        self._send(self._due)
 
-    def _send(self) -> None:
-        self._buffer, self._needed, self._began = b"", 0, time.perf_counter()
+    def _send(self, began: float) -> None:
+        self._buffer, self._needed, self._began = b"", 0, began
         self._transport.write(self._request)
+
+    def _send_when_due(self) -> None:
+        self._send(time.perf_counter())  # timers of this loop keep to milliseconds: what they are late is no one's latency
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -93,14 +99,18 @@ class _Connection(asyncio.Protocol):
             self._answered()
 
     def _answered(self) -> None:
-        took = time.perf_counter() - self._began
-        self._outcome.latencies.append(took)
+        now = time.perf_counter()
+        self._outcome.latencies.append(now - self._began)
         if self.is_stopping:
             self._end()
-        elif self._interval_s > took:
-            asyncio.get_running_loop().call_later(self._interval_s - took, self._send)
+        elif self._gap_s is None:
+            self._send(now)
         else:
-            self._send()
+            self._due += self._gap_s()
+            if self._due > now:
+                asyncio.get_running_loop().call_later(self._due - now, self._send_when_due)
+            else:
+                self._send(self._due)
 
     def _fail(self) -> None:
         self._outcome.num_failed += 1
@@ -128,7 +138,10 @@ def _content_length(head: bytes) -> int | None:
 
 
 def load(address: str, ask: Ask, *, connections: int, seconds: float, interval_s: float = 0.0) -> Outcome:
-    """interval_s 0: closed loop; else each connection starts a request every interval_s, unless the last one takes longer."""
+    """interval_s 0: closed loop. Else requests of each connection are due at random times that far apart in the mean, whenever answers come.
+
+    They are a Poisson process, the same in every run. Gaps counted from answers bring all connections into one beat, and the load into bursts.
+    """
     return uvloop.run(_load(address, ask, connections, seconds, interval_s))
 
 
@@ -136,8 +149,10 @@ async def _load(address: str, ask: Ask, connections: int, seconds: float, interv
     host, _, port = address.rpartition(":")
     loop, outcome = asyncio.get_running_loop(), Outcome()
     opened: list[_Connection] = []
+    gaps = random.Random(connections)
+    gap_s = (lambda: gaps.expovariate(1 / interval_s)) if interval_s else None
     for _ in range(connections):
-        _, protocol = await loop.create_connection(lambda: _Connection(ask, outcome, interval_s), host, int(port))
+        _, protocol = await loop.create_connection(lambda: _Connection(ask, outcome, gap_s), host, int(port))
         opened.append(protocol)
         await asyncio.sleep(interval_s / connections)
     outcome.latencies.clear()
