@@ -10,8 +10,9 @@ Addresses are plain integers (`address`): a block reads and writes what its call
 
 from __future__ import annotations
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 LANES = 16
@@ -40,8 +41,10 @@ PAIRS = ir.VectorType(_BFloat(), PAIR)
 
 
 def has_pair_product():
-    """Whether this CPU multiplies pairs of bfloat16 in one instruction."""
-    return bool(binding.get_host_cpu_features().get("avx512bf16"))
+    """Whether numba compiles for a CPU that multiplies pairs of bfloat16 in one instruction. That may be a lesser one than this (NUMBA_CPU_NAME,
+    NUMBA_CPU_FEATURES, NUMBA_ENABLE_AVX), for which LLVM ends the process when it meets the instruction."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return "+avx512bf16" in features.split(",")
 
 
 # ------------------------------------------------------------ pieces of LLVM code

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numba
@@ -81,3 +83,23 @@ def test_without_kernels_for_pairs_the_engine_says_so(monkeypatch: pytest.Monkey
     monkeypatch.setattr(native, "_compile_pairs", fail)
     assert native.load_pair_kernels() is None
     assert "no such instruction" in caplog.text
+
+
+DOT_FOR_ANOTHER_CPU = """
+import numba, numpy as np
+from pdcluster.engine.vectors import address, dots_of, has_pair_product
+dots = dots_of(4, 1, native=has_pair_product())
+@numba.njit
+def run(weights, row, out):
+    dots(address(weights), 64, address(weights), address(row), 64, 64, address(out), 16)
+out = np.zeros(4, np.float32)
+run(np.full((4, 32), 0x4000, np.uint16), np.full(32, 0x4040, np.uint16), out)
+print(out.tolist())
+"""
+
+
+@pytest.mark.parametrize("setting", ["NUMBA_CPU_NAME=generic", "NUMBA_ENABLE_AVX=0"])
+def test_what_numba_is_told_of_the_cpu_decides(setting: str) -> None:
+    """LLVM ends the process that asks it for an instruction of another CPU."""
+    done = subprocess.run(["env", setting, sys.executable, "-c", DOT_FOR_ANOTHER_CPU], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "[192.0, 192.0, 192.0, 192.0]\n"), done.stderr
