@@ -6,7 +6,6 @@ runs on plain torch: slower, with the same results.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdcluster.engine.kernel_cache import filling, place_of
 from pdcluster.kv.layout import DType
 
 log = logging.getLogger(__name__)
@@ -55,15 +55,16 @@ def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
     except ImportError as error:
         log.warning("numba cannot be imported (%s); the engine runs on plain torch, which is slower", error)
         return None
-    cache_dir = cache_dir / _sources_digest()
+    place = place_of(cache_dir)
     # numba fills its config module at run time, so mypy does not see the name.
-    numba.config.CACHE_DIR = str(cache_dir)  # type: ignore[attr-defined]
+    numba.config.CACHE_DIR = str(place)  # type: ignore[attr-defined]
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        from pdcluster.engine import kernels as module
+        place.mkdir(parents=True, exist_ok=True)
+        with filling(place, dtype):
+            from pdcluster.engine import kernels as module
 
-        kernels = cast(Kernels, module)
-        _compile(kernels, dtype)
+            kernels = cast(Kernels, module)
+            _compile(kernels, dtype)
     except (NumbaError, OSError, RuntimeError) as error:
         log.warning("numba cannot compile the CPU kernels (%s); the engine runs on plain torch, which is slower", error)
         return None
@@ -72,13 +73,15 @@ def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
 
 def load_pair_kernels() -> PairKernels | None:
     """The kernels for bfloat16, once `load_kernels` found that numba works; None (and a warning) when these do not compile here."""
+    import numba
     from numba.core.errors import NumbaError
 
     try:
-        from pdcluster.engine import pair_kernels as module
+        with filling(Path(numba.config.CACHE_DIR), "pairs"):  # type: ignore[attr-defined]
+            from pdcluster.engine import pair_kernels as module
 
-        kernels = cast(PairKernels, module)
-        _compile_pairs(kernels)
+            kernels = cast(PairKernels, module)
+            _compile_pairs(kernels)
     except (NumbaError, OSError, RuntimeError) as error:
         log.warning("numba cannot compile the CPU kernels for bfloat16 (%s); the engine does without them, which is slower", error)
         return None
@@ -145,11 +148,3 @@ def _compile_pairs(kernels: PairKernels) -> None:
     kernels.pack_context(pool.view(np.uint32), 0, pages, 1, *packed, 0, 1)
     kernels.attend_chunk(one[None], *packed, 0, 0, 1, np.float32(1.0), one[None].copy(), 0, 1)
     kernels.attend_rows(one[None], pool, 0, pages, pages, pages + 1, np.float32(1.0), one[None].copy(), 0, 1)
-
-
-def _sources_digest() -> str:
-    """numba keeps a compiled function until its own file changes, but these are also made of what stands in the others."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name in ("kernels", "pair_kernels", "chunk_kernels", "vectors"):
-        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
-    return digest.hexdigest()
