@@ -57,8 +57,9 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
 
 def _draw(logits: Scores, choices: Sequence[Choice]) -> list[int]:
     samplings = [choice.sampling for choice in choices]
-    scores = logits / np.array([sampling.temperature for sampling in samplings])[:, None]
-    scores -= scores.max(axis=1, keepdims=True)
+    scores = logits - logits.max(axis=1, keepdims=True)  # first: no temperature is so low that the best score is more than 0
+    with np.errstate(over="ignore"):
+        scores /= np.array([sampling.temperature for sampling in samplings])[:, None]
     weights = np.exp(scores)
     threshold = _thresholds(weights, samplings)
     if threshold is not None:

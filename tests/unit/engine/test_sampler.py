@@ -59,6 +59,12 @@ def test_a_tiny_temperature_is_greedy_without_overflow() -> None:
     assert support([0.3, 0.4, 0.3], temperature=1e-6) == {1}
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-308, 5e-324])
+def test_no_temperature_is_so_low_that_scores_are_infinite(temperature: float) -> None:
+    choice = Choice(sampling(temperature=temperature), 1)
+    assert sample(torch.tensor([[-3.0, 20.0, 19.0], [-900.0, -901.0, -902.0]]), [choice, choice], ()) == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("fields", "kept"),
     [
