@@ -1,7 +1,8 @@
-"""An open-addressing table from block hashes to the ids of holder sets, in three flat numpy arrays: 20 bytes a slot, no object per row.
+"""An open-addressing table from block hashes to the ids of holder sets, in two flat arrays: 20 bytes a slot, no object per row.
 
-Fixed in size; `index` moves rows into a larger one piece by piece. Linear probing from the hash itself, which is uniform (BLAKE2). Many rows are
-probed at once with numpy; the few that are left after a few rounds, and single lookups, go row by row through memoryviews.
+Fixed in size; `index` moves rows into a larger one piece by piece, and this one gives its memory back as they go. Linear probing from the hash
+itself, which is uniform (BLAKE2). Many rows are probed at once with numpy; the few that are left after a few rounds, and single lookups, go row by
+row through memoryviews.
 
 What the set ids mean is not known here, but for two of them: FREE was never used and ends a probe, GONE (a row that was removed) does not.
 """
@@ -15,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcluster.messages import HASH_BYTES
+from pdcluster_router.zeroed_memory import ZeroedMemory
 
 FREE = 0
 GONE = 1
-SLOT_BYTES = HASH_BYTES + 4
+SET_BYTES = 4
+SLOT_BYTES = HASH_BYTES + SET_BYTES
 
 FEW = 24
 """Rows that cost less one by one than another round over arrays."""
@@ -61,9 +64,11 @@ class BlockTable:
         self.num_slots = num_slots
         self.num_rows = 0
         """Slots that are not FREE, GONE ones too: they make probes longer all the same."""
-        self._low: Words = np.zeros(num_slots, np.uint64)
-        self._high: Words = np.zeros(num_slots, np.uint64)
-        self.sets: Sets = np.zeros(num_slots, np.uint32)
+        self._num_cleared = 0
+        self._hash_memory, self._set_memory = ZeroedMemory(num_slots * HASH_BYTES), ZeroedMemory(num_slots * SET_BYTES)
+        words: Words = self._hash_memory.octets.view(np.uint64)
+        self._low, self._high = words[0::2], words[1::2]  # side by side: a new row touches one page less
+        self.sets: Sets = self._set_memory.octets.view(np.uint32)
         self._low_view = self._low.data
         self._high_view = self._high.data
         self._sets_view = self.sets.data
@@ -144,6 +149,17 @@ class BlockTable:
             slot = (slot + 1) % self.num_slots
         self.num_rows += found == FREE
         lows[slot], highs[slot], sets[slot] = low, high, set_id
+
+    def clear(self, stop: int) -> None:
+        """Give back the memory of slots before `stop`, when no row is left in them. They are FREE then, which ends a probe: so only up to the last
+        slot that was never used, which ends the probes of all rows behind it anyway."""
+        free = np.flatnonzero(self.sets[self._num_cleared : stop] == FREE)
+        if len(free):
+            start, end = self._num_cleared, self._num_cleared + int(free[-1])
+            self.num_rows -= int(np.count_nonzero(self.sets[start:end]))
+            self._hash_memory.clear(start * HASH_BYTES, end * HASH_BYTES)
+            self._set_memory.clear(start * SET_BYTES, end * SET_BYTES)
+            self._num_cleared = end
 
     def rows(self, start: int, stop: int) -> tuple[Slots, Keys]:
         """Slots from start up to stop that hold a row, and their keys."""

@@ -21,7 +21,7 @@ ASK_AGAIN_S = 1.0
 """A snapshot that was asked for may take so long."""
 
 
-SLICE_BLOCKS = 1024
+SLICE_BLOCKS = 512
 """Taken in at once: a few milliseconds, with all the upkeep of the index that comes with it (bench.index)."""
 
 Piece = tuple[Literal["snapshot", "remove", "add"], bytes]

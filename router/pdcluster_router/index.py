@@ -421,6 +421,7 @@ class PrefixIndex:
         is_live = sets > EMPTY
         self._table.insert(keys.take(is_live), sets[is_live])
         former.sets[slots] = GONE
+        former.clear(stop)
         self._recount(carried, sets)
         self._moved = stop
         self._num_to_move -= int(np.count_nonzero(is_live))
