@@ -1,6 +1,9 @@
 """Which tokens a row's grammar allows next. State is a function of the grammar and of the output so far, so any node makes it anew: after a
 hand-over, a preemption, a migration. It is kept between steps only because that is faster.
 
+How long a mask takes depends on the grammar: an ambiguous one takes longer with every token, without end. So masks are made `aside`, and a row that
+waits too long for its own ends, and its grammar is refused from then on.
+
 A grammar ends in an end-of-sequence token, allowed where it is complete. While a row is shorter than its min_tokens that token is withheld as long
 as anything else may follow.
 """
@@ -8,7 +11,9 @@ as anything else may follow.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,7 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdcluster.engine.aside import Aside, Late
 from pdcluster.engine.grammar import Grammars
+from pdcluster.errors import BadRequest
 from pdcluster.grammar import Grammar
 from pdcluster.sampling import Sampling
 from pdcluster.step import Row, RowError
@@ -26,6 +33,10 @@ Mask = NDArray[np.int32]
 
 MAX_IDLE_STEPS = 64
 """After so many steps without it a row's state is dropped: its row is gone, or waits."""
+
+
+MASK_S = 1.0
+"""Longest time for a row's mask, which all rows of the step wait for; most take less than a thousandth of it."""
 
 
 class Constraint:
@@ -55,36 +66,47 @@ class Constraint:
         return row
 
 
-class Dead(Exception):
+@dataclass(frozen=True, slots=True)
+class Dead:
     """The row cannot go on; says why. is_lost: only because this node no longer has the grammar."""
 
-    def __init__(self, reason: str, *, is_lost: bool = False) -> None:
-        super().__init__(reason)
-        self.is_lost = is_lost
+    reason: str
+    is_lost: bool = False
+
+
+class Stand(NamedTuple):
+    """Where a row stands in its grammar, and what it may say next."""
+
+    constraint: Constraint
+    mask: Mask
 
 
 class Constraints:
     """The state of an engine's rows; used by its worker thread alone."""
 
-    def __init__(self, grammars: Grammars, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, grammars: Grammars, eos_token_ids: Sequence[int], mask_s: float = MASK_S) -> None:
         self._grammars = grammars
         self._eos = tuple(eos_token_ids)
         self._rows: dict[str, tuple[Constraint, int]] = {}
         self._step = 0
+        self._aside = Aside[Stand | Dead]("masks", mask_s)
 
     def of_step(self, rows: Sequence[Row]) -> tuple[dict[int, Mask], dict[int, RowError]]:
         """By place: what the rows that have a grammar may say next, and which of them can not go on."""
         self._step += 1
         masks: dict[int, Mask] = {}
         dead: dict[int, RowError] = {}
-        for place, row in enumerate(rows):
-            if row.sampling is None or row.sampling.grammar is None:
+        asked = [
+            (place, row, row.sampling.grammar) for place, row in enumerate(rows) if row.sampling is not None and row.sampling.grammar is not None
+        ]
+        answers = self._aside.run([self._job(row, grammar) for _, row, grammar in asked]) if asked else []
+        for (place, row, grammar), answer in zip(asked, answers, strict=True):
+            if isinstance(answer, Stand):
+                masks[place] = answer.mask
+                self._rows[row.request] = answer.constraint, self._step
                 continue
-            try:
-                masks[place] = self._mask(row, row.sampling, row.sampling.grammar)
-            except Dead as error:
-                self._rows.pop(row.request, None)
-                dead[place] = RowError(str(error), retryable=error.is_lost)
+            self._rows.pop(row.request, None)
+            dead[place] = self._too_slow(row, grammar) if isinstance(answer, Late) else RowError(answer.reason, retryable=answer.is_lost)
         if self._rows:
             self._rows = {key: kept for key, kept in self._rows.items() if self._step - kept[1] < MAX_IDLE_STEPS}
         return masks, dead
@@ -92,32 +114,44 @@ class Constraints:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def _mask(self, row: Row, sampling: Sampling, grammar: Grammar) -> Mask:
-        constraint = self._at(row, grammar)
-        self._rows[row.request] = constraint, self._step
-        mask = constraint.mask()
-        if row.output_index < sampling.min_tokens:
-            longer = without(mask, (*self._eos, *sampling.stop_token_ids))
-            mask = longer if longer.any() else mask
-        if not mask.any():
-            raise Dead(f"after {row.output_index} tokens the request's grammar allows none of the model's tokens; change the grammar")
-        return mask
+    def close(self) -> None:
+        self._aside.close()
 
-    def _at(self, row: Row, grammar: Grammar) -> Constraint:
-        """The row's state after its output so far."""
-        output = np.empty(0, np.int32) if row.output is None else row.output
+    def _job(self, row: Row, grammar: Grammar) -> partial[Stand | Dead]:
         kept = self._rows.get(row.request)
-        if kept is not None and kept[0].grammar == grammar and kept[0].num_tokens <= len(output):
-            constraint = kept[0]
-        else:
-            compiled = self._grammars.find(grammar)
-            if compiled is None:
-                raise Dead("this node no longer has the request's grammar", is_lost=True)
-            constraint = Constraint(compiled, grammar)
-        for token in output[constraint.num_tokens :].tolist():
-            if not constraint.accept(token):
-                raise Dead(f"output token {token} at position {constraint.num_tokens - 1} does not fit the request's grammar")
-        return constraint
+        return partial(_advanced, row, None if kept is None else kept[0], self._grammars.find(grammar), self._eos)
+
+    def _too_slow(self, row: Row, grammar: Grammar) -> RowError:
+        reason = f"after {row.output_index} tokens it takes too long to find what the request's grammar allows next; send a less ambiguous one"
+        self._grammars.refuse(grammar, BadRequest(reason))
+        return RowError(reason, retryable=False)
+
+
+def _advanced(row: Row, kept: Constraint | None, compiled: Any, eos_token_ids: Sequence[int]) -> Stand | Dead:
+    """kept: the row's state at an earlier step; compiled: its grammar, None when this node has it no longer."""
+    assert row.sampling is not None and row.sampling.grammar is not None
+    output = np.empty(0, np.int32) if row.output is None else row.output
+    if kept is not None and kept.grammar == row.sampling.grammar and kept.num_tokens <= len(output):
+        constraint = kept
+    elif compiled is None:
+        return Dead("this node no longer has the request's grammar", is_lost=True)
+    else:
+        constraint = Constraint(compiled, row.sampling.grammar)
+    for token in output[constraint.num_tokens :].tolist():
+        if not constraint.accept(token):
+            return Dead(f"output token {token} at position {constraint.num_tokens - 1} does not fit the request's grammar")
+    mask = _long_enough(constraint.mask(), row, row.sampling, eos_token_ids)
+    if not mask.any():
+        return Dead(f"after {row.output_index} tokens the request's grammar allows none of the model's tokens; change the grammar")
+    return Stand(constraint, mask)
+
+
+def _long_enough(mask: Mask, row: Row, sampling: Sampling, eos_token_ids: Sequence[int]) -> Mask:
+    """Without the ends of a row that is shorter than its min_tokens, where anything else may follow."""
+    if row.output_index >= sampling.min_tokens:
+        return mask
+    longer = without(mask, (*eos_token_ids, *sampling.stop_token_ids))
+    return longer if longer.any() else mask
 
 
 def without(mask: Mask, token_ids: Sequence[int]) -> Mask:

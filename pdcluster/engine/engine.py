@@ -146,6 +146,7 @@ class Engine:
     def close(self) -> None:
         """Wait for a running step, stop the worker, give up the pool. Idempotent."""
         self._worker.close()
+        self._constraints.close()
         self.grammars.close()
         self._group.close()
         self._ops.close()

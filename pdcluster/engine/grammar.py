@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pdcluster.api.text import TextModel
 from pdcluster.api.tools.markers import MARKERS
 from pdcluster.errors import BadRequest, Overloaded, PdclusterError
@@ -27,6 +29,10 @@ log = logging.getLogger(__name__)
 
 STACK_BYTES = 256 << 20
 """Compilers recurse over what they read; it is virtual memory until it is used."""
+
+TRIAL_TOKENS = 16
+TRIAL_S = 2.0
+"""Of the compiler's own time, for all tokens that are tried: each row of a step waits for the slowest one's mask. Most need a hundredth of it."""
 
 ORIGIN = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
 """How the library begins its errors: time, file and line."""
@@ -108,6 +114,13 @@ class Grammars:
         with self._lock:
             return self._ready.get(grammar)
 
+    def refuse(self, grammar: Grammar, error: PdclusterError) -> None:
+        """From any thread: it compiles, but can not be used."""
+        with self._lock:
+            if (compiled := self._ready.pop(grammar, None)) is not None:
+                self._bytes -= compiled.memory_size_bytes
+            self._remember(grammar, error)
+
     def take_news(self) -> None:
         try:
             os.eventfd_read(self.news_fd)
@@ -174,8 +187,7 @@ class Grammars:
             with self._lock:
                 self._began[grammar] = self._clock()
             compiled = self._compiler.compile_structural_tag(f'{{"type":"structural_tag","format":{grammar.source}}}')
-            if not _starts(compiled):
-                return BadRequest("the grammar allows no output at all with this model's tokens; send another one")
+            _try(compiled)
         except PdclusterError as error:
             return error
         except ImportError as error:
@@ -188,14 +200,17 @@ class Grammars:
 
     def _keep(self, grammar: Grammar, answer: Any) -> None:
         if isinstance(answer, PdclusterError):
-            self._refused[grammar] = answer
-            if len(self._refused) > self._limits.refusals:
-                self._refused.popitem(last=False)
+            self._remember(grammar, answer)
             return
         self._ready[grammar] = answer
         self._bytes += answer.memory_size_bytes
         while self._bytes > self._limits.cache_bytes and len(self._ready) > 1:
             self._bytes -= self._ready.popitem(last=False)[1].memory_size_bytes
+
+    def _remember(self, grammar: Grammar, error: PdclusterError) -> None:
+        self._refused[grammar] = error
+        if len(self._refused) > self._limits.refusals:
+            self._refused.popitem(last=False)
 
 
 def _words(error: Exception) -> str:
@@ -215,8 +230,18 @@ def _make_compiler(vocabulary: Vocabulary) -> Any:
     return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
-def _starts(compiled: Any) -> bool:
-    """Whether some token may come first; an endless recursion allows none."""
+def _try(compiled: Any) -> None:
+    """Say something in it. Raises BadRequest for a grammar that allows nothing (an endless recursion), or that gets slower with every token."""
     from pdcluster.engine.constraint import Constraint
 
-    return bool(Constraint(compiled).mask().any())
+    constraint, generator, stops = Constraint(compiled), np.random.default_rng(0), compiled.tokenizer_info.stop_token_ids
+    until = time.thread_time() + TRIAL_S
+    for number in range(TRIAL_TOKENS):
+        allowed = np.flatnonzero(np.unpackbits(constraint.mask().view(np.uint8), bitorder="little"))
+        if not number and not len(allowed):
+            raise BadRequest("the grammar allows no output at all with this model's tokens; send another one")
+        longer = allowed[~np.isin(allowed, stops)]
+        if not len(longer) or not constraint.accept(int(generator.choice(longer))):
+            return
+        if time.thread_time() > until:
+            raise BadRequest(f"the grammar took more than {TRIAL_S:g} s for {number + 1} tokens that were tried; send a less ambiguous one")

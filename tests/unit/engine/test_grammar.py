@@ -15,7 +15,7 @@ from scheduled import run
 from pdcluster.api import structured
 from pdcluster.api.text import TextModel
 from pdcluster.bundled_model import path
-from pdcluster.engine.constraint import Constraint, masked, without
+from pdcluster.engine.constraint import Constraint, Constraints, masked, without
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.engine.grammar import GrammarLimits, Grammars, Vocabulary, vocabulary_of
 from pdcluster.errors import BadRequest, Overloaded
@@ -147,6 +147,34 @@ def test_a_lost_state_and_a_foreign_token_end_one_row_only(engine):
     unknown = Sampling(max_tokens=4, seed=1, grammar=regex("never compiled"))
     _, dead = engine._constraints.of_step([row_of("b", fresh, unknown)])
     assert dead[0].retryable
+
+
+AMBIGUOUS = 'root ::= e\ne ::= e e | e e e | e e e e | [a-z]* | ""'
+"""What may follow takes longer to find with every token."""
+
+
+def test_a_row_whose_mask_takes_too_long_ends_alone_and_its_grammar_is_refused(grammars, monkeypatch):
+    slow, quick, may_end, mask = regex("[a-c]{9}"), regex("[ab]{30}"), threading.Event(), Constraint.mask
+    for wanted in (slow, quick):
+        compile_now(grammars, wanted)
+    monkeypatch.setattr(Constraint, "mask", lambda self: (self.grammar == slow and may_end.wait(60), mask(self))[1])
+    constraints, fresh = Constraints(grammars, EOS, mask_s=0.5), np.empty(0, np.int32)
+    try:
+        rows = [row_of(key, fresh, Sampling(max_tokens=50, seed=1, grammar=wanted)) for key, wanted in (("s", slow), ("q", quick))]
+        masks, dead = constraints.of_step(rows)
+        assert list(masks) == [1] and list(dead) == [0] and len(constraints) == 1
+        assert "takes too long" in dead[0].reason and not dead[0].retryable
+        with pytest.raises(BadRequest, match="ambiguous"):
+            grammars.want(slow)
+    finally:
+        may_end.set()
+        constraints.close()
+
+
+def test_a_grammar_that_gets_slower_with_every_token_is_refused_when_it_is_compiled(grammars, monkeypatch):
+    monkeypatch.setattr("pdcluster.engine.grammar.TRIAL_S", 0.1)
+    with pytest.raises(BadRequest, match="ambiguous"):
+        compile_now(grammars, grammar({"type": "grammar", "grammar": AMBIGUOUS}))
 
 
 def row_of(key: str, output: np.ndarray, sampling: Sampling) -> Row:

@@ -1,0 +1,107 @@
+"""Jobs that must answer in time, done one after the other in a thread of their own. A job that takes too long is left behind, with its thread, which
+nobody can end from outside: it goes on at the lowest priority and answers nobody.
+
+For calls of libraries that let go of the interpreter's lock and whose time depends on what a stranger sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+LOWEST = 19
+"""Priority of a thread that may take any time."""
+
+
+class Late:
+    """What a job answers that was left behind."""
+
+
+LATE = Late()
+
+
+def yield_to_others(native_id: int = 0) -> None:
+    """The thread (0: this one) computes when nobody else wants to. Linux has a priority for each thread; elsewhere nothing is changed."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, native_id, LOWEST)
+    except OSError as error:
+        log.debug("the priority of a thread stays as it is: %s", error)
+
+
+class Aside(Generic[Answer]):
+    """run and close from one thread, num_left from any."""
+
+    def __init__(self, name: str, limit_s: float) -> None:
+        """limit_s: of each job."""
+        self._name = name
+        self._limit_s = limit_s
+        self._helper: _Helper[Answer] | None = None
+        self._left: list[_Helper[Answer]] = []
+
+    @property
+    def num_left(self) -> int:
+        """Threads that were left behind and still compute."""
+        return sum(helper.thread.is_alive() for helper in self._left)
+
+    def run(self, jobs: Sequence[Callable[[], Answer]]) -> list[Answer | Late]:
+        """Their answers, in their order. What a job raises is a bug: its thread ends, and it is late."""
+        answers: list[Answer | Late] = []
+        while len(answers) < len(jobs):
+            helper = self._helper = self._helper or _Helper[Answer](self._name)
+            answers += helper.run(jobs[len(answers) :], self._limit_s)
+            if len(answers) < len(jobs):
+                answers.append(LATE)
+                self._leave(helper)
+        return answers
+
+    def close(self) -> None:
+        """Waits for nobody. Idempotent."""
+        if self._helper is not None:
+            self._helper.leave()
+            self._helper = None
+
+    def _leave(self, helper: _Helper[Answer]) -> None:
+        helper.leave()
+        if helper.thread.native_id is not None:
+            yield_to_others(helper.thread.native_id)
+        self._left = [*(each for each in self._left if each.thread.is_alive()), helper]
+        self._helper = None
+
+
+class _Helper(Generic[Answer]):
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Sequence[Callable[[], Answer]]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._is_left = False
+        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self.thread.start()
+
+    def run(self, jobs: Sequence[Callable[[], Answer]], limit_s: float) -> list[Answer]:
+        """Fewer answers than jobs when one is late."""
+        self._jobs.put(jobs)
+        answers: list[Answer] = []
+        for _ in jobs:
+            try:
+                answers.append(self._answers.get(timeout=limit_s))
+            except queue.Empty:
+                break
+        return answers
+
+    def leave(self) -> None:
+        self._is_left = True
+        self._jobs.put(())
+
+    def _work(self) -> None:
+        while not self._is_left:
+            for job in self._jobs.get():
+                if self._is_left:
+                    return
+                self._answers.put(job())

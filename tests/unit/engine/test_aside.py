@@ -1,0 +1,46 @@
+"""Jobs beside the steps: their answers in order, and one that never ends holds up nobody."""
+
+import threading
+
+from pdcluster.engine.aside import LATE, Aside
+
+
+def test_answers_come_in_the_order_of_the_jobs():
+    aside = Aside[int]("test", 30.0)
+    try:
+        for _ in range(3):
+            assert aside.run([lambda number=number: number for number in range(5)]) == list(range(5))
+        assert aside.run([]) == []
+    finally:
+        aside.close()
+
+
+def test_a_late_job_is_left_behind_and_those_behind_it_are_done():
+    aside, may_end = Aside[str]("test", 0.1), threading.Event()
+
+    def hangs() -> str:
+        may_end.wait(60)
+        return "nobody hears this"
+
+    try:
+        assert aside.run([lambda: "a", hangs, lambda: "b"]) == ["a", LATE, "b"]
+        assert aside.num_left == 1
+        assert aside.run([lambda: "c"]) == ["c"]
+        (left,) = aside._left
+        may_end.set()
+        left.thread.join(60)
+        assert aside.num_left == 0 and aside.run([lambda: "d"]) == ["d"]
+    finally:
+        may_end.set()
+        aside.close()
+
+
+def test_its_thread_ends_with_it():
+    aside = Aside[int]("test", 30.0)
+    aside.run([lambda: 1])
+    helper = aside._helper
+    aside.close()
+    aside.close()
+    assert helper is not None
+    helper.thread.join(60)
+    assert not helper.thread.is_alive()
