@@ -16,8 +16,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pdcluster.api import validate
+from pdcluster.api.bulk import check_bulk
 from pdcluster.api.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from pdcluster.api.template import RESERVED
+from pdcluster.api.token_list import LONG_BYTES, token_list
 from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, Tool
 from pdcluster.errors import BadRequest
 from pdcluster.sampling import MAX_BAD_WORDS, MAX_LOGPROBS
@@ -151,6 +153,12 @@ class CompletionRequest(Common, kw_only=True, forbid_unknown_fields=True):
     suffix: object = None
 
 
+class _BareCompletion(CompletionRequest, kw_only=True, forbid_unknown_fields=True):
+    """The same with its prompt as it was written."""
+
+    prompt: msgspec.Raw  # type: ignore[assignment]
+
+
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Either prompt or messages."""
 
@@ -209,6 +217,7 @@ _COMPLETION_UNSUPPORTED = tuple(name for name in CompletionRequest.__struct_fiel
 
 _CHAT = msgspec.json.Decoder(ChatRequest)
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
+_BARE_COMPLETION = msgspec.json.Decoder(_BareCompletion)
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
@@ -233,7 +242,22 @@ def _checked_chat(request: ChatRequest) -> ChatRequest:
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
-    return _checked_completion(validate.decode(body, _COMPLETION, {"": CompletionRequest, **NESTED}))
+    request = _with_token_list(body) if len(body) > LONG_BYTES else None
+    return _checked_completion(request or validate.decode(body, _COMPLETION, {"": CompletionRequest, **NESTED}))
+
+
+def _with_token_list(body: bytes) -> CompletionRequest | None:
+    """Its prompt packed; None where that is no list of token ids, or something is wrong, which to tell is the full decoder's part."""
+    check_bulk(body)
+    try:
+        bare = _BARE_COMPLETION.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    packed = token_list(bytes(bare.prompt))
+    if packed is None:
+        return None
+    others = {name: getattr(bare, name) for name in CompletionRequest.__struct_fields__ if name != "prompt"}
+    return CompletionRequest(prompt=cast(Any, packed), **others)
 
 
 def completion_of(fields: Mapping[str, object]) -> CompletionRequest:
@@ -261,6 +285,8 @@ def decode_detokenize(body: bytes) -> DetokenizeRequest:
 def prompts_of(request: CompletionRequest) -> list[str | Sequence[int]]:
     """One entry per prompt: text, or token ids."""
     prompt = request.prompt
+    if isinstance(packed := cast(object, prompt), array):
+        return [packed]
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:

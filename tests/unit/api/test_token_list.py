@@ -1,0 +1,63 @@
+"""token_list beside a JSON decoder, and completions whose long prompts go through it."""
+
+from __future__ import annotations
+
+import json
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcluster.api import openai
+from pdcluster.api.token_list import LONG_BYTES, MOST_ID, token_list
+from pdcluster.errors import BadRequest
+
+NUM = LONG_BYTES
+
+
+@given(ids=st.lists(st.integers(0, MOST_ID), min_size=1, max_size=50), blanks=st.sampled_from([",", ", ", " ,\n\t"]))
+def test_it_packs_what_a_json_decoder_reads(ids: list[int], blanks: str) -> None:
+    text = "[ " + blanks.join(map(str, ids)) + " ]"
+    assert token_list(text.encode()) == array("i", json.loads(text))
+
+
+OTHERS = ["[]", "[ ]", "[[1]]", "[-1]", "[1.0]", "[1e3]", '["1"]', "[null]", "7", '"7"', "[2147483648]", f"[{2**63}]", f"[{10**40}]"]
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_all_else_is_left_to_the_decoder(text: str) -> None:
+    assert token_list(text.encode()) is None
+
+
+def body(prompt: str, **fields: object) -> bytes:
+    return b'{"prompt": ' + prompt.encode() + b", " + json.dumps({"model": "m", **fields}).encode()[1:]
+
+
+def test_a_long_prompt_of_ids_comes_packed_and_the_other_fields_as_ever() -> None:
+    request = openai.decode_completion(body(json.dumps([7] * NUM), max_tokens=3, stop=["x"], logit_bias={"5": 1.0}))
+    assert openai.prompts_of(request) == [array("i", [7] * NUM)] and isinstance(request.prompt, array)
+    assert (request.model, request.max_tokens, request.stop, request.temperature) == ("m", 3, ["x"], None)
+    assert type(request) is openai.CompletionRequest
+
+
+@pytest.mark.parametrize("prompt", [["a"] * NUM, [[1] * NUM, [2]], "a" * NUM, [-1] + [7] * NUM, [2**31] + [7] * NUM])
+def test_other_long_prompts_are_decoded_in_full(prompt: object) -> None:
+    given = openai.prompts_of(openai.decode_completion(body(json.dumps(prompt))))
+    assert [entry if isinstance(entry, str) else list(entry) for entry in given] in ([prompt], prompt)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (body("[" + "1," * NUM + "1", max_tokens=3), "not valid JSON"),
+        (body(json.dumps([7] * NUM), max_tokens="many"), "max_tokens"),
+        (body(json.dumps([7] * NUM), maxtokens=3), "maxtokens"),
+        (body(json.dumps([7] * NUM), logprobs=True, suffix="x"), "logprobs"),
+        (body(json.dumps([7] * NUM), suffix="x"), "suffix"),
+        (body(json.dumps([7] * NUM + [None])), "prompt"),
+    ],
+)
+def test_what_is_wrong_is_told_as_ever(given: bytes, told: str) -> None:
+    with pytest.raises(BadRequest, match=told):
+        openai.prompts_of(openai.decode_completion(given))
