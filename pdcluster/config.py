@@ -202,7 +202,7 @@ class NodeConfig(Section):
     threads: int | None = key(None, integer(1, 1024), "compute threads of one rank; default: its share of the cores the node may use")
     cores: tuple[int, ...] = key((), cores, "CPU cores the node is pinned to, such as 0,2 or 4-7; default: not pinned")
     max_len: int | None = key(None, integer(1, 2**24), "longest prompt plus output in tokens; default: what the model and the KV pool allow")
-    deterministic: bool = key(False, boolean, "the same logits whatever else is in the batch (not built yet)")
+    deterministic: bool = key(False, boolean, "the same tokens, bit for bit, whatever else is computed and wherever; bfloat16 on cpu, on every node")
     warmup: bool = key(True, boolean, "run a short prompt before reporting ready")
     lease_s: float = key(5.0, duration(0.1), "a router or peer not heard of for this long is gone")
     heartbeat_s: float = key(1.0, duration(0.01), "how often the node renews its leases")

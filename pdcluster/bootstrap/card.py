@@ -97,7 +97,7 @@ def check_card(card: NodeCard) -> None:
     layout = card.fingerprint.layout
     for name, value in (("model", card.model), ("fingerprint.model", card.fingerprint.model), ("fingerprint.weights", card.fingerprint.weights)):
         _check_text(name, value, MAX_TEXT_CHARS, required=name != "fingerprint.weights")
-    for name, value in (("tokenizer_hash", card.tokenizer_hash), ("device", card.device)):
+    for name, value in (("tokenizer_hash", card.tokenizer_hash), ("device", card.device), ("arithmetic", card.fingerprint.arithmetic)):
         _check_text(name, value, MAX_NAME_CHARS, required=False)
     if card.role not in get_args(Role):
         raise BadRequest(f"role is {card.role!r}, allowed are {', '.join(get_args(Role))}", "role")

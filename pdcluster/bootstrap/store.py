@@ -125,7 +125,7 @@ class Store:
         if found:
             raise ConfigError(
                 f"node {card.node!r} does not fit the cluster of node {other.node!r}: {'; '.join(found)}; "
-                "start it with the same model, weights, dtype and hash block size, or in a cluster of its own"
+                "start it with the same model, weights, dtype and hash block size, --deterministic on all or none, or in a cluster of its own"
             )
 
     def _remember_replaced(self, peer: Peer) -> None:
@@ -143,5 +143,3 @@ def differences(ours: Fingerprint, theirs: Fingerprint) -> Iterator[str]:
     for name, value in left.items():
         if value != right[name]:
             yield f"{name} {value!r} here, {right[name]!r} there"
-
-

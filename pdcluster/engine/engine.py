@@ -19,20 +19,21 @@ import torch
 from torch import Tensor
 
 from pdcluster.engine.batch import Batch, Limits, build_batch
-from pdcluster.engine.collective import Alone, Collective
+from pdcluster.engine.collective import Alone, Collective, InOrder
 from pdcluster.engine.constraint import Constraints, unbound
 from pdcluster.engine.grammar import Grammars, vocabulary_of
+from pdcluster.engine.invariant import invariant_ops
 from pdcluster.engine.model_config import ModelConfig, read_config
 from pdcluster.engine.models.base import Model, Progress
 from pdcluster.engine.models.decoder import Decoder
-from pdcluster.engine.ops import select_ops
-from pdcluster.engine.sampler import sample, token_logprobs
+from pdcluster.engine.ops import Ops, select_ops
+from pdcluster.engine.sampler import logprobs_alone, sample, sample_alone, token_logprobs
 from pdcluster.engine.shaping import Choice
 from pdcluster.engine.shard import cut, share_of
 from pdcluster.engine.weights import DTypeChoice, load_weights, weights_digest
 from pdcluster.engine.worker import Worker
 from pdcluster.errors import ConfigError, ModelError
-from pdcluster.kv.layout import KVLayout
+from pdcluster.kv.layout import DType, KVLayout
 from pdcluster.kv.pool import KVPool
 from pdcluster.messages import Sampling, TokenLogprobs
 from pdcluster.step import Row, RowError, RowResult, StepPlan, StepResult
@@ -49,7 +50,7 @@ LOGPROB_BLOCK = 128
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """num_pages or kv_bytes sizes the pool (num_pages wins; kv_bytes is shared by all ranks); max_len None is what the model and the pool allow;
-    cache_dir keeps compiled kernels."""
+    cache_dir keeps compiled kernels; deterministic: a request's tokens are the same bits whatever else is computed (`invariant`)."""
 
     model_dir: Path
     cache_dir: Path
@@ -60,6 +61,7 @@ class EngineConfig:
     kv_bytes: int = 1 << 28
     max_len: int | None = None
     threads: int = 1
+    deterministic: bool = False
 
 
 class Engine:
@@ -72,7 +74,8 @@ class Engine:
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None, group: Collective | None = None) -> None:
         torch.set_num_threads(config.threads)
-        group = Alone() if group is None else group
+        group = Alone() if group is None else InOrder(group) if config.deterministic else group
+        self._sample_rows, self._logprobs = (sample_alone, logprobs_alone) if config.deterministic else (sample, token_logprobs)
         self.config: ModelConfig = read_config(config.model_dir)
         share = share_of(self.config, group.rank, group.size)
         self.weights_digest = weights_digest(config.model_dir, self.config)
@@ -83,7 +86,7 @@ class Engine:
         _check_capacity(self.num_pages, self.layout)
         self.max_len = _max_len(config.max_len, self.config, self.num_pages * config.page_tokens)
         self.pool = KVPool(self.layout, self.num_pages, config.device)
-        self._ops = select_ops(config.device, weights.dtype, config.threads, config.cache_dir)
+        self._ops = _ops_of(config, weights.dtype)
         self._model: Model = Decoder(self.config, weights, self.pool.tensor, self._ops, share, group)
         self._group = group
         self._device = config.device
@@ -177,12 +180,12 @@ class Engine:
         choices = [Choice(sampling, batch.spans[index].length, plan.rows[index].output_index, plan.rows[index].history) for index, sampling in wanted]
         masks, dead = self._constraints.of_step([plan.rows[index] for index in indexes])
         free = [replace(choice, sampling=unbound(choice.sampling)) if place in masks else choice for place, choice in enumerate(choices)]
-        tokens: list[int] = sample(logits, free, self.config.eos_token_ids, masks)
+        tokens: list[int] = self._sample_rows(logits, free, self.config.eos_token_ids, masks)
         asked = [(place, sampling.logprobs) for place, (_, sampling) in enumerate(wanted) if sampling.logprobs is not None]
         logprobs: dict[int, TokenLogprobs] = {}
         if asked:
             places = [place for place, _ in asked]
-            found = token_logprobs(logits[places], [tokens[place] for place in places], [count for _, count in asked])
+            found = self._logprobs(logits[places], [tokens[place] for place in places], [count for _, count in asked])
             logprobs = dict(zip(places, found, strict=True))
         return {
             index: (None, None, dead[place]) if place in dead else (tokens[place], logprobs.get(place), None) for place, index in enumerate(indexes)
@@ -196,8 +199,14 @@ class Engine:
         for begin, end in _blocks(len(targets), LOGPROB_BLOCK):
             logits = self._model.logits(hidden[begin:end])
             if not self._group.rank:
-                found += token_logprobs(logits, targets[begin:end], [row.prompt_logprobs] * (end - begin))
+                found += self._logprobs(logits, targets[begin:end], [row.prompt_logprobs] * (end - begin))
         return tuple(found)
+
+
+def _ops_of(config: EngineConfig, dtype: DType) -> Ops:
+    if config.deterministic:
+        return invariant_ops(config.device, dtype, config.threads, config.cache_dir)
+    return select_ops(config.device, dtype, config.threads, config.cache_dir)
 
 
 def _blocks(count: int, size: int) -> Iterator[tuple[int, int]]:

@@ -63,7 +63,7 @@ class RowsLinear:
         ends = tuple(accumulate(weight.shape[0] for weight in weights))
         self._width = ends[-1]
         self._parts = tuple(
-            (as_array(weight), _bias_array(bias, weight.shape[0]), end - weight.shape[0], end, weight.shape[0] - 3 * (weight.shape[0] // 4))
+            (as_array(weight), bias_array(bias, weight.shape[0]), end - weight.shape[0], end, weight.shape[0] - 3 * (weight.shape[0] // 4))
             for weight, bias, end in zip(weights, biases, ends, strict=True)
         )
 
@@ -94,7 +94,7 @@ def can_pack() -> bool:
     return True
 
 
-def _bias_array(bias: Tensor | None, size: int) -> Array:
+def bias_array(bias: Tensor | None, size: int) -> Array:
     return np.zeros(size, np.float32) if bias is None else bias.float().numpy()
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdcluster.engine.kernel_cache import filling, place_of
+from pdcluster.errors import ConfigError
 from pdcluster.kv.layout import DType
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,15 @@ class PairKernels(Protocol):
     attend_chunk: Kernel
     chunk_tasks: Callable[[int, int, int], int]
     has_chunks: bool
+
+
+class InvariantKernels(Protocol):
+    """The functions of `engine.invariant_kernels`, for bfloat16."""
+
+    multiply: Kernel
+    angles: Kernel
+    attend: Kernel
+    group_tokens: Callable[[int], int]
 
 
 def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
@@ -85,6 +95,23 @@ def load_pair_kernels() -> PairKernels | None:
     except (NumbaError, OSError, RuntimeError) as error:
         log.warning("numba cannot compile the CPU kernels for bfloat16 (%s); the engine does without them, which is slower", error)
         return None
+    return kernels
+
+
+def load_invariant_kernels() -> InvariantKernels:
+    """The kernels of the batch-invariant mode, once `load_kernels` found that numba works; nothing can stand in for them, so a ConfigError when
+    they do not compile here."""
+    import numba
+    from numba.core.errors import NumbaError
+
+    try:
+        with filling(Path(numba.config.CACHE_DIR), "invariant"):  # type: ignore[attr-defined]
+            from pdcluster.engine import invariant_kernels as module
+
+            kernels = cast(InvariantKernels, module)
+            _compile_invariant(kernels)
+    except (NumbaError, OSError, RuntimeError) as error:
+        raise ConfigError(f"deterministic: numba cannot compile the kernels that it needs ({error}); leave it out") from error
     return kernels
 
 
@@ -148,3 +175,13 @@ def _compile_pairs(kernels: PairKernels) -> None:
     kernels.pack_context(pool.view(np.uint32), 0, pages, 1, *packed, 0, 1)
     kernels.attend_chunk(one[None], *packed, 0, 0, 1, np.float32(1.0), one[None].copy(), 0, 1)
     kernels.attend_rows(one[None], pool, 0, pages, pages, pages + 1, np.float32(1.0), one[None].copy(), 0, 1)
+
+
+def _compile_invariant(kernels: InvariantKernels) -> None:
+    one, weight, bias = np.zeros((1, 32), np.uint16), np.zeros((4, 32), np.uint16), np.zeros(4, np.float32)
+    for out in (np.zeros((1, 4), np.uint16), np.zeros((2, 5), np.uint16)[:, :4]):
+        kernels.multiply(one.repeat(len(out), axis=0), weight, bias, out, 0, 1)
+    zeros, ones, cos = np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros((1, 16), np.float32)
+    kernels.angles(zeros, cos[0], np.float32(1.0), cos, cos.copy(), 0, 1)
+    pool = np.zeros((1, 1, 2, 1, 8, 32), np.uint16)
+    kernels.attend(one[None], pool, 0, zeros, zeros, ones, zeros, zeros, np.float32(1.0), one[None].copy(), 0, 1)

@@ -2,6 +2,8 @@
 
 TorchOps    plain torch: the reference, any device
 CpuOps      numba kernels and, for bfloat16, prepacked oneDNN products
+
+The batch-invariant mode has its own, `invariant.InvariantOps`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pdcluster.engine.attention.cpu import CpuAttention
 from pdcluster.engine.attention.reference import ReferenceAttention
 from pdcluster.engine.linear import Linear, PackedLinear, PlainLinear, RowsLinear, can_pack, takes_rows
 from pdcluster.engine.native import Kernels, PairKernels, Parallel, as_array, load_kernels, load_pair_kernels
+from pdcluster.engine.rope import Rope, RopeConfig, Rotation
 from pdcluster.kv.layout import DType
 
 ROW_GRAIN = 32
@@ -40,6 +43,9 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[n, 2 * width] → [n, width]."""
 
+    def rope(self, config: RopeConfig, head_dim: int) -> Rotation:
+        """The angles by which positions rotate heads."""
+
     def close(self) -> None:
         """Stop helper threads."""
 
@@ -48,7 +54,7 @@ def select_ops(device: str, dtype: DType, threads: int, cache_dir: Path) -> Ops:
     """The fastest that works here: CpuOps on a CPU where numba compiles, else TorchOps."""
     kernels = load_kernels(cache_dir, dtype) if device == "cpu" else None
     if kernels is None:
-        return TorchOps()
+        return TorchOps(device)
     if dtype != "bfloat16":
         return CpuOps(kernels, None, Parallel(threads), pack=False)
     return CpuOps(kernels, load_pair_kernels(), Parallel(threads), pack=can_pack())
@@ -56,6 +62,9 @@ def select_ops(device: str, dtype: DType, threads: int, cache_dir: Path) -> Ops:
 
 class TorchOps:
     name = "torch"
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
 
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
         return PlainLinear(weights, biases)
@@ -70,6 +79,9 @@ class TorchOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def rope(self, config: RopeConfig, head_dim: int) -> Rotation:
+        return Rope(config, head_dim, self._device)
 
     def close(self) -> None:
         """Nothing runs beside the caller."""
@@ -104,6 +116,9 @@ class CpuOps:
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
         self._parallel.run(self._kernels.silu_mul, gate_up.shape[0], as_array(gate_up), as_array(out), grain=ROW_GRAIN)
         return out
+
+    def rope(self, config: RopeConfig, head_dim: int) -> Rotation:
+        return Rope(config, head_dim, "cpu")
 
     def close(self) -> None:
         self._parallel.close()

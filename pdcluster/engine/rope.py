@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+
+class Rotation(Protocol):
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 [n, head_dim / 2] each."""
 
 
 class Rope:

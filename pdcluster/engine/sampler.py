@@ -55,6 +55,18 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
     ]
 
 
+def sample_alone(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int], masks: Mapping[int, Mask] = NO_MASKS) -> list[int]:
+    """`sample` of each row by itself: torch and numpy never see how many there are."""
+    return [
+        sample(logits[row : row + 1], [choice], eos_token_ids, {0: masks[row]} if row in masks else NO_MASKS)[0] for row, choice in enumerate(choices)
+    ]
+
+
+def logprobs_alone(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """`token_logprobs` of each row by itself."""
+    return [token_logprobs(logits[row : row + 1], [token], [count])[0] for row, (token, count) in enumerate(zip(tokens, counts, strict=True))]
+
+
 def _draw(logits: Scores, choices: Sequence[Choice]) -> list[int]:
     samplings = [choice.sampling for choice in choices]
     scores = logits - logits.max(axis=1, keepdims=True)  # first: no temperature is so low that the best score is more than 0

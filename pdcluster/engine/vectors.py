@@ -40,7 +40,7 @@ class _BFloat(ir.Type):
 PAIRS = ir.VectorType(_BFloat(), PAIR)
 
 
-def has_pair_product():
+def has_pair_product() -> bool:
     """Whether numba compiles for a CPU that multiplies pairs of bfloat16 in one instruction. That may be a lesser one than this (NUMBA_CPU_NAME,
     NUMBA_CPU_FEATURES, NUMBA_ENABLE_AVX), for which LLVM ends the process when it meets the instruction."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
@@ -119,9 +119,9 @@ def prefetch(builder, address, offset_bytes):
     builder.call(function, [pointer(builder, address, offset_bytes, ir.IntType(8)), read, second_level, data])
 
 
-def lane_sums(builder, totals):
-    """The sums over the lanes of up to 16 vectors, in the first lanes of one."""
-    width = LANES
+def lane_sums(builder, totals, *, exact=False):
+    """The sums over the lanes of up to 16 vectors, in the first lanes of one; exact: in the order in which it stands here, whatever is beside."""
+    width, flags = LANES, () if exact else ("reassoc",)
     while width > 1:
         half = width // 2
         starts = range(0, LANES, width)
@@ -129,7 +129,7 @@ def lane_sums(builder, totals):
         both = [low + [LANES + lane for lane in low], [lane + half for lane in low] + [LANES + lane + half for lane in low]]
         masks = [ir.Constant(WORDS, lanes) for lanes in both]
         pairs = [(totals[i], totals[min(i + 1, len(totals) - 1)]) for i in range(0, len(totals), 2)]
-        totals = [builder.fadd(builder.shuffle_vector(a, b, masks[0]), builder.shuffle_vector(a, b, masks[1]), flags=("reassoc",)) for a, b in pairs]
+        totals = [builder.fadd(builder.shuffle_vector(a, b, masks[0]), builder.shuffle_vector(a, b, masks[1]), flags=flags) for a, b in pairs]
         width = half
     return totals[0]
 
@@ -180,11 +180,12 @@ def address(typing_context, array):
     return types.int64(array), build
 
 
-def dots_of(num_weights, num_rows, *, native):
+def dots_of(num_weights, num_rows, *, native, exact=False):
     """A block for dots(weights, weight_step, coming, rows, row_step, row_bytes, out, out_step): out[i, j] = row i · weight j, in float32.
 
     Weights and rows are bfloat16, row_bytes (a multiple of 64) long and so many bytes apart as the steps say. coming: weights that are read next,
-    and are asked for now: with several rows the loop is too long for the CPU to look far enough ahead itself.
+    and are asked for now: with several rows the loop is too long for the CPU to look far enough ahead itself. exact: in a caller without fastmath
+    one product's order of sums is the same in blocks of any size.
     """
 
     @intrinsic
@@ -204,7 +205,7 @@ def dots_of(num_weights, num_rows, *, native):
                 loop.carry(totals)
             for first in range(0, num_rows, LANES // num_weights):
                 rows_here = range(first, min(first + LANES // num_weights, num_rows))
-                sums = lane_sums(builder, loop.values[first * num_weights : (rows_here[-1] + 1) * num_weights])
+                sums = lane_sums(builder, loop.values[first * num_weights : (rows_here[-1] + 1) * num_weights], exact=exact)
                 for place, i in enumerate(rows_here):
                     lanes = ir.Constant(ir.VectorType(WORD, num_weights), [place * num_weights + j for j in range(num_weights)])
                     store(builder, builder.shuffle_vector(sums, sums, lanes), out, builder.mul(out_step, bytes_of(i)))

@@ -45,16 +45,22 @@ def head_range(num_heads: int, rank: int, ranks: int) -> tuple[int, int]:
     return rank * num_heads // ranks, (rank + 1) * num_heads // ranks
 
 
+DEFAULT_ARITHMETIC = "default"
+"""Of nodes that promise no equal bits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
     """All that two nodes must agree on before one may attend to the other's KV, but for layout.page_tokens, which may differ (each is a multiple of
-    hash_block_tokens). layout: with the heads of all of a node's ranks. Compared when a node joins."""
+    hash_block_tokens). layout: with the heads of all of a node's ranks; arithmetic: how sums are made, where bits must be equal. Compared when a node
+    joins."""
 
     model: str
     weights: str
     protocol: int
     hash_block_tokens: int
     layout: KVLayout
+    arithmetic: str = DEFAULT_ARITHMETIC
 
     def digest(self) -> str:
         """16 hex digits that are equal exactly when every field is."""

@@ -75,6 +75,7 @@ def _engine_config(config: NodeConfig, model_dir: Path) -> EngineConfig:
         page_tokens=config.kv.page_tokens,
         kv_bytes=config.kv.memory_bytes,
         max_len=config.max_len,
+        deterministic=config.deterministic,
         threads=config.threads or max(1, len(os.sched_getaffinity(0)) // config.tp),
     )
 

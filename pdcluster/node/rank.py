@@ -105,6 +105,7 @@ def start_engine(start: Start) -> Engine:
         kv_bytes=start.kv_bytes,
         max_len=start.max_len,
         threads=start.threads,
+        deterministic=start.deterministic,
     )
     return Engine(config, group=group)
 

@@ -61,6 +61,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
     log_format: str
     cores: tuple[int, ...] = ()
     media: Media | None = None
+    deterministic: bool = False
 
 
 class Here(msgspec.Struct, frozen=True, array_like=True, tag=True):

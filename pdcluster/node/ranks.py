@@ -280,4 +280,5 @@ def _start_message(rank: int, config: EngineConfig, settings: RankSettings, stor
         log_format=settings.log.format,
         cores=settings.cores[rank] if settings.cores else (),
         media=msgspec.structs.replace(settings.media, region=settings.media.region + rank) if settings.media is not None else None,
+        deterministic=own.deterministic,
     )

@@ -18,8 +18,9 @@ from pdcluster.bootstrap.card import NodeCard
 from pdcluster.bundled_model import path as bundled_model
 from pdcluster.config import NodeConfig
 from pdcluster.engine.engine import Engine
+from pdcluster.engine.invariant import invariant_arithmetic
 from pdcluster.errors import ConfigError
-from pdcluster.kv.layout import Fingerprint
+from pdcluster.kv.layout import DEFAULT_ARITHMETIC, Fingerprint
 from pdcluster.messages import PROTOCOL_VERSION
 from pdcluster.node.assembly import KV_REGION, Shape, Wiring, assemble
 from pdcluster.node.engines import NodeEngine, start_engine
@@ -88,8 +89,8 @@ def check(config: NodeConfig) -> None:
     """Refuse by name what cannot be done yet."""
     if config.device != "cpu" and config.role != "mixed":
         raise ConfigError(f"node.role is {config.role} on {config.device}, but KV in device memory cannot be moved yet; use role mixed")
-    if config.deterministic:
-        raise ConfigError("node.deterministic is set, but the batch-invariant mode is not built yet; leave it out")
+    if config.deterministic and config.device != "cpu":
+        raise ConfigError(f"node.deterministic is set, but its kernels are for CPUs and node.device is {config.device}; leave one of them out")
     page_tokens, block_tokens = config.kv.page_tokens, config.kv.hash_block_tokens
     if page_tokens % block_tokens:
         raise ConfigError(f"node.kv.page_tokens {page_tokens} must be a multiple of node.kv.hash_block_tokens {block_tokens}; use equal values")
@@ -168,7 +169,9 @@ def card_of(
         role=config.role,
         address=parts.hub.address,
         model=model,
-        fingerprint=Fingerprint(model, engine.weights_digest, PROTOCOL_VERSION, config.kv.hash_block_tokens, engine.full_layout),
+        fingerprint=Fingerprint(
+            model, engine.weights_digest, PROTOCOL_VERSION, config.kv.hash_block_tokens, engine.full_layout, arithmetic_of(config)
+        ),
         max_len=usable_len(engine),
         vocab_size=engine.config.vocab_size,
         num_pages=engine.num_pages,
@@ -178,6 +181,10 @@ def card_of(
         device=config.device,
         pid=os.getpid(),
     )
+
+
+def arithmetic_of(config: NodeConfig) -> str:
+    return invariant_arithmetic(config.tp) if config.deterministic else DEFAULT_ARITHMETIC
 
 
 def announce_ready(config: NodeConfig, card: NodeCard) -> None:

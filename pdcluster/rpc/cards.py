@@ -66,6 +66,7 @@ def _fingerprint_to_proto(fingerprint: Fingerprint) -> pb.Fingerprint:
             num_layers=layout.num_layers, num_kv_heads=layout.num_kv_heads, head_dim=layout.head_dim,
             page_tokens=layout.page_tokens, dtype=layout.dtype,
         ),
+        arithmetic=fingerprint.arithmetic,
     )  # fmt: skip
 
 
@@ -73,4 +74,4 @@ def _fingerprint_from_proto(fingerprint: pb.Fingerprint) -> Fingerprint:
     layout = fingerprint.layout
     # The dtype is checked with the rest of the card.
     shape = KVLayout(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_tokens, cast("DType", layout.dtype))
-    return Fingerprint(fingerprint.model, fingerprint.weights, fingerprint.protocol, fingerprint.hash_block_tokens, shape)
+    return Fingerprint(fingerprint.model, fingerprint.weights, fingerprint.protocol, fingerprint.hash_block_tokens, shape, fingerprint.arithmetic)

@@ -16,7 +16,6 @@ from pdcluster.engine.collective import Collective
 from pdcluster.engine.model_config import ModelConfig
 from pdcluster.engine.models.base import Progress
 from pdcluster.engine.ops import Ops
-from pdcluster.engine.rope import Rope
 from pdcluster.engine.shard import Share
 from pdcluster.engine.weights import LayerWeights, Weights
 
@@ -32,7 +31,7 @@ class Decoder:
         self._embedding = weights.embedding
         self._norm = weights.norm
         self._head = ops.linear([weights.head], [None])
-        self._rope = Rope(config.rope, config.head_dim, pages.device.type)
+        self._rope = ops.rope(config.rope, config.head_dim)
         attention = ops.attention(AttentionShape(share.num_heads, share.num_kv_heads, config.head_dim, config.rms_norm_eps), pages)
         self._layers = tuple(_Layer(layer, index, attention, self._eps, ops, group) for index, layer in enumerate(weights.layers))
 
