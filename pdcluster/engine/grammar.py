@@ -2,7 +2,7 @@
 which is imported when the first grammar comes (with it comes transformers: seconds that most nodes never need).
 
 A grammar that xgrammar refuses, or does not finish in time, is refused by its own words, at once when it comes again. A compile cannot be ended from
-outside: one that takes too long keeps its thread until it is done, so there are several.
+outside: one that takes too long keeps its thread until it is done, at the lowest priority, and while there are few such another takes its place.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 
 from pdcluster.api.text import TextModel
 from pdcluster.api.tools.markers import MARKERS
+from pdcluster.engine.aside import yield_to_others
 from pdcluster.errors import BadRequest, Overloaded, PdclusterError
 from pdcluster.grammar import MAX_DEPTH, Grammar, depth_of
 
@@ -42,12 +43,14 @@ NEEDS_LIBRARY = "structured output needs xgrammar, which this node does not have
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """cache_bytes: of compiled grammars that are kept, the last one always; compile_s: longest wait for one; refusals: how many are remembered."""
+    """cache_bytes: of compiled grammars that are kept, the last one always; compile_s: longest wait for one; max_late: compiles that may go on beyond
+    it; refusals: how many are remembered."""
 
     cache_bytes: int = 256 << 20
     compile_s: float = 20.0
     max_queued: int = 64
     threads: int = 2
+    max_late: int = 4
     refusals: int = 64
 
 
@@ -92,6 +95,9 @@ class Grammars:
         """When each compile that is wanted began; None while it waits, for a thread or for the library."""
         self._queue: deque[Grammar] = deque()
         self._num_threads = 0
+        self._late: dict[Grammar, int] = {}
+        """Compiles that took too long and go on, each with its thread, which counts no more."""
+        self._thread_of: dict[Grammar, int] = {}
         self._is_closed = False
         self.news_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -103,10 +109,13 @@ class Grammars:
                 return True
             if (refused := self._refused.get(grammar)) is not None:
                 raise refused
+            self._replace_late()
+            if grammar in self._late:
+                raise BadRequest(f"the grammar did not compile within {self._limits.compile_s:g} s; send a simpler one")
+            if len(self._late) >= self._limits.max_late and self._began.get(grammar) is None:
+                raise Overloaded(f"{len(self._late)} grammars take too long to compile here; retry later", 1.0, "grammars")
             if grammar not in self._began:
                 self._enqueue(grammar)
-            elif (began := self._began[grammar]) is not None and self._clock() - began >= self._limits.compile_s:
-                raise BadRequest(f"the grammar did not compile within {self._limits.compile_s:g} s; send a simpler one")
             return False
 
     def find(self, grammar: Grammar) -> Any:
@@ -153,14 +162,27 @@ class Grammars:
             raise Overloaded(f"{len(self._queue)} grammars wait to be compiled; retry later", 1.0, "grammars")
         self._queue.append(grammar)
         self._began[grammar] = None
-        if self._num_threads < min(self._limits.threads, len(self._began)):
+        self._staff()
+        self._lock.notify()
+
+    def _replace_late(self) -> None:
+        for grammar, began in self._began.items():
+            if began is not None and grammar not in self._late and self._clock() - began >= self._limits.compile_s:
+                self._late[grammar] = self._thread_of[grammar]
+                self._num_threads -= 1
+                yield_to_others(self._thread_of[grammar])
+        self._staff()
+
+    def _staff(self) -> None:
+        """As many threads as there is work for. None in the place of the last compile that may be late: those that wait are told."""
+        wanted = min(self._limits.threads, len(self._began) - len(self._late), max(self._limits.max_late - len(self._late), 0))
+        while self._num_threads < wanted:
             self._num_threads += 1
             size = threading.stack_size(STACK_BYTES)
             try:
                 threading.Thread(target=self._work, name="grammars", daemon=True).start()
             finally:
                 threading.stack_size(size)
-        self._lock.notify()
 
     def _work(self) -> None:
         while True:
@@ -169,13 +191,18 @@ class Grammars:
                 if self._is_closed:
                     return
                 grammar = self._queue.popleft()
+                self._thread_of[grammar] = threading.get_native_id()
             answer = self._compile(grammar)
             with self._lock:
-                self._began.pop(grammar, None)
+                del self._began[grammar], self._thread_of[grammar]
+                was_late = self._late.pop(grammar, None) is not None
                 if self._is_closed:
                     return
                 self._keep(grammar, answer)
+                self._staff()
                 os.eventfd_write(self.news_fd, 1)
+                if was_late:
+                    return
 
     def _compile(self, grammar: Grammar) -> Any:
         """The compiled grammar, or the error that says why there is none."""

@@ -259,6 +259,43 @@ def test_compiles_wait_in_a_bounded_queue_and_not_for_ever():
         grammars.close()
 
 
+class HangingCompiler(SlowCompiler):
+    """Never done with what has "hang" in it."""
+
+    def compile_structural_tag(self, source: str) -> object:
+        if "hang" in source:
+            return super().compile_structural_tag(source)
+        raise RuntimeError("is compiled")
+
+
+def test_compiles_that_never_end_keep_no_other_from_being_compiled_and_there_are_few_of_them():
+    hanging, now = HangingCompiler(), [0.0]
+    limits = GrammarLimits(threads=1, compile_s=5.0, max_late=2)
+    grammars = Grammars(lambda: Vocabulary([b"a"], 1, (0,)), limits, clock=lambda: now[0], make=lambda _: hanging)
+    try:
+        assert grammars.want(regex("hang 0")) is False and hanging.is_asked.wait(60)
+        assert grammars.want(regex("a")) is False
+        now[0] = 6.0
+        with pytest.raises(BadRequest, match="is compiled"):
+            compile_now(grammars, regex("a"))
+        hanging.is_asked.clear()
+        assert grammars.want(regex("hang 1")) is False and hanging.is_asked.wait(60)
+        now[0] = 12.0
+        with pytest.raises(Overloaded, match="2 grammars take too long"):
+            grammars.want(regex("b"))
+        with pytest.raises(BadRequest, match="did not compile"):
+            grammars.want(regex("hang 1"))
+        hanging.may_answer.set()
+        until = time.monotonic() + 60
+        while grammars._late and time.monotonic() < until:
+            time.sleep(0.005)
+        with pytest.raises(BadRequest, match="is compiled"):
+            compile_now(grammars, regex("b"))
+    finally:
+        hanging.may_answer.set()
+        grammars.close()
+
+
 def test_a_model_without_an_end_takes_no_grammar():
     endless = Grammars(lambda: Vocabulary([b"a", b"b"], 2, ()))
     try:
