@@ -271,6 +271,8 @@ class Attempt:
         elif isinstance(body, Delivered):
             self._note_timings(body.timings)
             self._is_delivered = True
+            if self._job.awaits_prompt_logprobs:  # its row went before this
+                raise RetryAttempt(errors.TransferError("the prompt's logprobs were lost on their way"), None)
             self._stop_clocks(Stage.TRANSFER)
             if not self.is_done and not self._decode_spoke:
                 self._start_clock(Stage.LIVENESS, self._stages.liveness_s)
@@ -305,7 +307,7 @@ class Attempt:
             return self._emit(row)
         self._stop_clocks(Stage.QUEUE)
         self._has_token = True
-        if self._decode_spoke:
+        if self._decode_spoke and not self._job.awaits_prompt_logprobs:
             return ()
         if not self._is_reserved:
             self._held = row
@@ -362,7 +364,7 @@ class Attempt:
         self._job.busy[leg.endpoint.incarnation] = self._clock() + max(seconds, self._stages.hold_s)
 
     def _on_leg_lost(self, leg: Leg, cause: errors.PdclusterError) -> None:
-        if leg is self._prefill and (self._decode_spoke or self._is_delivered):
+        if leg is self._prefill and (self._decode_spoke or self._is_delivered) and not self._job.awaits_prompt_logprobs:
             self._is_delivered = True
             return
         if not cause.retryable:
@@ -458,19 +460,21 @@ class Attempt:
         return self._emit(row) if row is not None else ()
 
     def _emit(self, row: TokenRow) -> Sequence[Chunk]:
-        """The part of `row` (and of rows that came early) that continues the stream; what was emitted before is dropped."""
-        if not self._early and row.position <= len(self._job.emitted):
+        """The part of `row` (and of rows that came early) that continues the stream; what was emitted before is dropped. The first has the
+        prompt's logprobs, where they are asked for."""
+        if not self._early and row.position <= len(self._job.emitted) and not self._job.awaits_prompt_logprobs:
             chunk = self._continue(row)
             return () if chunk is None else (chunk,)
         self._early.append(row)
-        chunks = [chunk for early in sorted(self._early, key=lambda r: r.position) if (chunk := self._continue(early)) is not None]
-        self._early = [r for r in self._early if r.position > len(self._job.emitted)]
+        in_order = sorted(self._early, key=lambda r: (r.position, not r.prompt_logprobs))
+        chunks = [chunk for early in in_order if (chunk := self._continue(early)) is not None]
+        self._early = [r for r in self._early if r.position + len(r.tokens) > len(self._job.emitted)]
         return chunks
 
     def _continue(self, row: TokenRow) -> Chunk | None:
         emitted = len(self._job.emitted)
         seen = emitted - row.position
-        if seen < 0 or seen >= len(row.tokens):
+        if seen < 0 or seen >= len(row.tokens) or (self._job.awaits_prompt_logprobs and not row.prompt_logprobs):
             return None
         tokens = row.tokens[seen:] if seen else row.tokens
         self._job.emitted.extend(tokens)

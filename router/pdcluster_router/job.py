@@ -88,6 +88,11 @@ class Job:
         self._hashed_tokens()
         return self.hashes
 
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        """They come with the row of the node that computed the prompt, which may be so large that the decode node's rows are here sooner."""
+        return self.sampling.prompt_logprobs is not None and not self.has_prompt_logprobs and len(self.prompt) > 1
+
     def busy_s(self, incarnation: str, now: float) -> float:
         """How long the node wants to be left alone; 0 when it does not."""
         return max(self.busy.get(incarnation, now) - now, 0.0)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
+import msgspec
 import pytest
-from scripted_cluster import FakeCluster, ScriptedPair, make_chooser, make_node, make_ticket, settle
+from scripted_cluster import FakeCluster, ScriptedPair, make_chooser, make_node, make_ticket, row, settle
 from test_dispatch import EXPECTED, NoModels, collect, make_dispatch, make_generation, make_pair
 
 from pdcluster import errors
 from pdcluster import messages as m
 from pdcluster_router.attempt import StageDeadlines
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.generation import ModelInfo
+from pdcluster_router.generation import Chunk, Generation, ModelInfo
 from pdcluster_router.legs import Lost
 
 
@@ -239,3 +240,52 @@ async def test_an_answer_about_an_older_attempt_does_not_end_the_present_one() -
         cluster.ledger.deliver("r1", "m0-boot", m.TokenRow("r1", 0, 0, (100,)))
         assert (await first).token_ids == (100,)
     assert len(cluster.sent_to("m0", m.Prefill)) == 1
+
+
+PROMPT_LOGPROBS = (m.TokenLogprobs(-0.5),) * 9
+
+
+def with_prompt_logprobs(max_tokens: int = 4) -> Generation:
+    return msgspec.structs.replace(make_generation(), sampling=m.Sampling(max_tokens=max_tokens, seed=1, prompt_logprobs=0))
+
+
+async def chunks_of(dispatch: Dispatch, generation: Generation) -> list[Chunk]:
+    return [event async for event in dispatch.generate(generation) if isinstance(event, Chunk)]
+
+
+@pytest.mark.parametrize("fate", ["late", "lost", "its node died"])
+async def test_a_prompts_logprobs_come_with_the_first_token_even_when_the_decode_node_speaks_first(fate: str) -> None:
+    """They may be 48 MiB, and the decode node's row comes by another connection."""
+    cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode")])
+    prompts: list[m.Work] = []
+    reserved: list[m.Work] = []
+
+    def decodes() -> None:
+        work, boot = reserved[-1], cluster.nodes[1].endpoint.incarnation
+        for said in (row(work, 0, (100, 101)), row(work, 2, (102, 103)), m.Finished(work.request, work.attempt, "length", 4, m.Timings())):
+            cluster.ledger.deliver(work.request, boot, said)
+
+    def prefill(message: m.Message, answer) -> None:
+        if isinstance(message, m.Prefill):
+            prompts.append(message.work)
+            answer(m.Scheduled(message.work.request, message.work.attempt))
+        elif isinstance(message, m.Deliver):
+            decodes()
+            work, is_second = prompts[-1], len(prompts) > 1
+            if fate == "its node died" and not is_second:
+                answer(Lost("it died"))
+                return
+            if fate == "late" or is_second:
+                answer(m.TokenRow(work.request, work.attempt, 0, (100,), prompt_logprobs=PROMPT_LOGPROBS))
+            answer(m.Delivered(work.request, work.attempt, m.Timings()))
+
+    def decode(message: m.Message, answer) -> None:
+        if isinstance(message, m.Reserve):
+            reserved.append(message.work)
+            answer(m.Reserved(make_ticket(message.work, cluster.nodes[1], message.writer)))
+
+    cluster.handlers = {"p0": prefill, "d0": decode}
+    chunks = await chunks_of(make_dispatch(cluster, force="remote"), with_prompt_logprobs())
+    assert [token for chunk in chunks for token in chunk.token_ids] == EXPECTED
+    assert [chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs] == [PROMPT_LOGPROBS] and chunks[0].prompt_logprobs
+    assert len(prompts) == (1 if fate == "late" else 2)
