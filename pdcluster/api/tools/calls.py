@@ -150,7 +150,7 @@ class CallReader:
         self._value = ""
         self._balanced = Balanced() if character in '{["' else None
         self._expect = self._in_value
-        self._streams = self._key in ARGUMENTS and character == "{" and not self._pending()
+        self._streams = self._key in ARGUMENTS and character == "{" and not self._pending() and not self.is_said
         if self._streams:
             self._say()
         self._in_value(character)

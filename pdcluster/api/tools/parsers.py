@@ -15,6 +15,9 @@ from pdcluster.api.held import begins, keep_for
 from pdcluster.api.tools.calls import SPACE, CallReader, NamedReader, Part, Rules
 from pdcluster.api.tools.markers import ARGS, CALL_ID, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS
 
+MAX_NAME = 256
+"""Characters between Mistral's mark and the arguments: a name, other marks, an id. More of them are text."""
+
 
 class Parser(Protocol):
     num_calls: int
@@ -179,10 +182,13 @@ class MistralParser(_Machine):
             self._begin(TOOL_CALLS + "[", CallReader(self.num_calls, self._rules))
             return
         name, found, _ = self._buffer.partition("{")
-        if found:
+        if found and len(name) <= MAX_NAME:
             self._buffer = self._buffer[len(name) :]
             reader = NamedReader(self.num_calls, self._rules, name.partition(CALL_ID)[0].removesuffix(ARGS).strip())
             self._begin(TOOL_CALLS + name, reader)
+        elif len(name) > MAX_NAME:
+            self._say(TOOL_CALLS)
+            self._lead, self._state = "", self._start
 
     def _not_a_call(self) -> None:
         self._state = self._start

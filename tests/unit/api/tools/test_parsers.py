@@ -71,6 +71,12 @@ CASES = {
         "",
         [WEATHER],
     ),
+    "hermes arguments twice": (
+        "hermes",
+        f'<tool_call>{{"name": "add", "arguments": {SUM}, "parameters": {ROME}}}</tool_call>',
+        "",
+        [("id0", "add", SUM)],
+    ),
     "hermes unknown tool": ("hermes", "a <tool_call>" + called("nobody", "{}") + "</tool_call>", None, []),
     "hermes no JSON": ("hermes", "a <tool_call>what?</tool_call> b", "a<tool_call>what?</tool_call> b", []),
     "hermes end missing": ("hermes", f"<tool_call>{called('get_weather', ROME)}<tool_call>{called('add', SUM)}", "", [WEATHER, ADD]),
@@ -90,6 +96,7 @@ CASES = {
     "mistral names": ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{ROME}[TOOL_CALLS]add{SUM}", "", [WEATHER, ADD]),
     "mistral call id": ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{ROME}", "", [WEATHER]),
     "mistral unknown": ("mistral", "[TOOL_CALLS]nobody{}", "[TOOL_CALLS]nobody{}", []),
+    "mistral no name": ("mistral", f"[TOOL_CALLS]{'so ' * 100}{{}}", f"[TOOL_CALLS]{'so ' * 100}{{}}", []),
     "mistral text": ("mistral", "[TOOL] is [TOOL_CALLS", "[TOOL] is [TOOL_CALLS", []),
 }
 
@@ -104,6 +111,12 @@ def test_calls_are_found_in_the_whole_text_and_in_any_two_pieces_of_it(case):
     for cut in range(len(text) + 1):
         assert parse(name, [text[:cut], text[cut:]]) == whole, f"cut at {cut}"
     assert parse(name, list(text)) == whole
+
+
+def test_text_behind_a_mark_is_not_held_to_the_end():
+    parser = parser_of("mistral")
+    parts = [part for _ in range(300) for part in parser.feed("word ")] if not parser.feed("[TOOL_CALLS]") else []
+    assert sum(len(part) for part in parts if isinstance(part, str)) > 1000
 
 
 @given(st.data())
