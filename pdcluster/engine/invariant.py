@@ -26,6 +26,7 @@ from pdcluster.engine.linear import WEIGHT_GRAIN, Linear, bias_array, takes_rows
 from pdcluster.engine.native import InvariantKernels, Kernels, Parallel, as_array, load_invariant_kernels, load_kernels
 from pdcluster.engine.ops import CpuOps
 from pdcluster.engine.rope import RopeConfig, Rotation, attention_scale, inverse_frequencies
+from pdcluster.engine.weights import LayerWeights
 from pdcluster.errors import ConfigError
 from pdcluster.kv.layout import DType
 
@@ -76,6 +77,9 @@ class InvariantOps(CpuOps):
                 f"of {PAGE_GRAIN} are needed; set kv.page_tokens to one, or leave deterministic out"
             )
         return InvariantAttention(shape, pages, self._kernels, self._invariant, self._parallel)
+
+    def few_rows(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> None:
+        """Products with other sums than these would join in."""
 
     def rope(self, config: RopeConfig, head_dim: int) -> Rotation:
         return InvariantRope(config, head_dim, self._invariant, self._parallel)

@@ -38,10 +38,13 @@ class Kernels(Protocol):
 
 
 class PairKernels(Protocol):
-    """The functions of `engine.pair_kernels` and `engine.chunk_kernels`, for bfloat16. has_chunks: whether the latter are worth calling."""
+    """The functions of `engine.pair_kernels`, `engine.chunk_kernels` and `engine.layer_kernels`, for bfloat16.
+
+    has_chunks: whether those of the second are worth calling."""
 
     linear_rows: Kernel
     attend_rows: Kernel
+    decode_layer: Kernel
     pack_context: Kernel
     attend_chunk: Kernel
     chunk_tasks: Callable[[int, int, int], int]
@@ -88,7 +91,7 @@ def load_pair_kernels() -> PairKernels | None:
 
     try:
         with filling(Path(numba.config.CACHE_DIR), "pairs"):  # type: ignore[attr-defined]
-            from pdcluster.engine import pair_kernels as module
+            from pdcluster.engine import layer_kernels as module
 
             kernels = cast(PairKernels, module)
             _compile_pairs(kernels)
@@ -124,12 +127,12 @@ class Parallel:
     """Runs one kernel call on `threads` threads, its range of tasks cut in equal parts. Used by one thread at a time; `close` when done."""
 
     def __init__(self, threads: int) -> None:
-        self._threads = threads
+        self.threads = threads
         self._pool = ThreadPoolExecutor(threads - 1, thread_name_prefix="kernel") if threads > 1 else None
 
     def run(self, kernel: Kernel, tasks: int, *args: object, grain: int = 1) -> None:
         """kernel(*args, lo, hi) over [0, tasks), at least `grain` tasks to a thread (handing work over costs some 50 µs)."""
-        parts = min(self._threads, tasks // grain)
+        parts = min(self.threads, tasks // grain)
         if self._pool is None or parts <= 1:
             kernel(*args, 0, tasks)
             return
@@ -175,6 +178,17 @@ def _compile_pairs(kernels: PairKernels) -> None:
     kernels.pack_context(pool.view(np.uint32), 0, pages, 1, *packed, 0, 1)
     kernels.attend_chunk(one[None], *packed, 0, 0, 1, np.float32(1.0), one[None].copy(), 0, 1)
     kernels.attend_rows(one[None], pool, 0, pages, pages, pages + 1, np.float32(1.0), one[None].copy(), 0, 1)
+    _compile_layer(kernels, pool, pages)
+
+
+def _compile_layer(kernels: PairKernels, pool: Array, pages: Array) -> None:
+    """One head of 32 dimensions in a model as wide."""
+    row, scale, angles = np.zeros((1, 32), np.uint16), np.float32(1.0), np.zeros((1, 16), np.float32)
+    product = np.zeros((32, 32), np.uint16), np.zeros(32, np.float32)
+    attention, feed_forward = (*product * 3, row[0], row[0], True, *product), (row[0], *product * 3)
+    where = angles, angles, pages, pages, pool, 0, pages, pages, pages + 1, scale
+    scratch = row.copy(), row.repeat(3, axis=1), row[None].copy(), row[None].copy(), row.repeat(2, axis=1), row.copy()
+    kernels.decode_layer(row.copy(), scale, row[0], *attention, *feed_forward, *where, *scratch, 0, 1)
 
 
 def _compile_invariant(kernels: InvariantKernels) -> None:

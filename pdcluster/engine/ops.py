@@ -20,9 +20,11 @@ from torch import Tensor
 from pdcluster.engine.attention.base import Attention, AttentionShape
 from pdcluster.engine.attention.cpu import CpuAttention
 from pdcluster.engine.attention.reference import ReferenceAttention
+from pdcluster.engine.few_rows import FewRows, fits_few_rows
 from pdcluster.engine.linear import Linear, PackedLinear, PlainLinear, RowsLinear, can_pack, takes_rows
 from pdcluster.engine.native import Kernels, PairKernels, Parallel, as_array, load_kernels, load_pair_kernels
 from pdcluster.engine.rope import Rope, RopeConfig, Rotation
+from pdcluster.engine.weights import LayerWeights
 from pdcluster.kv.layout import DType
 
 ROW_GRAIN = 32
@@ -36,6 +38,9 @@ class Ops(Protocol):
 
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         """Attention over the pool's tensor."""
+
+    def few_rows(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FewRows | None:
+        """Whole layers of an undivided model for rows that decode, where there is a kernel for them."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[n, width] → the same."""
@@ -72,6 +77,9 @@ class TorchOps:
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         return ReferenceAttention(shape, pages)
 
+    def few_rows(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FewRows | None:
+        return None
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
@@ -106,6 +114,11 @@ class CpuOps:
 
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         return CpuAttention(shape, pages, self._kernels, self._pairs, self._parallel)
+
+    def few_rows(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FewRows | None:
+        if self._pairs is None or self._parallel.threads > 1 or not fits_few_rows(layers, shape, pages):
+            return None
+        return FewRows(layers, shape, pages, self._pairs, self._parallel)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

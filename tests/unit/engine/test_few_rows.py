@@ -1,0 +1,121 @@
+"""Rows that decode together: one kernel call per layer gives, bit for bit, what the separate calls give."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import checkpoints
+import numpy as np
+import pytest
+import torch
+from checkpoints import KERNEL_CACHE, Shape
+
+from pdcluster.engine.attention.base import AttentionShape
+from pdcluster.engine.batch import Batch, Limits, build_batch
+from pdcluster.engine.collective import Alone
+from pdcluster.engine.few_rows import fits_few_rows
+from pdcluster.engine.linear import MOST_ROWS
+from pdcluster.engine.model_config import ModelConfig, read_config
+from pdcluster.engine.models.base import Progress
+from pdcluster.engine.models.decoder import Decoder
+from pdcluster.engine.ops import CpuOps, TorchOps, select_ops
+from pdcluster.engine.shard import share_of
+from pdcluster.engine.weights import Weights, load_weights
+from pdcluster.messages import Sampling
+from pdcluster.step import Row, StepPlan
+
+PAGE, PAGES, VOCABULARY = 8, 200, 97
+LIMITS = Limits(VOCABULARY, PAGES, PAGE, 512)
+SHAPES = {
+    "norms of heads": Shape("qwen3", hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=VOCABULARY, num_layers=3),
+    "biases": Shape("qwen2", hidden_size=64, intermediate_size=160, head_dim=32, vocab_size=VOCABULARY, num_layers=2),
+}
+
+
+@pytest.fixture(scope="module", params=list(SHAPES))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelConfig, Weights]:
+    directory = tmp_path_factory.mktemp("model")
+    checkpoints.save(checkpoints.build_model(SHAPES[request.param], seed=8), directory)
+    config = read_config(directory)
+    return config, load_weights(directory, config, "bfloat16", "cpu")
+
+
+@pytest.fixture(scope="module")
+def ops() -> Iterator[CpuOps]:
+    made = select_ops("cpu", "bfloat16", 1, KERNEL_CACHE)
+    assert isinstance(made, CpuOps)
+    yield made
+    made.close()
+
+
+class Separate(CpuOps):
+    def few_rows(self, layers: object, shape: object, pages: object) -> None:
+        return None
+
+
+def pool(config: ModelConfig) -> torch.Tensor:
+    size = PAGES, config.num_layers, 2, config.num_kv_heads, PAGE, config.head_dim
+    return torch.randn(*size, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def decoder(model: tuple[ModelConfig, Weights], pages: torch.Tensor, ops: CpuOps) -> Decoder:
+    config, weights = model
+    return Decoder(config, weights, pages, ops, share_of(config, 0, 1), Alone())
+
+
+def batch(contexts: list[int], new: int = 1) -> Batch:
+    rng, free, rows = np.random.default_rng(len(contexts)), np.random.default_rng(5).permutation(PAGES).astype(np.int32), []
+    for index, context in enumerate(contexts):
+        pages, free = np.split(free, [-(-(context + new) // PAGE)])
+        rows.append(Row(str(index), rng.integers(0, VOCABULARY, new).astype(np.int32), context, pages, Sampling(max_tokens=1, seed=0)))
+    return build_batch(StepPlan(tuple(rows)), LIMITS, "cpu")
+
+
+@pytest.mark.parametrize("contexts", [[0], [7], [3, 90, 8], [5] * 9, list(range(MOST_ROWS))], ids=str)
+def test_a_layer_as_one_call_gives_what_the_separate_calls_give(model: tuple[ModelConfig, Weights], ops: CpuOps, contexts: list[int]) -> None:
+    separate = Separate(ops._kernels, ops._pairs, ops._parallel, pack=True)
+    found = []
+    for chosen in (ops, separate):
+        pages, progress = pool(model[0]), Progress()
+        computed = decoder(model, pages, chosen)
+        assert (computed._few_rows is not None) == (chosen is ops)
+        found.append((computed.forward(batch(contexts), progress), pages))
+        assert progress.layers_done == model[0].num_layers
+        progress.close()
+    (hidden, pages), (expected_hidden, expected_pages) = found
+    assert hidden.abs().max() > 0
+    assert torch.equal(hidden, expected_hidden)
+    assert torch.equal(pages.view(torch.int16), expected_pages.view(torch.int16))
+
+
+def test_prompts_and_many_rows_take_the_separate_calls(model: tuple[ModelConfig, Weights], ops: CpuOps) -> None:
+    few = decoder(model, pool(model[0]), ops)._few_rows
+    assert few is not None
+    assert few.takes(batch([4, 9]))
+    assert not few.takes(batch([4], new=3))
+    assert not few.takes(batch([0] * (MOST_ROWS + 1)))
+
+
+def test_models_without_such_a_kernel_do_without(model: tuple[ModelConfig, Weights], ops: CpuOps) -> None:
+    config, weights = model
+    shape, pages = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, 1e-6), pool(config)
+    odd = dataclasses.replace(weights.layers[0], down=torch.zeros(64, 48, dtype=torch.bfloat16))
+    threads = select_ops("cpu", "bfloat16", 2, KERNEL_CACHE)
+    try:
+        assert fits_few_rows(weights.layers, shape, pages)
+        assert not fits_few_rows([*weights.layers, odd], shape, pages)
+        assert not fits_few_rows(weights.layers, dataclasses.replace(shape, head_dim=48), pages)
+        assert not fits_few_rows(weights.layers, shape, pages[:, :, :, :, :4])
+        assert TorchOps().few_rows(weights.layers, shape, pages) is None
+        assert threads.few_rows(weights.layers, shape, pages) is None
+    finally:
+        threads.close()
+
+
+def test_the_kernel_is_compiled_at_the_start(model: tuple[ModelConfig, Weights], ops: CpuOps) -> None:
+    few = decoder(model, pool(model[0]), ops)._few_rows
+    assert few is not None
+    before = len(few._kernel.signatures)  # type: ignore[attr-defined]
+    decoder(model, pool(model[0]), ops).forward(batch([3, 4]), Progress())
+    assert len(few._kernel.signatures) == before == 1  # type: ignore[attr-defined]
