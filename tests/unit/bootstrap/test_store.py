@@ -103,6 +103,13 @@ def test_a_node_that_does_not_fit_is_refused_with_every_field_that_differs(store
     assert "head_dim" not in str(refusal.value) and names(store) == [("prefill-0", "boot-1")]
 
 
+def test_a_node_that_promises_equal_bits_and_one_that_does_not_are_no_cluster(store: Store) -> None:
+    store.register(make_card("prefill-0"))
+    other = replace(FINGERPRINT, arithmetic="invariant, bf16 pairs, 1 rank")
+    with pytest.raises(ConfigError, match=r"arithmetic 'invariant, bf16 pairs, 1 rank' here, 'default' there.*--deterministic on all or none"):
+        store.register(make_card("decode-0", fingerprint=other))
+
+
 def test_a_node_that_serves_another_model_name_is_refused(store: Store) -> None:
     store.register(make_card("prefill-0"))
     with pytest.raises(ConfigError, match="served model 'big' here, 'tiny' there"):

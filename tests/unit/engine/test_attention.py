@@ -13,7 +13,8 @@ from pdcluster.engine.attention.base import Angles, Attention, AttentionShape, H
 from pdcluster.engine.attention.cpu import QUERY_BLOCK, CpuAttention
 from pdcluster.engine.attention.reference import ReferenceAttention
 from pdcluster.engine.batch import Batch, Limits, build_batch
-from pdcluster.engine.native import Kernels, PairKernels, Parallel, load_kernels, load_pair_kernels
+from pdcluster.engine.invariant import InvariantAttention
+from pdcluster.engine.native import Kernels, PairKernels, Parallel, load_invariant_kernels, load_kernels, load_pair_kernels
 from pdcluster.kv.layout import DType
 from pdcluster.kv.pool import TORCH_DTYPE
 from pdcluster.step import Row, StepPlan
@@ -50,6 +51,8 @@ def kernels(dtype: DType) -> Kernels:
 def build(name: str, shape: AttentionShape, pages: torch.Tensor, dtype: DType, threads: int = 1) -> Attention:
     if name == "reference":
         return ReferenceAttention(shape, pages)
+    if name == "invariant":
+        return InvariantAttention(shape, pages, kernels(dtype), load_invariant_kernels(), Parallel(threads))
     return CpuAttention(shape, pages, kernels(dtype), pair_kernels(dtype) if name == "cpu" else None, Parallel(threads))
 
 
@@ -136,6 +139,15 @@ def test_attention_over_pages_equals_attention_without_pages(name: str, mix: str
     found = build(name, shape, given.pages, dtype).run(given.qkv, given.norms if normed else None, given.angles, 1, given.batch)
     assert found.dtype == given.qkv.dtype
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("mix", ["a chunk behind a prefix", "decodes beside chunks"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_invariant_attention_equals_attention_without_pages(mix: str, shape: AttentionShape) -> None:
+    given = scene(MIXES[mix], shape, "bfloat16")
+    expected = dense(given, shape, 1, True)
+    found = build("invariant", shape, given.pages, "bfloat16", threads=2).run(given.qkv, given.norms, given.angles, 1, given.batch)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE["bfloat16"])
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu", "cpu without pairs"])
