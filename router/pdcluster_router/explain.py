@@ -371,11 +371,11 @@ class Explainer:
         found = []
         for candidate in candidates:
             node, leg, rejected_by = candidate.node, candidate.leg, candidate.rejected_by
-            name, ttft_s = node.name, None
+            name, incarnation, ttft_s = node.endpoint.node, node.endpoint.incarnation, None
             if leg != "decode" and not rejected_by:
-                ttft_s = estimates.get(node.incarnation)
+                ttft_s = estimates.get(incarnation)
                 if ttft_s is None:
-                    ttft_s = estimates[node.incarnation] = self._headroom.ttft_s(node, query)
+                    ttft_s = estimates[incarnation] = self._headroom.ttft_s(node, query)
             found.append(Weighed(name, leg, candidate.cached_tokens, candidate.cost, candidate.values, ttft_s, rejected_by))
         return tuple(found)
 

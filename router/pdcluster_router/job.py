@@ -60,6 +60,8 @@ class Job:
     cached_tokens: int | None = None
     fork_of: str | None = None
     fork_on: str | None = None
+    num_hashed: int = -1
+    """Of those emitted, that `packed` and `hashes` know; -1: not even the prompt."""
     packed: bytes = b""
     """All tokens so far, as nodes get them; made anew only when there are more of them, and not for every node that is asked."""
 
@@ -117,6 +119,9 @@ class Job:
 
     def _hashed_tokens(self) -> bytes:
         """All tokens so far, packed; `hashes` covers them afterwards. Blocks that were hashed before are not hashed again."""
+        if self.num_hashed == len(self.emitted):
+            return self.packed
+        self.num_hashed = len(self.emitted)
         if not self.packed:
             self.packed = pack_tokens(self.prompt)
         num_packed = len(self.packed) // 4 - len(self.prompt)

@@ -233,7 +233,6 @@ class ClusterView:
         self.nodes = tuple(sorted(nodes, key=_by_name))
         self.typical = typical
         self._is_told = is_told
-        self._roster: Roster | None = None
         self._stations: Stations | None = None
 
     def replaced(self, changed: Mapping[str, NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> ClusterView:
@@ -247,17 +246,16 @@ class ClusterView:
             rows.append(row)
         view = ClusterView.__new__(ClusterView)
         view.nodes, view.typical, view._is_told = tuple(nodes), typical, is_told
-        view._roster = roster if is_same else None
+        if is_same:
+            view.__dict__["roster"] = roster
         view._stations = None
         if self._stations is not None and typical is not None and typical is self.typical:
             view._stations = self._stations.replaced({row: view._station(nodes[row]) for row in rows})
         return view
 
-    @property
+    @once
     def roster(self) -> Roster:
-        if self._roster is None:
-            self._roster = Roster(self.nodes)
-        return self._roster
+        return Roster(self.nodes)
 
     @property
     def stations(self) -> Stations:

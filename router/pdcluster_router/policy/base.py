@@ -53,7 +53,8 @@ class Query(msgspec.Struct, frozen=True):
     busy_decoding: float = 0.0
 
     def cached_on(self, node: NodeView) -> int:
-        return min(self.cached.get(node.incarnation, 0), self.num_tokens)
+        cached = self.cached.get(node.endpoint.incarnation, 0) if self.cached else 0
+        return cached if cached < self.num_tokens else self.num_tokens
 
     def held_on(self, node: NodeView) -> int:
         return self.cached_on(node) if self.held is None else min(self.held.get(node.endpoint.incarnation, 0), self.num_tokens)

@@ -27,7 +27,7 @@ class Pools(msgspec.Struct, frozen=True):
 def pools(query: Query, view: ClusterView) -> Pools:
     """Raises Unavailable when no node takes work, or the wanted mode has no nodes."""
     usable = _usable(query, view)
-    if not usable:
+    if not usable.rows:
         raise Unavailable(f"none of {len(view.nodes)} known nodes takes work now; see that nodes are up and not draining")
     if query.force != "remote" and query.fallback != "deny":
         usable = fresh(usable, query, view)  # a pool may turn empty: better one node that works than a pair with one that failed
@@ -65,12 +65,12 @@ def _usable(query: Query, view: ClusterView) -> Pool:
 
 def fresh(pool: Pool, query: Query, view: ClusterView) -> Pool:
     """Those that have not failed this request; those that have only when there is no other."""
-    return _without(pool, query.excluded, view) or pool
+    return (_without(pool, query.excluded, view) or pool) if query.excluded else pool
 
 
 def ready(pool: Pool, query: Query, view: ClusterView) -> Pool:
     """Those that have not said to come back later; all when all have."""
-    return _without(pool, query.busy, view) or pool
+    return (_without(pool, query.busy, view) or pool) if query.busy else pool
 
 
 def _without(pool: Pool, left_out: Set[str], view: ClusterView) -> Pool:
@@ -99,7 +99,7 @@ def no_partner(prefill: NodeView) -> Unavailable:
 def rejected(query: Query, view: ClusterView) -> tuple[Candidate, ...]:
     """The nodes that could not be chosen, and why."""
     usable = _usable(query, view)
-    if len(usable) == len(view.nodes):
+    if len(usable.rows) == len(view.nodes):
         return ()
     nodes = (node for row, node in enumerate(view.nodes) if row not in usable.members)
     return tuple(Candidate(node, "local", query.cached_on(node), rejected_by=why_not(node, query.num_tokens)) for node in nodes)

@@ -1,7 +1,7 @@
 """Weighs the nodes of a view for one query: puts numbers into the formulas of `estimates` and ranks what comes out. Nothing is decided here.
 
-A handful of nodes is weighed one by one, many at once as arrays, in the same formulas; both give the same Ranked, whose numbers are looked at again
-only when somebody reads the record.
+A handful of nodes is weighed one by one (`one_by_one`), many at once as arrays, by the same formulas; both give the same Ranked, whose numbers are
+looked at again only when somebody reads the record.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from pdcluster_router.policy import estimates as seconds_of
+from pdcluster_router.policy import one_by_one
 from pdcluster_router.policy.base import Candidate, LegName, Query, Record
 from pdcluster_router.policy.estimates import Ask, Market, Prompt, Row, Values
 from pdcluster_router.stations import Column, FewStations, ManyStations, Pool, Station
@@ -127,8 +128,12 @@ class FewScales:
         self.held = self.cached if query.held is None else self._tokens(query.held)
 
     def _tokens(self, by_node: Mapping[str, int]) -> list[float]:
-        most, tokens = self.query.num_tokens, by_node.get
-        return [min(tokens(incarnation, 0), most) for incarnation in self.view.roster.row_of] if by_node else [0] * len(self.stations)
+        tokens: list[float] = [0] * len(self.stations)
+        most, row_of = self.query.num_tokens, self.view.roster.row_of
+        for incarnation, held in by_node.items():
+            if incarnation in row_of:
+                tokens[row_of[incarnation]] = held if held < most else most
+        return tokens
 
     def most_cached(self, pool: Pool) -> float:
         cached = self.cached
@@ -153,13 +158,17 @@ class FewWeights:
         self._stations = stations
 
     def best(self, pool: Pool) -> int:
+        if len(pool.rows) == 1:
+            return pool.rows[0]
         costs = self._costs
         least = min(costs.values())
         tied = [row for row in pool.rows if costs[row] == least]
         return tied[0] if len(tied) == 1 else min(tied, key=lambda row: self._stations[row].num_requests)
 
     def order(self, pool: Pool) -> list[int]:
-        return sorted(pool.rows, key=lambda row: (self._costs[row], self._stations[row].num_requests))[:MOST_CANDIDATES]
+        costs, stations = self._costs, self._stations
+        ranked = sorted([(costs[row], stations[row].num_requests, row) for row in pool.rows])
+        return [row for _, _, row in ranked[:MOST_CANDIDATES]]
 
     def values(self, row: int) -> Values:
         return self._values[row]
@@ -175,23 +184,18 @@ class FewWeighed:
         self._fetched: set[int] = set()
 
     def prefill(self, pool: Pool) -> Ranked:
-        ask, stations, prompts, of = self._ask, self._scales.stations, self._prompts_of(pool), seconds_of.prefill_values
-        return self._ranked("prefill", seconds_of.PREFILL_TERMS, pool, {row: of(ask, stations[row], prompts[row]) for row in pool.rows})
+        values = one_by_one.prefill(self._ask, self._scales.stations, self._prompts_of(pool), pool.rows)
+        return self._ranked("prefill", seconds_of.PREFILL_TERMS, pool, values)
 
     def decode(self, pool: Pool, prefill: NodeView, compute_s: float) -> Ranked:
-        ask, stations, cached, names = self._ask, self._scales.stations, self._scales.cached, self._scales.view.roster.names
-        chunk_tokens, bytes_s = self._scales.view.station_of(prefill).chunk_tokens, prefill.bandwidth
-        rows, of, exposed = self._rows_of(pool), seconds_of.decode_values, seconds_of.exposed_s
-        values = {}
-        for row in pool.rows:
-            token_s = stations[row].kv_bytes / (bytes_s.get(names[row], 0.0) or seconds_of.UNMEASURED_BYTES_S)
-            values[row] = of(rows[row], exposed(ask, cached[row], token_s, chunk_tokens, compute_s))
+        scales, names, measured = self._scales, self._scales.view.roster.names, prefill.bandwidth
+        bytes_s = {row: measured.get(names[row], 0.0) for row in pool.rows}
+        chunk_tokens = scales.view.station_of(prefill).chunk_tokens
+        values = one_by_one.decode(self._ask, scales.stations, self._rows_of(pool), scales.cached, bytes_s, chunk_tokens, compute_s)
         return self._ranked("decode", seconds_of.DECODE_TERMS, pool, values)
 
     def local(self, pool: Pool) -> Ranked:
-        ask, stations, of = self._ask, self._scales.stations, seconds_of.local_values
-        prompts, rows = self._prompts_of(pool), self._rows_of(pool)
-        values = {row: of(ask, stations[row], prompts[row], rows[row]) for row in pool.rows}
+        values = one_by_one.local(self._ask, self._scales.stations, self._prompts_of(pool), self._rows_of(pool), pool.rows)
         return self._ranked("local", seconds_of.LOCAL_TERMS, pool, values)
 
     def _ranked(self, leg: LegName, names: tuple[str, ...], pool: Pool, values: Mapping[int, Values]) -> Ranked:
@@ -205,30 +209,27 @@ class FewWeighed:
         return row in self._fetched
 
     def _prompts_of(self, pool: Pool) -> Mapping[int, Prompt[float]]:
-        found, ask, stations, cached, of = self._prompts, self._ask, self._scales.stations, self._scales.cached, seconds_of.own_prompt
-        missing = [row for row in pool.rows if row not in found]
-        for row in missing:
-            found[row] = of(ask, stations[row], cached[row])
-        if self.source is not None and (bytes_s := self._scales.view.nodes[self.source].bandwidth):
+        found, scales = self._prompts, self._scales
+        missing = [row for row in pool.rows if row not in found] if found else pool.rows
+        found.update(one_by_one.own_prompts(self._ask, scales.stations, scales.cached, missing))
+        if self.source is not None and (bytes_s := scales.view.nodes[self.source].bandwidth):
             self._fetch(self.source, bytes_s, missing)
         return found
 
     def _fetch(self, source: int, bytes_s: Mapping[str, float], rows: Sequence[int]) -> None:
         """Where a copy of what the source holds is sooner than what the node can do alone, it takes that."""
-        cached, held, names, prompts = self._scales.cached, self._scales.held[source], self._scales.view.roster.names, self._prompts
-        for row in rows:
-            if row == source or held <= cached[row] or not (path_bytes_s := bytes_s.get(names[row], 0.0)):
-                continue
-            copy = seconds_of.fetched_prompt(self._ask, self._scales.stations[row], cached[row], held, path_bytes_s)
-            if copy.fetch_s + copy.compute_s < prompts[row].compute_s:
-                prompts[row] = copy
-                self._fetched.add(row)
+        scales = self._scales
+        cached, held, names = scales.cached, scales.held[source], scales.view.roster.names
+        paths = {row: path for row in rows if row != source and held > cached[row] and (path := bytes_s.get(names[row], 0.0))}
+        if paths:
+            copies = one_by_one.fetched(self._ask, scales.stations, self._prompts, cached, held, paths)
+            self._prompts.update(copies)
+            self._fetched.update(copies)
 
     def _rows_of(self, pool: Pool) -> Mapping[int, Row[float]]:
-        found, ask, stations, cached, of = self._rows, self._ask, self._scales.stations, self._scales.cached, seconds_of.row_on
-        for row in pool.rows:
-            if row not in found:
-                found[row] = of(ask, stations[row], cached[row])
+        found, scales = self._rows, self._scales
+        missing = [row for row in pool.rows if row not in found] if found else pool.rows
+        found.update(one_by_one.rows_on(self._ask, scales.stations, scales.cached, missing))
         return found
 
 

@@ -120,7 +120,8 @@ class Seconds:
             ),
             local_share=_share_lately(decoding, query.busy_decoding),
         )
-        return asked.weigh(market, asked.holder(view.roster.accepting) if view.roster.accepting else None)
+        accepting = view.roster.accepting
+        return asked.weigh(market, asked.holder(accepting) if accepting.rows else None)
 
     def _price(self, nodes: Totals, num_held: int) -> float:
         """Rule 1: the shortest queue in average prompts, with its part of those that wait in the router, times alpha."""
@@ -130,7 +131,8 @@ class Seconds:
 
     def _remote(self, found: filters.Pools, query: Query, view: ClusterView, weighed: Weighed) -> Pair | None:
         """The best prefill node that has a partner, and its best partner."""
-        if not (found.prefill and found.decode) or (len(found.decode) == 1 and found.decode.rows == found.prefill.rows):
+        prefill, decode = found.prefill.rows, found.decode.rows
+        if not prefill or not decode or (len(decode) == 1 and decode == prefill):
             return None  # one node alone is no pair
         prefills = weighed.prefill(filters.ready(found.prefill, query, view))
         pick, skipped = Pick.best(prefills), 0
@@ -153,19 +155,18 @@ class Seconds:
         pair = (remote[0].ranked.record(skipped=remote[0].skipped), remote[1].ranked.record())
         if local is None:
             return self._remote_choice(remote, view, weighed, Compared(pair, rejected))
-        calm: Pick | None = Pick.best(local)
-        if self._keeps_pace(remote[0].row, query, view):
-            calm = self._calm(local, query, view)
+        best = Pick.best(local)
+        calm = self._calm(best, query, view) if self._keeps_pace(remote[0].row, query, view) else best
         compared = *pair, local.record("" if calm is not None else "holds up running rows")
         if calm is not None and self._is_local_better(query, view, weighed, remote, calm):
             return self._local_choice(calm, view, weighed, Compared(compared, rejected))
         return self._remote_choice(remote, view, weighed, Compared(compared, rejected))
 
-    def _calm(self, local: Ranked, query: Query, view: ClusterView) -> Pick | None:
+    def _calm(self, best: Pick, query: Query, view: ClusterView) -> Pick | None:
         """The best one that holds up no running rows for long."""
-        best = Pick.best(local)
         if self._keeps_pace(best.row, query, view):
             return best
+        local = best.ranked
         row = next((row for row in local.order() if self._keeps_pace(row, query, view)), None)
         return None if row is None else Pick(local, row, local.values(row))
 
