@@ -248,11 +248,15 @@ def _route_headers(route: Route | None) -> tuple[Header, ...]:
 def usage_of(prepared: Prepared) -> Usage:
     """Every prompt counts once, however many choices it has; cached tokens likewise, when the nodes reported them."""
     choices = prepared.choices
-    firsts = choices[:: len(choices) // prepared.num_prompts]
-    num_prompt = sum(len(choice.generation.token_ids) for choice in firsts)
-    num_output = sum(choice.text.num_tokens for choice in choices)
-    cached = [choice.cached_tokens for choice in firsts if choice.cached_tokens is not None]
-    details = PromptTokensDetails(sum(cached)) if len(cached) == len(firsts) else None
+    num_prompt = num_output = num_cached = 0
+    is_known = True
+    for choice in choices[:: len(choices) // prepared.num_prompts]:
+        num_prompt += len(choice.generation.token_ids)
+        num_cached += choice.cached_tokens or 0
+        is_known = is_known and choice.cached_tokens is not None
+    for choice in choices:
+        num_output += choice.text.num_tokens
+    details = PromptTokensDetails(num_cached) if is_known else None
     return Usage(num_prompt, num_output, num_prompt + num_output, details, _report(choices))
 
 

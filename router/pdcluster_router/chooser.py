@@ -96,8 +96,10 @@ class Chooser:
 
     def follow(self, job: Job, now: float) -> Decision | None:
         """To the node that decodes another choice of its prompt; None when it shall not share, or that node takes no work any more."""
+        if job.fork_on is None:
+            return None
         view = self._view()
-        node = view.find(job.fork_on) if job.fork_on is not None else None
+        node = view.find(job.fork_on)
         if node is None or not node.accepts_work or job.busy_s(node.endpoint.incarnation, now):
             return None
         return Decision(self.query(job, now, view), view, Choice("local", None, node, policy=FORK))

@@ -227,9 +227,11 @@ class Record:
         if self._ideal is None:
             self._ideal = self._explainer.seen(query)
         self._last, self._last_at = decided, now
-        there = decision.view.roster.row_of
-        cached = max((tokens for incarnation, tokens in query.cached.items() if incarnation in there), default=0)
-        self._reachable = min(cached, query.num_tokens)
+        there, reachable = decision.view.roster.row_of, 0
+        for incarnation, cached in query.cached.items():
+            if cached > reachable and incarnation in there:
+                reachable = cached
+        self._reachable = min(reachable, query.num_tokens)
 
     def first_token(self, moment: float) -> None:
         if self._first_at is None:
@@ -340,6 +342,7 @@ class Explainer:
     def record(self, decision: Decision, at_s: float, held_s: float) -> Decided:
         choice, query, candidates = decision.choice, decision.query, decision.choice.candidates
         shadow = None if decision.shadow is None else _shadow(choice, decision.shadow)
+        estimates = {choice.first.endpoint.incarnation: self._headroom.ttft_s(choice.first, query)}
         decided = DecisionRecord(
             at_s,
             held_s,
@@ -350,7 +353,7 @@ class Explainer:
             query.num_tokens,
             choice.predicted.ttft_s,
             choice.predicted.tpot_s,
-            self._headroom.ttft_s(choice.first, query),
+            estimates[choice.first.endpoint.incarnation],
             len(candidates),
             [],
             shadow,
@@ -359,15 +362,14 @@ class Explainer:
         )
         kept = candidates if len(decision.view.nodes) <= MAX_CANDIDATES else _worth_keeping(candidates)
         names: dict[str, tuple[str, ...]] = {candidate.leg: candidate.names for candidate in kept if candidate.names}
-        return Decided(decided, self._weighed(kept, query), names)
+        return Decided(decided, self._weighed(kept, query, estimates), names)
 
     def count(self, shadow: ShadowRecord | None) -> None:
         if shadow is not None:
             self._metrics.shadow_decisions.labels(shadow.policy, "same" if shadow.agrees else "other").inc()
 
-    def _weighed(self, candidates: Sequence[Candidate], query: Query) -> tuple[Weighed, ...]:
-        """A node has one estimate, whatever the leg, and none for decoding alone."""
-        estimates: dict[str, float] = {}
+    def _weighed(self, candidates: Sequence[Candidate], query: Query, estimates: dict[str, float]) -> tuple[Weighed, ...]:
+        """A node has one estimate, whatever the leg, and none for decoding alone. estimates: those that were made already, by incarnation."""
         found = []
         for candidate in candidates:
             node, leg, rejected_by = candidate.node, candidate.leg, candidate.rejected_by

@@ -246,12 +246,12 @@ class Run:
     def _begin(self, decision: Decision, asked: float) -> None:
         shared = self._shared
         self._is_placed = True
-        self._placed_at = shared.clock()
+        self._placed_at = now = shared.clock()
         self._job.tries = self._budget.attempts
         self._entry.place(decision.choice)
-        self._record.decided(decision, asked, shared.clock())
-        query, first = decision.query, decision.choice.first
-        shared.chooser.note_sent(decision.choice, query.uncached_on(first), query.cached_on(first), self._placed_at)
+        self._record.decided(decision, asked, now)
+        cached = decision.query.cached_on(decision.choice.first)
+        shared.chooser.note_sent(decision.choice, max(decision.query.num_tokens - cached, 1), cached, now)
         self._attempt = Attempt(self._job, decision.choice, shared.cluster, shared.chooser, shared.settings.stages, shared.clock)
         self._attempt.start()
 
