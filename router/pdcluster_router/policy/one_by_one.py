@@ -95,7 +95,7 @@ def rows_on(ask: Ask[float], stations: Stations, cached: Cached, rows: Rows) -> 
 
 
 def prefill(ask: Ask[float], stations: Stations, prompts: Mapping[int, Prompt[float]], rows: Rows) -> dict[int, Values]:
-    found = {}
+    found: dict[int, Values] = {}
     price, harm = ask.market.price, ask.market.harm
     for row in rows:
         node, prompt = stations[row], prompts[row]
@@ -130,7 +130,7 @@ def decode(
 def local(
     ask: Ask[float], stations: Stations, prompts: Mapping[int, Prompt[float]], on: Mapping[int, Row[float]], rows: Rows
 ) -> dict[int, Values]:
-    found = {}
+    found: dict[int, Values] = {}
     price, harm = ask.market.price, ask.market.harm
     for row in rows:
         node, prompt, there = stations[row], prompts[row], on[row]
