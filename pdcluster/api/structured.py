@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, cast
 
 from msgspec import Struct
 
+from pdcluster.api.patterns import check_ebnf, check_regex
 from pdcluster.errors import BadRequest
 from pdcluster.grammar import MAX_CHARS, MAX_DEPTH, Grammar, depth_of
 
@@ -135,6 +136,15 @@ def check_schema(schema: Mapping[str, object], param: str) -> None:
         parts = node.get("allOf")
         if isinstance(parts, list) and len(parts) > 1:
             raise BadRequest(f"{path} uses allOf with {len(parts)} schemas, which structured output cannot enforce; merge them into one", param)
+        _check_patterns(node, path)
+
+
+def _check_patterns(node: Mapping[str, object], path: str) -> None:
+    if isinstance(pattern := node.get("pattern"), str):
+        check_regex(pattern, f"{path}.pattern")
+    if isinstance(named := node.get("patternProperties"), dict):
+        for pattern in named:
+            check_regex(pattern, f"{path}.patternProperties")
 
 
 def _nodes(schema: Mapping[str, object], path: str) -> Iterator[tuple[Mapping[str, object], str]]:
@@ -183,7 +193,11 @@ def _structured(asked: StructuredOutputs) -> Form:
     text = asked.regex if given[0] == "regex" else asked.grammar
     if not text:
         raise BadRequest(f"{name} is empty; leave it out or say what the output must look like", name)
-    return {"type": "regex", "pattern": text} if given[0] == "regex" else {"type": "grammar", "grammar": text}
+    if given[0] == "regex":
+        check_regex(text, name)
+        return {"type": "regex", "pattern": text}
+    check_ebnf(text, name)
+    return {"type": "grammar", "grammar": text}
 
 
 def _parsed(schema: object, param: str) -> object:
