@@ -66,26 +66,31 @@ class Balanced:
 
 
 class CallReader:
-    """Reads one call. is_done: it was complete; is_bad: it is no call. raw: what was read of it while nothing was said."""
+    """Reads one call. is_done: it was complete; is_bad: it is no call. What may be long is kept in pieces, so that each is copied once."""
 
     def __init__(self, index: int, rules: Rules) -> None:
         self._index = index
         self._rules = rules
         self._expect = self._opening
-        self._value = ""
+        self._value: list[str] = []
         self._key = ""
         self._balanced: Balanced | None = None
         self._name: str | None = None
         self._early: str | None = None
         """Arguments that came whole, before their name or as text."""
-        self._kept = ""
+        self._kept: list[str] = []
         self._streams = False
-        self.raw = ""
+        self._raw: list[str] = []
         self.is_said = self.is_done = self.is_bad = False
+
+    @property
+    def raw(self) -> str:
+        """What was read while nothing was said."""
+        return "".join(self._raw)
 
     def feed(self, text: str) -> tuple[list[CallDelta], str]:
         """What is certain now, and the text behind the call's end."""
-        self._kept = ""
+        self._kept = []
         said_before = self.is_said
         used = 0
         for character in text:
@@ -94,15 +99,16 @@ class CallReader:
             if self.is_done or self.is_bad:
                 break
         if not self.is_said:
-            self.raw += text[:used]
+            self._raw.append(text[:used])
         if not self.is_said or (said_before and not self._kept):
             return [], text[used:]
         return [self._delta(is_first=not said_before)], text[used:]
 
     def _delta(self, *, is_first: bool) -> CallDelta:
+        arguments = "".join(self._kept)
         if is_first:
-            return CallDelta(self._index, self._kept, self._rules.new_id(), self._name)
-        return CallDelta(self._index, self._kept)
+            return CallDelta(self._index, arguments, self._rules.new_id(), self._name)
+        return CallDelta(self._index, arguments)
 
     def _say(self) -> None:
         """The name is known, and so are the arguments, or their beginning."""
@@ -125,7 +131,7 @@ class CallReader:
         if character == '"':
             self._balanced = Balanced()
             self._balanced.ends_with(character)
-            self._value, self._expect = character, self._in_key
+            self._value, self._expect = [character], self._in_key
         elif character == "}":
             self._finish()
         elif character not in SPACE and character != ",":
@@ -133,9 +139,9 @@ class CallReader:
 
     def _in_key(self, character: str) -> None:
         assert self._balanced is not None
-        self._value += character
+        self._value.append(character)
         if self._balanced.ends_with(character):
-            self._key = _text(self._value) or ""
+            self._key = _text("".join(self._value)) or ""
             self._expect = self._before_colon
 
     def _before_colon(self, character: str) -> None:
@@ -147,7 +153,7 @@ class CallReader:
     def _before_value(self, character: str) -> None:
         if character in SPACE:
             return
-        self._value = ""
+        self._value = []
         self._balanced = Balanced() if character in '{["' else None
         self._expect = self._in_value
         self._streams = self._key in ARGUMENTS and character == "{" and not self._pending() and not self.is_said
@@ -162,13 +168,13 @@ class CallReader:
                 if not self.is_bad:
                     self._before_key(character)
                 return
-            self._value += character
+            self._value.append(character)
             return
         ends = self._balanced.ends_with(character)
         if self._streams and self.is_said:
-            self._kept += character
+            self._kept.append(character)
         else:
-            self._value += character
+            self._value.append(character)
         if ends:
             self._take_value()
 
@@ -176,7 +182,7 @@ class CallReader:
         """A value is complete."""
         self._expect = self._before_key
         if self._key == "name":
-            self._name = _text(self._value)
+            self._name = _text("".join(self._value))
             self.is_bad = self._name is None
             self._give_early()
         elif self._key in ARGUMENTS and not (self._streams and self.is_said):
@@ -188,7 +194,8 @@ class CallReader:
 
     def _arguments(self) -> None:
         """Complete arguments that were not given away: their name is still to come, or they are no object."""
-        text = _text(self._value) if self._value.startswith('"') else self._value
+        value = "".join(self._value)
+        text = _text(value) if value.startswith('"') else value
         if text in (None, "null", ""):
             text = "{}"
         assert text is not None
@@ -202,13 +209,13 @@ class CallReader:
         if self._early is not None and self._name is not None and not self.is_said:
             self._say()
             if self.is_said:
-                self._kept += self._early
+                self._kept.append(self._early)
 
     def _finish(self) -> None:
         self.is_done = True
         if not self.is_said and self._name is not None:
             self._say()
-            self._kept += "{}" if self.is_said else ""
+            self._kept += ["{}"] if self.is_said else []
         if not self.is_said:
             self.is_bad = True
 
@@ -233,7 +240,7 @@ class NamedReader(CallReader):
 
     def _rest(self, character: str) -> None:
         assert self._balanced is not None
-        self._kept += character
+        self._kept.append(character)
         self.is_done = self._balanced.ends_with(character)
 
 
