@@ -1,5 +1,5 @@
 """Jobs that must answer in time, done one after the other in a thread of their own. A job that takes too long is left behind, with its thread, which
-nobody can end from outside: it goes on at the lowest priority and answers nobody.
+nobody can end from outside: it goes on at the lowest priority and answers nobody. While as many as are allowed do so, jobs are turned away.
 
 For calls of libraries that let go of the interpreter's lock and whose time depends on what a stranger sent.
 """
@@ -28,6 +28,16 @@ class Late:
 LATE = Late()
 
 
+class TurnedAway:
+    """What a job answers that was not begun: too many were left behind."""
+
+
+TURNED_AWAY = TurnedAway()
+
+MAX_LEFT = 4
+"""Threads that may go on behind; each has a stack, and whatever its job has taken."""
+
+
 def yield_to_others(native_id: int = 0) -> None:
     """The thread (0: this one) computes when nobody else wants to. Linux has a priority for each thread; elsewhere nothing is changed."""
     try:
@@ -39,8 +49,9 @@ def yield_to_others(native_id: int = 0) -> None:
 class Aside(Generic[Answer]):
     """run and close from one thread, num_left from any."""
 
-    def __init__(self, name: str, limit_s: float) -> None:
+    def __init__(self, name: str, limit_s: float, max_left: int = MAX_LEFT) -> None:
         """limit_s: of each job."""
+        self._max_left = max_left
         self._name = name
         self._limit_s = limit_s
         self._helper: _Helper[Answer] | None = None
@@ -51,10 +62,12 @@ class Aside(Generic[Answer]):
         """Threads that were left behind and still compute."""
         return sum(helper.thread.is_alive() for helper in self._left)
 
-    def run(self, jobs: Sequence[Callable[[], Answer]]) -> list[Answer | Late]:
+    def run(self, jobs: Sequence[Callable[[], Answer]]) -> list[Answer | Late | TurnedAway]:
         """Their answers, in their order. What a job raises is a bug: its thread ends, and it is late."""
-        answers: list[Answer | Late] = []
+        answers: list[Answer | Late | TurnedAway] = []
         while len(answers) < len(jobs):
+            if self.num_left >= self._max_left:
+                return answers + [TURNED_AWAY] * (len(jobs) - len(answers))
             helper = self._helper = self._helper or _Helper[Answer](self._name)
             answers += helper.run(jobs[len(answers) :], self._limit_s)
             if len(answers) < len(jobs):

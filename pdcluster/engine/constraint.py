@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdcluster.engine.aside import Aside, Late
+from pdcluster.engine.aside import Aside, Late, TurnedAway
 from pdcluster.engine.grammar import Grammars
 from pdcluster.errors import BadRequest
 from pdcluster.grammar import Grammar
@@ -106,7 +106,7 @@ class Constraints:
                 self._rows[row.request] = answer.constraint, self._step
                 continue
             self._rows.pop(row.request, None)
-            dead[place] = self._too_slow(row, grammar) if isinstance(answer, Late) else RowError(answer.reason, retryable=answer.is_lost)
+            dead[place] = self._error(answer, row, grammar)
         if self._rows:
             self._rows = {key: kept for key, kept in self._rows.items() if self._step - kept[1] < MAX_IDLE_STEPS}
         return masks, dead
@@ -120,6 +120,13 @@ class Constraints:
     def _job(self, row: Row, grammar: Grammar) -> partial[Stand | Dead]:
         kept = self._rows.get(row.request)
         return partial(_advanced, row, None if kept is None else kept[0], self._grammars.find(grammar), self._eos)
+
+    def _error(self, answer: Dead | Late | TurnedAway, row: Row, grammar: Grammar) -> RowError:
+        if isinstance(answer, Late):
+            return self._too_slow(row, grammar)
+        if isinstance(answer, TurnedAway):
+            return RowError(f"{self._aside.num_left} other grammars take too long on this node; retry later", retryable=True)
+        return RowError(answer.reason, retryable=answer.is_lost)
 
     def _too_slow(self, row: Row, grammar: Grammar) -> RowError:
         reason = f"after {row.output_index} tokens it takes too long to find what the request's grammar allows next; send a less ambiguous one"

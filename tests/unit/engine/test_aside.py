@@ -2,7 +2,7 @@
 
 import threading
 
-from pdcluster.engine.aside import LATE, Aside
+from pdcluster.engine.aside import LATE, TURNED_AWAY, Aside
 
 
 def test_answers_come_in_the_order_of_the_jobs():
@@ -30,6 +30,22 @@ def test_a_late_job_is_left_behind_and_those_behind_it_are_done():
         may_end.set()
         left.thread.join(60)
         assert aside.num_left == 0 and aside.run([lambda: "d"]) == ["d"]
+    finally:
+        may_end.set()
+        aside.close()
+
+
+def test_no_more_threads_than_allowed_are_left_behind():
+    aside, may_end = Aside[bool]("test", 0.05, max_left=2), threading.Event()
+    try:
+        hangs = [lambda: may_end.wait(60)] * 5
+        assert aside.run(hangs) == [LATE, LATE, TURNED_AWAY, TURNED_AWAY, TURNED_AWAY] and aside.num_left == 2
+        assert aside.run([lambda: True]) == [TURNED_AWAY] and aside.num_left == 2
+        left = list(aside._left)
+        may_end.set()
+        for helper in left:
+            helper.thread.join(60)
+        assert aside.run([lambda: True]) == [True] and aside.num_left == 0
     finally:
         may_end.set()
         aside.close()

@@ -15,6 +15,7 @@ from scheduled import run
 from pdcluster.api import structured
 from pdcluster.api.text import TextModel
 from pdcluster.bundled_model import path
+from pdcluster.engine.aside import MAX_LEFT
 from pdcluster.engine.constraint import Constraint, Constraints, masked, without
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.engine.grammar import GrammarLimits, Grammars, Vocabulary, vocabulary_of
@@ -166,6 +167,21 @@ def test_a_row_whose_mask_takes_too_long_ends_alone_and_its_grammar_is_refused(g
         assert "takes too long" in dead[0].reason and not dead[0].retryable
         with pytest.raises(BadRequest, match="ambiguous"):
             grammars.want(slow)
+    finally:
+        may_end.set()
+        constraints.close()
+
+
+def test_rows_are_sent_elsewhere_while_too_many_masks_are_late(grammars, monkeypatch):
+    wanted, may_end, mask = regex("[a-c]{9}"), threading.Event(), Constraint.mask
+    compile_now(grammars, wanted)
+    monkeypatch.setattr(Constraint, "mask", lambda self: (may_end.wait(60), mask(self))[1])
+    constraints = Constraints(grammars, EOS, mask_s=0.05)
+    try:
+        rows = [row_of(str(index), np.empty(0, np.int32), Sampling(max_tokens=50, seed=1, grammar=wanted)) for index in range(MAX_LEFT + 2)]
+        _, dead = constraints.of_step(rows)
+        assert [dead[place].retryable for place in range(len(rows))] == [False] * MAX_LEFT + [True] * 2
+        assert "retry later" in dead[MAX_LEFT].reason
     finally:
         may_end.set()
         constraints.close()
