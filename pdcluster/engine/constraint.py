@@ -114,6 +114,11 @@ class Constraints:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def num_late(self) -> int:
+        """Masks that nobody waits for and that are still made."""
+        return self._aside.num_left
+
     def close(self) -> None:
         self._aside.close()
 

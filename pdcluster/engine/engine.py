@@ -156,6 +156,11 @@ class Engine:
         self._progress.close()
         self.pool.close()
 
+    @property
+    def num_stuck(self) -> int:
+        """Threads that compute on after close, within a library that lets nobody end them: the interpreter must not be taken down around them."""
+        return self.grammars.num_computing + self._constraints.num_late
+
     def _compute(self, plan: StepPlan) -> StepResult:
         """On the worker thread."""
         begin = time.perf_counter()

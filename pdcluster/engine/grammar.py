@@ -140,6 +140,12 @@ class Grammars:
     def num_bytes(self) -> int:
         return self._bytes
 
+    @property
+    def num_computing(self) -> int:
+        """Threads within the compiler now; from any thread."""
+        with self._lock:
+            return len(self._thread_of)
+
     def __len__(self) -> int:
         return len(self._ready)
 

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -82,7 +83,19 @@ def run(config: NodeConfig) -> int:
         logger.info("node %s (%s) serves %s at %s over %s", me.node, config.role, card.model, card.address, ", ".join(backends) or "no transfer")
         loop.run()
     logger.info("node %s is done", me.node)
+    leave_if_stuck(engine.local.num_stuck, 0)
     return 0
+
+
+def leave_if_stuck(num_threads: int, code: int) -> None:
+    """End the process here when threads still compute within a library: an interpreter that ends around them is aborted by the C++ runtime, and what
+    was a drain looks like a crash. Everything else was closed before."""
+    if num_threads:
+        logger.warning("%d threads still compute for grammars that took too long; leaving without them", num_threads)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def check(config: NodeConfig) -> None:

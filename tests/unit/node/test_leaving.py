@@ -1,0 +1,40 @@
+"""A node ends with its own exit code although a compile of a grammar goes on, which nobody can end."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PROGRAM = """
+import sys, time
+from pdcluster.engine.grammar import Grammars, Vocabulary
+from pdcluster.grammar import Grammar
+from pdcluster.node.server import leave_if_stuck
+grammars = Grammars(lambda: Vocabulary([bytes([each]) for each in range(256)] + [b""], 257, [256]))
+pattern = "a*" * 3000
+grammars.want(Grammar('{"type":"regex","pattern":"' + pattern + '"}'))
+until = time.monotonic() + 60
+while not grammars.num_computing or None in grammars._began.values():
+    assert grammars._began and time.monotonic() < until, grammars._refused
+    time.sleep(0.01)
+time.sleep(0.5)
+grammars.close()
+print("closed", grammars.num_computing)
+LEAVE
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_process_with_a_compile_that_never_ends_leaves_with_its_code(code):
+    text = textwrap.dedent(PROGRAM).replace("LEAVE", f"leave_if_stuck(grammars.num_computing, {code})")
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code and "closed 1" in done.stdout, done.stderr
+    assert "terminate called" not in done.stderr and "leaving without them" in done.stderr
+
+
+def test_a_process_without_one_goes_on():
+    from pdcluster.node.server import leave_if_stuck
+
+    leave_if_stuck(0, 1)
