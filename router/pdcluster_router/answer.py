@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from pdcluster.api import sse
@@ -85,20 +86,20 @@ class Answer:
         text = choice.text
         if self._is_over or text.stopped:
             return  # said before its node knew that it may stop
-        said = event if isinstance(event, Exception) else self._advanced(choice, event)
+        said: Said
+        if isinstance(event, Exception):
+            said = event
+        else:
+            try:
+                said = advance(choice, event)
+            except Exception as error:  # the top of what happens to a choice
+                said = error
         if text.stopped and index < len(self._running):
             self._running[index].finish(choice.text.num_tokens)
         if self._unread or self._exchange.is_paused:
             self._keep(index, said)
         else:
             self._say(index, said)
-
-    @staticmethod
-    def _advanced(choice: Choice, event: Chunk | Done) -> Said:
-        try:
-            return advance(choice, event)
-        except Exception as error:  # the top of what happens to a choice
-            return error
 
     def _say(self, index: int, said: Said) -> None:
         try:
@@ -239,9 +240,13 @@ class _Stream:
 
 def _route_headers(route: Route | None) -> tuple[Header, ...]:
     """What was known at the first byte; a part that has no name yet or does not exist is left out."""
-    if route is None:
-        return ()
-    named = (("mode", route.mode), ("prefill", route.prefill), ("decode", route.decode), ("transfer", route.backend))
+    return () if route is None else _named_headers(route.mode, route.prefill, route.decode, route.backend)
+
+
+@lru_cache(maxsize=1024)
+def _named_headers(mode: str, prefill: str | None, decode: str | None, backend: str) -> tuple[Header, ...]:
+    """Asked for with every request, and there are few pairs of nodes."""
+    named = (("mode", mode), ("prefill", prefill), ("decode", decode), ("transfer", backend))
     return tuple((b"x-pdcluster-" + name.encode(), value.encode("latin-1", "replace")) for name, value in named if value)
 
 

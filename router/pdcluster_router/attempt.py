@@ -14,8 +14,6 @@ What may happen, and what follows (P is the prefill leg, D the decode leg):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum, auto
 from typing import Protocol
 
 from pdcluster import errors
@@ -44,6 +42,7 @@ from pdcluster_router.generation import Chunk, Route
 from pdcluster_router.job import Job
 from pdcluster_router.legs import Body, Ledger, Leg, Lost, Rewelcomed, attempt_of, error_of, refusal
 from pdcluster_router.policy.base import Choice
+from pdcluster_router.stages import Stage, StageDeadlines
 from pdcluster_router.view import ClusterView, NodeView
 
 
@@ -68,28 +67,7 @@ class Cluster(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StageDeadlines:
-    """Seconds a stage may take. queue: Prefill → Scheduled or a token; liveness: from one row of a decoding request to the next; handshake:
-    Reserve → answer; transfer: first token and reservation → the decode node's first frame; hold: the least pause before a node that refused is
-    asked again."""
-
-    queue_s: float = 120.0
-    liveness_s: float = 30.0
-    handshake_s: float = 5.0
-    transfer_s: float = 30.0
-    hold_s: float = 0.05
-
-
-class Stage(IntEnum):
-    """What an attempt may be waiting for; each has a clock of its own."""
-
-    QUEUE = auto()
-    ROOM = auto()
-    HANDSHAKE = auto()
-    TRANSFER = auto()
-    LIVENESS = auto()
-
+LIVENESS = Stage.LIVENESS
 
 MAX_DECODE_FAILURES = 3
 """Decode legs that may fail (refusals are none) before the prompt is tried anew."""
@@ -248,12 +226,13 @@ class Attempt:
     def handle(self, incarnation: str, body: Body) -> Sequence[Chunk]:
         """What the client may see because of what the node said. Answers of legs that are over are ignored, after the last token all but a report."""
         leg = self._decode
-        if type(body) is not TokenRow or leg is None or leg.attempt != body.attempt or leg.endpoint.incarnation != incarnation:
-            leg = self._leg_of(incarnation, body)  # most that is said are rows of the decode leg
+        if type(body) is TokenRow and leg is not None and leg.attempt == body.attempt and leg.endpoint.incarnation == incarnation:
+            return self._on_row(body) if self.finished is None or not self.is_done else ()  # most that is said
+        leg = self._leg_of(incarnation, body)
         if leg is None or (self.finished is not None and self.is_done and not isinstance(body, Delivered)):
             return ()
         if isinstance(body, TokenRow):
-            return self._on_tokens(leg, body)
+            return self._on_first_row(body)
         if isinstance(body, Finished):
             self.finished, self._finished_by = body, leg
             if leg is self._prefill:
@@ -296,15 +275,23 @@ class Attempt:
                 return leg
         return None
 
-    def _on_tokens(self, leg: Leg, row: TokenRow) -> Sequence[Chunk]:
+    def _on_row(self, row: TokenRow) -> Sequence[Chunk]:
+        """Of the decode leg."""
         if not row.tokens:
             return ()  # a node says again what was lost, and nothing was
-        if leg is not self._prefill:
-            if len(self._clocks) > 1 or Stage.LIVENESS not in self._clocks:
-                self._stop_clocks(Stage.QUEUE, Stage.TRANSFER)
-            self._decode_spoke = True
-            self._start_clock(Stage.LIVENESS, self._stages.liveness_s)
-            return self._emit(row)
+        clocks = self._clocks
+        if len(clocks) > 1 or LIVENESS not in clocks:
+            self._stop_clocks(Stage.QUEUE, Stage.TRANSFER)
+        self._decode_spoke = True
+        clocks[LIVENESS] = moment = self._clock() + self._stages.liveness_s
+        if moment < self.due:
+            self.due = moment
+        return self._emit(row)
+
+    def _on_first_row(self, row: TokenRow) -> Sequence[Chunk]:
+        """Of the prefill leg."""
+        if not row.tokens:
+            return ()
         self._stop_clocks(Stage.QUEUE)
         self._has_token = True
         if self._decode_spoke and not self._job.awaits_prompt_logprobs:
@@ -462,7 +449,8 @@ class Attempt:
     def _emit(self, row: TokenRow) -> Sequence[Chunk]:
         """The part of `row` (and of rows that came early) that continues the stream; what was emitted before is dropped. The first has the
         prompt's logprobs, where they are asked for."""
-        if not self._early and row.position <= len(self._job.emitted) and not self._job.awaits_prompt_logprobs:
+        job = self._job
+        if not self._early and row.position <= len(job.emitted) and (job.has_prompt_logprobs or not job.awaits_prompt_logprobs):
             chunk = self._continue(row)
             return () if chunk is None else (chunk,)
         self._early.append(row)
@@ -472,12 +460,13 @@ class Attempt:
         return chunks
 
     def _continue(self, row: TokenRow) -> Chunk | None:
-        emitted = len(self._job.emitted)
+        job, tokens = self._job, row.tokens
+        emitted = len(job.emitted)
         seen = emitted - row.position
-        if seen < 0 or seen >= len(row.tokens) or (self._job.awaits_prompt_logprobs and not row.prompt_logprobs):
+        if seen < 0 or seen >= len(tokens) or (not job.has_prompt_logprobs and not row.prompt_logprobs and job.awaits_prompt_logprobs):
             return None
-        tokens = row.tokens[seen:] if seen else row.tokens
-        self._job.emitted.extend(tokens)
+        tokens = tokens[seen:] if seen else tokens
+        job.emitted += tokens
         if emitted <= 1:
             self._note_times(emitted)
         position = emitted + len(tokens)
@@ -485,8 +474,8 @@ class Attempt:
             self._decode.position = position
         if self._prefill is not None:
             self._prefill.position = position
-        prompt_logprobs = () if self._job.has_prompt_logprobs else row.prompt_logprobs
-        self._job.has_prompt_logprobs = True
+        prompt_logprobs = () if job.has_prompt_logprobs else row.prompt_logprobs
+        job.has_prompt_logprobs = True
         return Chunk(emitted, tokens, row.logprobs[seen:], prompt_logprobs, self._route or self.route())
 
     def _note_times(self, emitted_before: int) -> None:

@@ -138,7 +138,10 @@ def advance(choice: Choice, event: Chunk | Done) -> Piece:
     if isinstance(event, Done):
         return _finished(choice, event)
     piece, text = _advance(choice, event), choice.text
-    choice.clock.tick(text.num_tokens)
+    if choice.clock.second is None:
+        choice.clock.tick(text.num_tokens)
+    else:
+        choice.clock.last = monotonic()
     if text.stopped:
         _finish(choice, piece, "stop")
         choice.timeline = choice.clock.timeline(choice.text.num_tokens)
@@ -148,8 +151,9 @@ def advance(choice: Choice, event: Chunk | Done) -> Piece:
 
 def _advance(choice: Choice, chunk: Chunk) -> Piece:
     _check_ids(choice, chunk.token_ids)
-    for entry in (*chunk.logprobs, *chunk.prompt_logprobs):
-        _check_ids(choice, entry.top_ids)
+    if chunk.logprobs or chunk.prompt_logprobs:
+        for entry in (*chunk.logprobs, *chunk.prompt_logprobs):
+            _check_ids(choice, entry.top_ids)
     piece = Piece()
     if choice.route is None:
         _open(choice, chunk, piece)

@@ -238,9 +238,12 @@ class Cluster:
             handle(state, message)
 
     def _on_tokens(self, state: NodeState, message: Tokens) -> None:
-        deliver, incarnation = self.ledger.deliver, state.card.incarnation
+        reader_of, incarnation = self.ledger.reader_of, state.card.incarnation
         for row in message.rows:
-            if not deliver(row.request, incarnation, row):
+            read = reader_of(row.request)
+            if read is not None:
+                read(incarnation, row)
+            else:
                 self.unmatched["TokenRow"] += 1
 
     def _on_answer(self, state: NodeState, message: Scheduled | Delivered | Finished) -> None:
@@ -311,7 +314,10 @@ class Cluster:
         return self._clock()
 
     def _deliver(self, request: str, incarnation: str, body: Body) -> None:
-        if not self.ledger.deliver(request, incarnation, body):
+        read = self.ledger.reader_of(request)
+        if read is not None:
+            read(incarnation, body)
+        else:
             self.unmatched[type(body).__name__] += 1
 
     # ------------------------------------------------------------ what the rest of the router asks

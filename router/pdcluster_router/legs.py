@@ -49,6 +49,8 @@ class Ledger:
     def __init__(self) -> None:
         self._legs: defaultdict[str, dict[str, Leg]] = defaultdict(dict)
         self._readers: dict[str, Read] = {}
+        self.reader_of = self._readers.get
+        """Who reads what nodes answer to a request; None for one that ended."""
         self.pending = PendingWork()
         self._changed: set[str] = set()
 
@@ -94,7 +96,7 @@ class Ledger:
 
     def deliver(self, request: str, incarnation: str, body: Body) -> bool:
         """False when nobody waits for it (any more): a late frame of a request that ended."""
-        read = self._readers.get(request)
+        read = self.reader_of(request)
         if read is None:
             return False
         read(incarnation, body)

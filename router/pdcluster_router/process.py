@@ -25,7 +25,6 @@ from pdcluster.wire.sockets import WireSettings, warn_if_open
 from pdcluster_router.admin import LOOK_S, Admin
 from pdcluster_router.admission import Slo
 from pdcluster_router.app import Exposition, create_app
-from pdcluster_router.attempt import StageDeadlines
 from pdcluster_router.chooser import Chooser, PolicyHolder
 from pdcluster_router.cluster import Cluster
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
@@ -41,6 +40,7 @@ from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.pull import PullRule
 from pdcluster_router.roles import RoleController, RoleSettings
 from pdcluster_router.server import http_settings, listening, router_metrics
+from pdcluster_router.stages import StageDeadlines
 from pdcluster_router.tenants import read_tenants
 from pdcluster_router.workers.desk import Desk
 from pdcluster_router.workers.worker import Worker, show

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from pdcluster import errors
 from pdcluster_router.admission import Slo
-from pdcluster_router.attempt import RetryAttempt, StageDeadlines
+from pdcluster_router.attempt import RetryAttempt
 from pdcluster_router.headroom import Headroom
 from pdcluster_router.hold import HoldLimits
 from pdcluster_router.job import Job
+from pdcluster_router.stages import StageDeadlines
 
 logger = logging.getLogger(__name__)
 

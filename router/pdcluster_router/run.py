@@ -132,9 +132,10 @@ class Run:
 
     def read(self, incarnation: str, body: Body) -> None:
         """A node said something."""
-        self._letters.append((incarnation, body))
-        if not self._is_at_work and self._attempt is not None:
-            self._step(self._read_letters)
+        if self._is_at_work or self._attempt is None:
+            self._letters.append((incarnation, body))
+        else:
+            self._step(self._hear, incarnation, body)
 
     def cancel(self, reason: str) -> None:
         """Implements generation.Running."""
@@ -152,21 +153,23 @@ class Run:
             self._close(error.code if isinstance(error, errors.PdclusterError) else "internal", str(error))
             self._sink.on_error(error)
 
-    def _step(self, action: Callable[[], None]) -> None:
+    def _step(self, action: Callable[..., None], *words: object) -> None:
         """One thing that happened, and whatever nodes said meanwhile. Of an attempt that fails in it becomes another one, or the answer."""
         self._is_at_work = True
         try:
             while not self._is_over:
                 try:
-                    action()
+                    action(*words)
                     if self._letters:
                         self._read_letters()
                     break
                 except RetryAttempt as failure:
-                    action = self._after(failure)
+                    action, words = self._after(failure), ()
             attempt = self._attempt
-            if not self._is_over and attempt is not None:
-                self._watch(attempt)
+            if attempt is not None and not self._is_over:
+                due = attempt.due if self._report_by is None else self._report_by
+                if self._alarm is None or due < self._due:
+                    self._watch(due)
         except Exception as error:  # the top of what happens to a request: its sink hears of it
             if self._is_over:
                 logger.exception("request %s: something failed after its end", self._job.request)
@@ -176,30 +179,31 @@ class Run:
 
     def _read_letters(self) -> None:
         while self._letters and self._attempt is not None and not self._is_over:
-            attempt = self._attempt
-            incarnation, body = self._letters.popleft()
-            for chunk in attempt.handle(incarnation, body):
-                if self._first_token_at is None and attempt.first_token_at is not None:
-                    self._first_token_at = attempt.first_token_at
-                    self._record.first_token(attempt.first_token_at)
-                self._entry.num_output = chunk.position + len(chunk.token_ids)
-                self._sink.on_chunk(chunk)
-                if self._is_over:
-                    return
-                if self._generation.leads:
-                    self._shared.leaders.settle(self._job.request, attempt.decodes_on)
-            if attempt.finished is not None and attempt.is_done:
-                self._done_or_wait(attempt)
+            self._hear(*self._letters.popleft())
+
+    def _hear(self, incarnation: str, body: Body) -> None:
+        attempt = self._attempt
+        assert attempt is not None  # what comes before is kept
+        for chunk in attempt.handle(incarnation, body):
+            if self._first_token_at is None and attempt.first_token_at is not None:
+                self._first_token_at = attempt.first_token_at
+                self._record.first_token(attempt.first_token_at)
+            self._entry.num_output = chunk.position + len(chunk.token_ids)
+            self._sink.on_chunk(chunk)
+            if self._is_over:
+                return
+            if self._generation.leads:
+                self._shared.leaders.settle(self._job.request, attempt.decodes_on)
+        if attempt.finished is not None and attempt.is_done:
+            self._done_or_wait(attempt)
 
     # ------------------------------------------------------------ clocks
 
-    def _watch(self, attempt: Attempt) -> None:
+    def _watch(self, due: float) -> None:
         """Have an alarm that is not later than what comes next. Without an attempt there is none: the gate has its own clocks, a pause is one."""
-        due = attempt.due if self._report_by is None else self._report_by
-        if self._alarm is None or due < self._due:
-            self._drop_alarm()
-            self._due = due
-            self._alarm = self._shared.alarms.set(max(due - self._shared.clock(), 0.0), self._ring)
+        self._drop_alarm()
+        self._due = due
+        self._alarm = self._shared.alarms.set(max(due - self._shared.clock(), 0.0), self._ring)
 
     def _ring(self) -> None:
         self._alarm = None
@@ -318,18 +322,18 @@ class Run:
         assert finished is not None
         self._shared.chooser.note_end(len(self._job.prompt), finished.num_output)
         prefill = attempt.prefill_timings if route.mode == "remote" else finished.timings
-        timeline = Timeline(
-            queue_s=prefill.queue_s,
-            prefill_s=prefill.prefill_s,
-            transfer_s=prefill.transfer_s,
-            exposed_s=prefill.exposed_s,
-            ttft_s=self._first_token_at - started if self._first_token_at is not None else None,
-            ttst_s=self._second_token_at - started if self._second_token_at is not None else None,
-            decode_s=finished.timings.decode_s,
-            decode_tokens=finished.timings.decode_tokens,
-            transfer_bytes=prefill.transfer_bytes,
-            pulled_tokens=prefill.pulled_tokens,
-            placed_s=self._placed_at - started,
+        timeline = Timeline(  # by position, which costs half
+            prefill.queue_s,
+            prefill.prefill_s,
+            prefill.transfer_s,
+            prefill.exposed_s,
+            self._first_token_at - started if self._first_token_at is not None else None,
+            self._second_token_at - started if self._second_token_at is not None else None,
+            finished.timings.decode_s,
+            finished.timings.decode_tokens,
+            prefill.transfer_bytes,
+            prefill.pulled_tokens,
+            self._placed_at - started,
         )
         return Done(finished.reason, finished.stop_token, self._job.cached_tokens or 0, self._budget.attempts, route, timeline)
 

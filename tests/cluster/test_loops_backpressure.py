@@ -13,7 +13,7 @@ from test_loops import PAIR, prompt_of
 from pdcluster import errors
 from pdcluster.messages import Refused, Reserve, Reserved
 from pdcluster_router import headroom
-from pdcluster_router.attempt import StageDeadlines
+from pdcluster_router.stages import StageDeadlines
 
 PATIENT = StageDeadlines(handshake_s=0.5, transfer_s=1.0, hold_s=0.01, queue_s=30.0, liveness_s=30.0)
 

@@ -21,11 +21,11 @@ from meddling_proxy import MeddlingProxy
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
 from pdcluster.messages import Role
 from pdcluster.transfer.base import Peer
-from pdcluster_router.attempt import StageDeadlines
 from pdcluster_router.chooser import Chooser, PolicyHolder
 from pdcluster_router.cluster import Cluster
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
 from pdcluster_router.policy.registry import DEFAULT, make_policy
+from pdcluster_router.stages import StageDeadlines
 
 HERE = Path(__file__).parent
 PATH = [str(HERE), str(HERE.parent / "harness"), str(HERE.parents[1]), str(HERE.parents[1] / "router")]

@@ -28,7 +28,6 @@ from pdcluster.transfer.fake import FakeBackend, FakeNetwork
 from pdcluster.transfer.geometry import PageShape
 from pdcluster.transfer.session import Settings
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.attempt import StageDeadlines
 from pdcluster_router.chooser import Chooser, PolicyHolder
 from pdcluster_router.cluster import Cluster
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
@@ -36,6 +35,7 @@ from pdcluster_router.generation import Done, Generation
 from pdcluster_router.job import HashChain
 from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import DEFAULT, make_policy
+from pdcluster_router.stages import StageDeadlines
 
 BLOCK = 4
 WIRE = WireSettings(heartbeat_s=0.05, lease_s=0.5, rewelcome_s=0.1)

@@ -23,7 +23,7 @@ from pdcluster.transfer.base import Handle, Peer, Runs, Stamp
 from pdcluster.transfer.fake import FakeBackend, FakeNetwork, Fault
 from pdcluster.transfer.session import Settings
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.attempt import StageDeadlines
+from pdcluster_router.stages import StageDeadlines
 
 STEP_S = 0.001
 SHORTEST_WAIT_S = 0.0002

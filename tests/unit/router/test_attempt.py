@@ -12,10 +12,10 @@ from test_dispatch import EXPECTED, NoModels, collect, make_dispatch, make_gener
 
 from pdcluster import errors
 from pdcluster import messages as m
-from pdcluster_router.attempt import StageDeadlines
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
 from pdcluster_router.generation import Chunk, Generation, ModelInfo
 from pdcluster_router.legs import Lost
+from pdcluster_router.stages import StageDeadlines
 
 
 def with_stages(cluster: FakeCluster, **stages: float) -> Dispatch:

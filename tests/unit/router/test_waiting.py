@@ -16,12 +16,12 @@ from pdcluster import messages as m
 from pdcluster.kv.hashing import chain_root
 from pdcluster.metrics import HoldMetrics
 from pdcluster_router.admission import Slo
-from pdcluster_router.attempt import StageDeadlines
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
 from pdcluster_router.gate import Gate, Released
 from pdcluster_router.generation import Chunk, Done, Generation, Standing
 from pdcluster_router.hold import HoldLimits
 from pdcluster_router.job import HashChain
+from pdcluster_router.stages import StageDeadlines
 
 BUSY = m.Load(100, 0, 100_000, 0, 100, 100, 0, 0, 0, 8, 0)
 IDLE = m.Load(0, 0, 0, 0, 100, 100, 0, 0, 0, 8, 0)
