@@ -128,25 +128,25 @@ class Chooser:
         expected = self._expected(hashes) if self._expected is not None else None
         cached = _with(held, expected, block_tokens) if expected else held
         num_emitted = len(job.emitted)
-        num_tokens = len(job.prompt) + num_emitted
-        return Query(
-            num_tokens=num_tokens,
-            hashes=hashes,
-            cached=cached,
-            held=None if cached is held else held,
-            excluded=frozenset(job.excluded) if job.excluded else NO_NODES,
-            busy=frozenset(node for node, until in job.busy.items() if until > now) if job.busy else NO_NODES,
-            expected_output=max(min(job.sampling.max_tokens - num_emitted, round(self._usual_output)), 1),
-            session=job.session,
-            force=job.force or self._force,
-            fallback=self._fallback,
-            itl_s=self._itl_s,
-            counter=self._counter,
-            previous=self._previous,
-            usual_tokens=self._usual_prompt,
-            num_held=self.num_held(),
-            busy_serving=self._sent[False].per_second(now),
-            busy_decoding=self._sent[True].per_second(now),
+        output, usual = job.sampling.max_tokens - num_emitted, round(self._usual_output)
+        return Query(  # by position, which costs half
+            len(job.prompt) + num_emitted,
+            hashes,
+            cached,
+            frozenset(job.excluded) if job.excluded else NO_NODES,
+            frozenset(node for node, until in job.busy.items() if until > now) if job.busy else NO_NODES,
+            max(output if output < usual else usual, 1),
+            job.session,
+            job.force or self._force,
+            self._fallback,
+            None if cached is held else held,
+            self._counter,
+            self._previous,
+            self._itl_s,
+            self.num_held(),
+            self._usual_prompt,
+            self._sent[False].per_second(now),
+            self._sent[True].per_second(now),
         )
 
 

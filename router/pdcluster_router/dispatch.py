@@ -57,7 +57,7 @@ class Dispatch:
         self.explainer = explainer or Explainer(settings.headroom, ExplainMetrics(CollectorRegistry()), time.time)
         gate = Gate(settings.hold, settings.headroom, settings.slo)
         self.waiting = Waiting(gate, metrics or HoldMetrics(CollectorRegistry()), clock, settings.stages.hold_s)
-        chooser.num_held = lambda: self.waiting.num_held
+        chooser.num_held = gate.queue.__len__
         self._shared = Shared(cluster, models, chooser, settings, self.waiting, self.explainer, clock)
 
     @property

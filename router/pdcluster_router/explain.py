@@ -217,7 +217,8 @@ class Record:
         self._considered = None
         query = decision.query
         decided = self._explainer.record(decision, now - self._started, now - asked)
-        self._explainer.count(decided.record.shadow)
+        if decided.record.shadow is not None:
+            self._explainer.count(decided.record.shadow)
         decisions = self.noted.decisions
         if len(decisions) >= MAX_DECISIONS:
             del decisions[MAX_DECISIONS // 2]
@@ -231,7 +232,7 @@ class Record:
         for incarnation, cached in query.cached.items():
             if cached > reachable and incarnation in there:
                 reachable = cached
-        self._reachable = min(reachable, query.num_tokens)
+        self._reachable = reachable if reachable < query.num_tokens else query.num_tokens
 
     def first_token(self, moment: float) -> None:
         if self._first_at is None:
@@ -340,46 +341,45 @@ class Explainer:
         return self._seen.note(query.hashes) * (query.num_tokens // blocks if blocks else 0)
 
     def record(self, decision: Decision, at_s: float, held_s: float) -> Decided:
-        choice, query, candidates = decision.choice, decision.query, decision.choice.candidates
-        shadow = None if decision.shadow is None else _shadow(choice, decision.shadow)
-        estimates = {choice.first.endpoint.incarnation: self._headroom.ttft_s(choice.first, query)}
+        choice, query = decision.choice, decision.query
+        first, predicted, candidates = choice.first, choice.predicted, choice.record()
+        estimate_s = self._headroom.ttft_s(first, query)
         decided = DecisionRecord(
             at_s,
             held_s,
             choice.policy,
             choice.mode,
-            choice.prefill.name if choice.prefill is not None else None,
-            choice.decode.name,
+            choice.prefill.endpoint.node if choice.prefill is not None else None,
+            choice.decode.endpoint.node,
             query.num_tokens,
-            choice.predicted.ttft_s,
-            choice.predicted.tpot_s,
-            estimates[choice.first.endpoint.incarnation],
+            predicted.ttft_s,
+            predicted.tpot_s,
+            estimate_s,
             len(candidates),
             [],
-            shadow,
-            choice.pull.name if choice.pull is not None else None,
+            None if decision.shadow is None else _shadow(choice, decision.shadow),
+            choice.pull.endpoint.node if choice.pull is not None else None,
             choice.pull_tokens,
         )
         kept = candidates if len(decision.view.nodes) <= MAX_CANDIDATES else _worth_keeping(candidates)
-        names: dict[str, tuple[str, ...]] = {candidate.leg: candidate.names for candidate in kept if candidate.names}
-        return Decided(decided, self._weighed(kept, query, estimates), names)
+        return self._noted(decided, kept, query, {first.endpoint.incarnation: estimate_s})
 
-    def count(self, shadow: ShadowRecord | None) -> None:
-        if shadow is not None:
-            self._metrics.shadow_decisions.labels(shadow.policy, "same" if shadow.agrees else "other").inc()
+    def count(self, shadow: ShadowRecord) -> None:
+        self._metrics.shadow_decisions.labels(shadow.policy, "same" if shadow.agrees else "other").inc()
 
-    def _weighed(self, candidates: Sequence[Candidate], query: Query, estimates: dict[str, float]) -> tuple[Weighed, ...]:
+    def _noted(self, record: DecisionRecord, candidates: Sequence[Candidate], query: Query, estimates: dict[str, float]) -> Decided:
         """A node has one estimate, whatever the leg, and none for decoding alone. estimates: those that were made already, by incarnation."""
-        found = []
+        found, names = [], {}
         for candidate in candidates:
-            node, leg, rejected_by = candidate.node, candidate.leg, candidate.rejected_by
-            name, incarnation, ttft_s = node.endpoint.node, node.endpoint.incarnation, None
+            endpoint, leg, rejected_by, ttft_s = candidate.node.endpoint, candidate.leg, candidate.rejected_by, None
+            if candidate.names:
+                names[leg] = candidate.names
             if leg != "decode" and not rejected_by:
-                ttft_s = estimates.get(incarnation)
+                ttft_s = estimates.get(endpoint.incarnation)
                 if ttft_s is None:
-                    ttft_s = estimates[incarnation] = self._headroom.ttft_s(node, query)
-            found.append(Weighed(name, leg, candidate.cached_tokens, candidate.cost, candidate.values, ttft_s, rejected_by))
-        return tuple(found)
+                    ttft_s = estimates[endpoint.incarnation] = self._headroom.ttft_s(candidate.node, query)
+            found.append(Weighed(endpoint.node, leg, candidate.cached_tokens, candidate.cost, candidate.values, ttft_s, rejected_by))
+        return Decided(record, tuple(found), names)
 
     def _keep(self, request: str, encoded: bytes) -> None:
         self._num_bytes -= len(self._ended.pop(request, b""))

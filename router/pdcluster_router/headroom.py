@@ -47,8 +47,8 @@ class Headroom:
         """Prompt work that waits on the node."""
         if node.cost is None:
             return self.cold_token_s * node.prefill_tokens
-        work = node.work
-        return node.cost.prefill.work_s(work.prefill_tokens, work.prefill_pairs) if work.prefill_tokens else 0.0
+        tokens = node.prefill_tokens
+        return node.cost.prefill.work_s(tokens, node.prefill_pairs) if tokens else 0.0
 
     @staticmethod
     def takes_row(node: NodeView) -> bool:

@@ -52,13 +52,12 @@ class Ledger:
         self.reader_of = self._readers.get
         """Who reads what nodes answer to a request; None for one that ended."""
         self.pending = PendingWork()
-        self._changed: set[str] = set()
+        self._changed = self.pending.changed
 
     def take_changed(self) -> set[str]:
         """Nodes of which in-flight count or pending work may be another since the last call."""
-        changed = self._changed | self.pending.changed
+        changed = self._changed.copy()
         self._changed.clear()
-        self.pending.changed.clear()
         return changed
 
     def open(self, request: str, read: Read) -> None:

@@ -31,7 +31,7 @@ class SentWork:
 
     def per_second(self, now: float) -> float:
         """Nodes that this keeps busy."""
-        return self._left_s(now) / self._lately_s
+        return self._left_s(now) / self._lately_s if self._work_s else 0.0
 
     def _left_s(self, now: float) -> float:
         return self._work_s * exp(-max(now - self._moment, 0.0) / self._lately_s)

@@ -14,7 +14,7 @@ import msgspec
 from pdcluster.cost import NodeCost
 from pdcluster.messages import Endpoint, Load, Role
 from pdcluster_router.once import once
-from pdcluster_router.pace import Pace, Work, completed, pace, typical_cost
+from pdcluster_router.pace import Pace, Work, completed, is_known, pace, typical_cost
 from pdcluster_router.stations import Pool, Station, Stations, Totals, stations_of
 
 
@@ -118,11 +118,11 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
     @property
     def prefill_tokens(self) -> int:
         """Prompt tokens that wait for being computed."""
-        return self.work.prefill_tokens
+        return self.pending.prefill_tokens + (self.load.waiting_tokens if self.load is not None else 0)
 
     @property
     def prefill_pairs(self) -> int:
-        return self.work.prefill_pairs
+        return self.pending.prefill_pairs + (self.load.waiting_pairs if self.load is not None else 0)
 
     @property
     def rows(self) -> int:
@@ -138,54 +138,69 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
     @once
     def num_prompts(self) -> int:
         """Requests that wait for their prompt to be computed, or whose prompt is being computed."""
-        return self.pending.prompts + (self.load.waiting if self.load is not None else 0) + (self.work.prefill_tokens > 0)
+        return self.pending.prompts + (self.load.waiting if self.load is not None else 0) + (self.prefill_tokens > 0)
 
     @once
     def own_station(self) -> Station[float] | None:
         """None while the node's own cost model is not known."""
-        return self.station(self.pace) if self.pace is not None else None
+        cost = self.cost
+        return self.station(cost) if cost is not None and is_known(cost) else None
 
-    def station(self, pace: Pace) -> Station[float]:
-        """The node in numbers, at this pace."""
-        missing_rows, tight, spare_pages = self._room()
-        prefill, decode = pace.prefill, pace.decode
+    def station(self, cost: NodeCost) -> Station[float]:
+        """The node in numbers, when steps cost that: its `pace` and its room, written out, since it is done for every leg of every request."""
+        load, pending, prefill, decode = self.load, self.pending, cost.prefill, cost.decode
+        in_flight, prompts, requests = self.in_flight, pending.prompts, pending.requests
+        tokens, pairs, rows, context_tokens = pending.prefill_tokens, pending.prefill_pairs, pending.rows, pending.context_tokens
+        itl_s = missing_rows = tight = spare_pages = 0.0
+        if load is not None:
+            left, total = load.pages_free + load.pages_cached, load.pages_total
+            missing = load.slots_used + rows - load.slots + 1
+            if missing > 0 and load.slots:
+                missing_rows = missing / load.slots
+            if left < total // 4:
+                tight = 1.0 / max(total - left, 1)
+            spare_pages = left - context_tokens / self.block_tokens
+            tokens, pairs, itl_s = tokens + load.waiting_tokens, pairs + load.waiting_pairs, load.itl_s
+            rows, context_tokens = rows + load.rows, context_tokens + load.context_tokens
+            prompts, requests = prompts + load.waiting, requests + load.waiting + load.running
+        chunk, fixed_s, token_s, pair_s = prefill.chunk_tokens, prefill.fixed_s, prefill.token_s, prefill.pair_s
+        depth = pairs / tokens if tokens > 0 else context_tokens / rows / 2 if rows > 0 else 0.0
+        if depth < chunk / 2:
+            depth = chunk / 2
+        added_s = decode.row_s * rows + decode.context_s * context_tokens
+        backlog_s = step_s = 0.0
+        if chunk > 0:
+            step_s = fixed_s + token_s * chunk + pair_s * (chunk * depth)
+        if tokens > 0:
+            backlog_s = fixed_s * (tokens / chunk if tokens > chunk > 0 else 1.0) + token_s * tokens + pair_s * pairs
+        stretch = 1.0 + added_s / step_s if step_s > 0 else 1.0
+        tpot_s = decode.fixed_s + added_s
         return Station(
-            float(self.role != "decode"),
-            float(self.num_prompts),
-            float(self.num_requests),
-            pace.wait_s,
-            pace.backlog_s,
-            pace.stretch,
-            prefill.fixed_s,
-            prefill.token_s,
-            prefill.pair_s,
-            prefill.chunk_tokens or inf,
+            0.0 if self.role == "decode" else 1.0,
+            float(prompts + (tokens > 0)),
+            float(in_flight if in_flight > requests else requests),
+            backlog_s * stretch,
+            backlog_s,
+            stretch,
+            fixed_s,
+            token_s,
+            pair_s,
+            chunk or inf,
             decode.fixed_s,
             decode.row_s,
             decode.context_s,
-            pace.rows,
-            pace.context_tokens,
-            decode.added_s(pace.rows, pace.context_tokens),
-            pace.tpot_s,
-            pace.itl_s,
-            pace.prompt_step_s,
+            rows,
+            context_tokens,
+            added_s,
+            tpot_s,
+            itl_s if rows and itl_s > tpot_s else tpot_s,
+            (step_s if step_s > decode.fixed_s else decode.fixed_s) + added_s,
             missing_rows,
             tight,
             spare_pages,
             self.block_tokens,
             self.kv_bytes_per_token,
         )
-
-    def _room(self) -> tuple[float, float, float]:
-        """missing_rows, tight and spare_pages of a station."""
-        load, pending = self.load, self.pending
-        if load is None:
-            return 0.0, 0.0, 0.0
-        missing = load.slots_used + pending.rows - load.slots + 1
-        left = load.pages_free + load.pages_cached
-        is_tight = load.pages_total > 0 and left < load.pages_total // 4
-        tight = 1.0 / max(load.pages_total - left, 1) if is_tight else 0.0
-        return missing / load.slots if missing > 0 and load.slots else 0.0, tight, left - pending.context_tokens / self.block_tokens
 
 
 class Roster:
@@ -270,11 +285,12 @@ class ClusterView:
         return self._station(node) if row is None else self.stations.one(row)
 
     def _station(self, node: NodeView) -> Station[float]:
-        if node.own_station is not None:
-            return node.own_station
-        pace = self.pace_of(node)
-        assert pace is not None
-        return node.station(pace)
+        own = node.own_station
+        if own is not None:
+            return own
+        cost = completed(node.cost, self.typical_cost)
+        assert cost is not None  # it is asked for where a typical one is known
+        return node.station(cost)
 
     @once
     def accepting(self) -> tuple[NodeView, ...]:

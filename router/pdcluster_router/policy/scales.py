@@ -7,6 +7,7 @@ looked at again only when somebody reads the record.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -38,10 +39,6 @@ class Weights(Protocol):
     def values(self, row: int) -> Values: ...
 
 
-Entry = tuple[NodeView, float, Values]
-"""Node, tokens that it has cached, terms."""
-
-
 class Ranked(msgspec.Struct, frozen=True):
     """A leg's nodes. Ties go to the node with fewer requests, then by name. nodes, cached: by row."""
 
@@ -64,16 +61,16 @@ class Ranked(msgspec.Struct, frozen=True):
     def record(self, rejected_by: str = "", skipped: Collection[int] = ()) -> Record:
         """Its best nodes, for whoever reads them; what is heavy is reduced to that now."""
         if self.weights.is_light:
-            return lambda: _candidates(self.leg, self.names, self._entries(skipped), rejected_by)
-        leg, names, entries = self.leg, self.names, self._entries(skipped)
-        return lambda: _candidates(leg, names, entries, rejected_by)
+            return partial(self._candidates, rejected_by, skipped)
+        return partial(tuple, self._candidates(rejected_by, skipped))
 
-    def _entries(self, skipped: Collection[int]) -> tuple[Entry, ...]:
-        return tuple((self.nodes[row], float(self.cached[row]), self.values(row)) for row in self.order() if row not in skipped)
-
-
-def _candidates(leg: LegName, names: tuple[str, ...], entries: tuple[Entry, ...], rejected_by: str) -> tuple[Candidate, ...]:
-    return tuple(Candidate(node, leg, int(cached), names, values, sum(values), rejected_by) for node, cached, values in entries)
+    def _candidates(self, rejected_by: str, skipped: Collection[int]) -> tuple[Candidate, ...]:
+        weights, leg, names, nodes, cached, found = self.weights, self.leg, self.names, self.nodes, self.cached, []
+        for row in weights.order(self.pool):
+            if row not in skipped:
+                values = weights.values(row)
+                found.append(Candidate(nodes[row], leg, int(cached[row]), names, values, sum(values), rejected_by))
+        return tuple(found)
 
 
 class Scales(Protocol):
@@ -166,6 +163,8 @@ class FewWeights:
         return tied[0] if len(tied) == 1 else min(tied, key=lambda row: self._stations[row].num_requests)
 
     def order(self, pool: Pool) -> list[int]:
+        if len(pool.rows) == 1:
+            return [pool.rows[0]]
         costs, stations = self._costs, self._stations
         ranked = sorted([(costs[row], stations[row].num_requests, row) for row in pool.rows])
         return [row for _, _, row in ranked[:MOST_CANDIDATES]]

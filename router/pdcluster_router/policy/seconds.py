@@ -210,7 +210,11 @@ class Compared(msgspec.Struct, frozen=True):
     rejected: tuple[Candidate, ...]
 
     def __call__(self) -> tuple[Candidate, ...]:
-        return *(candidate for leg in self.legs for candidate in leg()), *self.rejected
+        found: list[Candidate] = []
+        for leg in self.legs:
+            found += leg()
+        found += self.rejected
+        return tuple(found)
 
 
 def _pull(row: int, view: ClusterView, weighed: Weighed) -> NodeView | None:

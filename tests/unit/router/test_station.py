@@ -1,0 +1,62 @@
+"""A node in numbers: written out for speed, and the same as what `pace` says of the same work."""
+
+from __future__ import annotations
+
+from math import inf
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_cases import make_load
+
+from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster.messages import Endpoint, Load, Role
+from pdcluster_router.pace import pace
+from pdcluster_router.view import NodeView, Pending
+
+COUNTS = st.integers(0, 5000)
+ROLES: st.SearchStrategy[Role] = st.sampled_from(["prefill", "decode", "mixed"])
+
+costs = st.builds(
+    NodeCost,
+    st.builds(PrefillCost, st.floats(0, 0.01), st.floats(0, 1e-3), st.floats(0, 1e-8), st.sampled_from([0, 16, 512]), st.just(100)),
+    st.builds(DecodeCost, st.floats(0, 0.01), st.floats(0, 1e-3), st.floats(0, 1e-8), st.just(100)),
+)
+pendings = st.builds(Pending, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS)
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> Load | None:
+    if draw(st.integers(0, 9)) == 0:
+        return None
+    counts = {name: draw(COUNTS) for name in ("waiting", "waiting_tokens", "waiting_pairs", "rows", "context_tokens", "slots_used", "running")}
+    pages = draw(st.integers(0, 1000))
+    free = draw(st.integers(0, pages))
+    load = make_load(**counts, pages_total=pages, pages_free=free, pages_cached=draw(st.integers(0, pages - free)))
+    return msgspec.structs.replace(load, itl_s=draw(st.floats(0, 1)))
+
+
+@given(load=loads(), pending=pendings, cost=costs, role=ROLES, in_flight=COUNTS)
+def test_a_station_says_of_a_nodes_work_what_its_pace_says(load: Load | None, pending: Pending, cost: NodeCost, role: Role, in_flight: int) -> None:
+    node = NodeView(Endpoint("n", "boot", "n:1"), role, in_flight, load, 32, 4096, pending=pending, cost=cost, kv_bytes_per_token=7)
+    station, said = node.station(cost), pace(cost, node.work)
+    assert (station.wait_s, station.backlog_s, station.stretch) == (said.wait_s, said.backlog_s, said.stretch)
+    assert (station.tpot_s, station.itl_s, station.prompt_step_s) == (said.tpot_s, said.itl_s, said.prompt_step_s)
+    assert (station.rows, station.context_tokens) == (said.rows, said.context_tokens)
+    assert station.added_s == cost.decode.added_s(said.rows, said.context_tokens)
+    assert (station.num_prompts, station.num_requests) == (node.num_prompts, node.num_requests)
+    assert (node.prefill_tokens, node.prefill_pairs) == (node.work.prefill_tokens, node.work.prefill_pairs)
+    assert station.chunk_tokens == (cost.prefill.chunk_tokens or inf) and station.is_server == (role != "decode")
+
+
+@given(load=loads(), pending=pendings, cost=costs)
+def test_a_stations_room_is_what_the_report_and_the_work_on_its_way_leave(load: Load | None, pending: Pending, cost: NodeCost) -> None:
+    station = NodeView(Endpoint("n", "boot", "n:1"), "mixed", 0, load, 32, 4096, pending=pending).station(cost)
+    if load is None:
+        assert (station.missing_rows, station.tight, station.spare_pages) == (0.0, 0.0, 0.0)
+        return
+    left = load.pages_free + load.pages_cached
+    missing = load.slots_used + pending.rows - load.slots + 1
+    assert station.missing_rows == (max(missing, 0) / load.slots if load.slots else 0.0)
+    assert (station.tight > 0) == (load.pages_total > 0 and left < load.pages_total // 4)
+    assert station.spare_pages == left - pending.context_tokens / 32
