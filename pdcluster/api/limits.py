@@ -14,7 +14,7 @@ from pdcluster.errors import BadRequest
 from pdcluster.grammar import Grammar
 from pdcluster.sampling import Sampling, Shaping
 
-FEW = 256
+FEW = 40
 """Ids that are looked at sooner than numpy is called."""
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -37,8 +37,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> ar
 
 def _are_within(token_ids: Sequence[int], vocab_size: int) -> bool:
     if isinstance(token_ids, array) and len(token_ids) > FEW:
-        packed = np.frombuffer(token_ids, np.int32)
-        return bool(packed.min() >= 0 and packed.max() < vocab_size)
+        return bool(np.frombuffer(token_ids, np.uint32).max() < vocab_size)  # without a sign, what is below 0 is above all others
     return min(token_ids) >= 0 and max(token_ids) < vocab_size
 
 

@@ -390,7 +390,7 @@ class Cluster:
 
     def cards(self) -> Iterator[NodeCard]:
         """Cards of the nodes that can be reached, in the order they came. Not while nodes may come or go: who waits makes a list first."""
-        return (state.card for state in self._nodes.values() if state.is_up)
+        return (state.card for state in self._nodes.values() if state.link is not None and state.link.state is LinkState.UP)
 
     def send(self, to: Endpoint, message: AnyMessage) -> None:
         state = self._nodes.get(to.incarnation)

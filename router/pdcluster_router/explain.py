@@ -369,7 +369,8 @@ class Explainer:
 
     def _noted(self, record: DecisionRecord, candidates: Sequence[Candidate], query: Query, estimates: dict[str, float]) -> Decided:
         """A node has one estimate, whatever the leg, and none for decoding alone. estimates: those that were made already, by incarnation."""
-        found, names = [], {}
+        found: list[Weighed] = []
+        names: dict[str, tuple[str, ...]] = {}
         for candidate in candidates:
             endpoint, leg, rejected_by, ttft_s = candidate.node.endpoint, candidate.leg, candidate.rejected_by, None
             if candidate.names:

@@ -146,8 +146,15 @@ class PrefixIndex:
         return found
 
     def _held(self, hashes: bytes) -> dict[str, int]:
+        words = memoryview(hashes).cast("Q")
+        last = len(words) // 2 - 1
+        first = self._set_of(words, 0)
+        if first == EMPTY:
+            return {}
+        if self._set_of(words, last) == first:  # as it mostly is
+            return dict.fromkeys(self._names_of(first), last + 1)
         found: dict[str, int] = {}
-        for set_id, num_blocks in self._levels(hashes):
+        for set_id, num_blocks in self._levels(words, first, last):
             # Later levels are subsets of earlier ones.
             found.update(dict.fromkeys(self._names_of(set_id), num_blocks))
         return found
@@ -167,13 +174,11 @@ class PrefixIndex:
                 high = middle - 1
         return low
 
-    def _levels(self, hashes: bytes) -> list[tuple[int, int]]:
-        """(set, number of leading blocks that it holds) wherever the set changes along the prompt."""
-        words = memoryview(hashes).cast("Q")
-        set_of, last = self._set_of, len(words) // 2 - 1
-        set_id, left = set_of(words, 0) if len(words) else EMPTY, 0
+    def _levels(self, words: memoryview[int], set_id: int, last: int) -> list[tuple[int, int]]:
+        """(set, number of leading blocks that it holds) wherever the set changes along the prompt. set_id: of its first block; last: block."""
+        set_of, left = self._set_of, 0
         levels: list[tuple[int, int]] = []
-        further = [(set_of(words, last), last)] if set_id != EMPTY else []
+        further = [(set_of(words, last), last)]
         while set_id != EMPTY:
             while further and further[-1][0] == set_id:
                 left = further.pop()[1]

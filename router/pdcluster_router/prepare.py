@@ -123,12 +123,12 @@ def is_long(request: openai.ChatRequest | openai.CompletionRequest | openai.Toke
     if _has_long_forms(request):
         return True
     prompt = None if isinstance(request, openai.ChatRequest) else request.prompt
-    if isinstance(prompt, str):
-        return len(prompt) > SHORT_CHARACTERS
     if isinstance(prompt, list):
         if prompt and not isinstance(prompt[0], str):
             return False  # one kind in a list, or it is refused
         return sum(len(part) for part in prompt if isinstance(part, str)) > SHORT_CHARACTERS
+    if isinstance(prompt, str):
+        return len(prompt) > SHORT_CHARACTERS
     if isinstance(request, openai.CompletionRequest) or request.messages is None:
         return False
     messages = request.messages
@@ -275,41 +275,45 @@ class _Builder:
 
     def prepared(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], reply_format: Format) -> Prepared:
         self.check_number(len(prompts))
-        choices = [
-            self._choice(prompt, msgspec.structs.replace(sampling, choice=number) if number else sampling, index * self._num + number)
-            for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
-            for number in range(self._num)
-        ]
+        if len(prompts) == self._num == 1:
+            choices = [self._choice(prompts[0], samplings[0], 0)]
+        else:
+            choices = [
+                self._choice(prompt, msgspec.structs.replace(sampling, choice=number) if number else sampling, index * self._num + number)
+                for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+                for number in range(self._num)
+            ]
         return Prepared(choices, len(prompts), reply_format, bool(self._request.stream), _wants_usage(self._request))
 
     def _choice(self, prompt: Prompt, sampling: Sampling, index: int) -> Choice:
         reports_prompt = prompt.echo is not None and sampling.logprobs is not None
         num_prompt_logprobs = self._request.prompt_logprobs if sampling.choice == 0 else None  # the prompt's other choices share them
-        asked = [count for count in (sampling.logprobs if reports_prompt else None, num_prompt_logprobs) if count is not None]
-        if asked:
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=max(asked))
-        generation = Generation(
-            request=f"{self._terms.request_id}-{index}",
-            model=self._model.info.id,
-            token_ids=prompt.token_ids,
-            sampling=sampling,
-            deadline_s=self._terms.left_s,
-            salt=self._terms.tenant.cache_salt(self._request.cache_salt),
-            standing=self._standing,
-            mode=self._request.pdcluster_mode or self._terms.mode,
-            session=self._request.prompt_cache_key if isinstance(self._request.prompt_cache_key, str) else "",
-            client_id=self._terms.client_id,
-            hang_up=self._terms.hang_up,
-            leads=self._num > 1 and sampling.choice == 0,
-            leader=f"{self._terms.request_id}-{index - sampling.choice}" if sampling.choice and not reports_prompt else None,
+        if reports_prompt or num_prompt_logprobs is not None:
+            echoed = sampling.logprobs if reports_prompt else None
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=max(echoed or 0, num_prompt_logprobs or 0))
+        request, terms, model, tenant = self._request, self._terms, self._model, self._terms.tenant
+        generation = Generation(  # by position, which costs half
+            f"{terms.request_id}-{index}",
+            model.info.id,
+            prompt.token_ids,
+            sampling,
+            terms.left_s,
+            tenant.cache_salt(request.cache_salt) if request.cache_salt else tenant.salt,
+            self._standing,
+            request.pdcluster_mode or terms.mode,
+            request.prompt_cache_key if isinstance(request.prompt_cache_key, str) else "",
+            terms.client_id,
+            terms.hang_up,
+            self._num > 1 and sampling.choice == 0,
+            f"{terms.request_id}-{index - sampling.choice}" if sampling.choice and not reports_prompt else None,
         )
-        skip = self._request.skip_special_tokens is not False
-        echo = self._echo(prompt, skip, sampling.logprobs)
+        skip = request.skip_special_tokens is not False
+        echo = None if prompt.echo is None else self._echo(prompt, skip, sampling.logprobs)
         speech = None if self._dialogue is None else self._dialogue.speech()
-        detokenizer = self._model.text.detokenizer(skip_special_tokens=skip, at_start=self._at_start, shows_marks=speech is not None)
-        text = ChoiceText(detokenizer, StopMatcher(openai.stops_of(self._request)), self._silent, len(prompt.echo or ""), speech)
-        wants_ids = bool(self._request.return_token_ids)
-        return Choice(generation, text, Clock(self._terms.arrived), self._model.info.vocab_size, echo, wants_ids, num_prompt_logprobs)
+        detokenizer = model.text.detokenizer(skip_special_tokens=skip, at_start=self._at_start, shows_marks=speech is not None)
+        text = ChoiceText(detokenizer, StopMatcher(openai.stops_of(request)), self._silent, len(prompt.echo or ""), speech)
+        wants_ids = bool(request.return_token_ids)
+        return Choice(generation, text, Clock(terms.arrived), model.info.vocab_size, echo, wants_ids, num_prompt_logprobs)
 
     def _echo(self, prompt: Prompt, skip: bool, num_logprobs: int | None) -> Echo | None:
         if prompt.echo is None:

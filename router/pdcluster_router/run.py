@@ -202,8 +202,12 @@ class Run:
     def _watch(self, due: float) -> None:
         """Have an alarm that is not later than what comes next. Without an attempt there is none: the gate has its own clocks, a pause is one."""
         self._drop_alarm()
+        shared = self._shared
+        seconds = max(due - shared.clock(), 0.0)
+        if self._report_by is None and seconds > shared.settings.stages.liveness_s:
+            seconds, due = shared.settings.stages.liveness_s, due - seconds + shared.settings.stages.liveness_s  # its first row moves it no more
         self._due = due
-        self._alarm = self._shared.alarms.set(max(due - self._shared.clock(), 0.0), self._ring)
+        self._alarm = shared.alarms.set(seconds, self._ring)
 
     def _ring(self) -> None:
         self._alarm = None

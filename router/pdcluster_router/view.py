@@ -263,6 +263,8 @@ class ClusterView:
         view.nodes, view.typical, view._is_told = tuple(nodes), typical, is_told
         if is_same:
             view.__dict__["roster"] = roster
+        if typical is not None:
+            view.__dict__["typical_cost"] = typical
         view._stations = None
         if self._stations is not None and typical is not None and typical is self.typical:
             view._stations = self._stations.replaced({row: view._station(nodes[row]) for row in rows})
