@@ -7,10 +7,14 @@ For calls of libraries that let go of the interpreter's lock and whose time depe
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 log = logging.getLogger(__name__)
@@ -21,11 +25,11 @@ LOWEST = 19
 """Priority of a thread that may take any time."""
 
 
+@dataclass(frozen=True, slots=True)
 class Late:
-    """What a job answers that was left behind."""
+    """What a job answers that was left behind. is_starved: it had less than half of its time on a CPU, so that it may be the machine that is slow."""
 
-
-LATE = Late()
+    is_starved: bool = False
 
 
 class TurnedAway:
@@ -71,7 +75,7 @@ class Aside(Generic[Answer]):
             helper = self._helper = self._helper or _Helper[Answer](self._name)
             answers += helper.run(jobs[len(answers) :], self._limit_s)
             if len(answers) < len(jobs):
-                answers.append(LATE)
+                answers.append(Late(is_starved=helper.used_s < self._limit_s / 2))
                 self._leave(helper)
         return answers
 
@@ -90,22 +94,33 @@ class Aside(Generic[Answer]):
 
 
 class _Helper(Generic[Answer]):
+    """A job is begun only while nobody has left: what it changes may be another helper's to change from then on."""
+
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Sequence[Callable[[], Answer]]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._leaving = threading.Lock()
         self._is_left = False
+        self._began_s = 0.0
+        self.used_s = 0.0
+        """On a CPU, of the job that was late."""
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.thread.start()
 
     def run(self, jobs: Sequence[Callable[[], Answer]], limit_s: float) -> list[Answer]:
-        """Fewer answers than jobs when one is late."""
+        """Fewer answers than jobs when one is late; then the others are not begun."""
         self._jobs.put(jobs)
         answers: list[Answer] = []
         for _ in jobs:
             try:
                 answers.append(self._answers.get(timeout=limit_s))
             except queue.Empty:
-                break
+                with self._leaving:
+                    self._is_left = self._answers.empty()
+                if self._is_left:
+                    self.used_s = _cpu_s(self.thread) - self._began_s
+                    break
+                answers.append(self._answers.get())  # it came at the last moment
         return answers
 
     def leave(self) -> None:
@@ -115,6 +130,18 @@ class _Helper(Generic[Answer]):
     def _work(self) -> None:
         while not self._is_left:
             for job in self._jobs.get():
-                if self._is_left:
-                    return
-                self._answers.put(job())
+                self._began_s = time.thread_time()
+                answer = job()
+                with self._leaving:
+                    if self._is_left:
+                        return
+                    self._answers.put(answer)
+
+
+def _cpu_s(thread: threading.Thread) -> float:
+    """What another thread used of a CPU since its start; endless where the system does not tell, or the thread has ended."""
+    try:
+        told = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()
+    except OSError:
+        return math.inf
+    return int(told.split()[0]) / 1e9

@@ -39,6 +39,10 @@ MASK_S = 1.0
 """Longest time for a row's mask, which all rows of the step wait for; most take less than a thousandth of it."""
 
 
+STARVED = RowError("this node gets too little time on its CPUs to say what the request's grammar allows next; retry later", retryable=True)
+"""Nothing is known against the grammar then."""
+
+
 class Constraint:
     """One output's place in its grammar."""
 
@@ -128,7 +132,7 @@ class Constraints:
 
     def _error(self, answer: Dead | Late | TurnedAway, row: Row, grammar: Grammar) -> RowError:
         if isinstance(answer, Late):
-            return self._too_slow(row, grammar)
+            return STARVED if answer.is_starved else self._too_slow(row, grammar)
         if isinstance(answer, TurnedAway):
             return RowError(f"{self._aside.num_left} other grammars take too long on this node; retry later", retryable=True)
         return RowError(answer.reason, retryable=answer.is_lost)

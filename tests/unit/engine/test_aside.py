@@ -1,8 +1,13 @@
 """Jobs beside the steps: their answers in order, and one that never ends holds up nobody."""
 
+import queue
 import threading
+import time
 
-from pdcluster.engine.aside import LATE, TURNED_AWAY, Aside
+from pdcluster.engine.aside import TURNED_AWAY, Aside, Late
+
+LATE = Late(is_starved=True)
+"""Of a job that waits, and computes nothing."""
 
 
 def test_answers_come_in_the_order_of_the_jobs():
@@ -60,3 +65,50 @@ def test_its_thread_ends_with_it():
     assert helper is not None
     helper.thread.join(60)
     assert not helper.thread.is_alive()
+
+
+def test_a_job_that_computes_is_told_from_one_that_gets_no_cpu():
+    aside, may_end = Aside[bool]("test", 0.2), threading.Event()
+
+    def computes() -> bool:
+        until = time.monotonic() + 60
+        while not may_end.is_set() and time.monotonic() < until:
+            sum(range(100))
+        return may_end.is_set()
+
+    try:
+        assert aside.run([computes, lambda: may_end.wait(60), lambda: True]) == [Late(is_starved=False), LATE, True]
+    finally:
+        may_end.set()
+        aside.close()
+
+
+class SlowToHear(queue.SimpleQueue):
+    """An answer that comes at the last moment: once whoever waits for it has given up, it is there, and the next job has begun."""
+
+    def __init__(self, has_begun: threading.Event) -> None:
+        self.has_begun = has_begun
+
+    def get(self, block: bool = True, timeout: float | None = None) -> object:
+        if timeout is not None and not self.has_begun.is_set():
+            self.has_begun.wait(60)
+            raise queue.Empty
+        return super().get(block, timeout)
+
+
+def test_no_job_is_done_twice_when_the_one_before_it_answers_at_the_last_moment():
+    aside, has_begun, done = Aside[str]("test", 30.0), threading.Event(), []
+
+    def second() -> str:
+        has_begun.set()
+        done.append("second")
+        return "second"
+
+    try:
+        aside.run([lambda: "to make the helper"])
+        assert aside._helper is not None
+        aside._helper._answers = SlowToHear(has_begun)
+        assert aside.run([lambda: "first", second]) == ["first", "second"]
+        assert done == ["second"] and aside.num_left == 0
+    finally:
+        aside.close()

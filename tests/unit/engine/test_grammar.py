@@ -1,6 +1,7 @@
 """Grammars on the engine: whatever a model prefers to say, what comes is of the asked shape; and the state follows from the output alone."""
 
 import json
+import math
 import re
 import threading
 import time
@@ -154,6 +155,13 @@ AMBIGUOUS = 'root ::= e\ne ::= e e | e e e | e e e e | [a-z]* | ""'
 """What may follow takes longer to find with every token."""
 
 
+@pytest.fixture
+def busy_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a late mask did, it counts as computing."""
+    monkeypatch.setattr("pdcluster.engine.aside._cpu_s", lambda thread: math.inf)
+
+
+@pytest.mark.usefixtures("busy_masks")
 def test_a_row_whose_mask_takes_too_long_ends_alone_and_its_grammar_is_refused(grammars, monkeypatch):
     slow, quick, may_end, mask = regex("[a-c]{9}"), regex("[ab]{30}"), threading.Event(), Constraint.mask
     for wanted in (slow, quick):
@@ -172,6 +180,21 @@ def test_a_row_whose_mask_takes_too_long_ends_alone_and_its_grammar_is_refused(g
         constraints.close()
 
 
+def test_a_mask_that_gets_no_cpu_says_nothing_against_its_grammar(grammars, monkeypatch):
+    wanted, may_end, mask = regex("[a-c]{9}"), threading.Event(), Constraint.mask
+    compile_now(grammars, wanted)
+    monkeypatch.setattr(Constraint, "mask", lambda self: (may_end.wait(60), mask(self))[1])
+    constraints = Constraints(grammars, EOS, mask_s=0.2)
+    try:
+        _, dead = constraints.of_step([row_of("a", np.empty(0, np.int32), Sampling(max_tokens=50, seed=1, grammar=wanted))])
+        assert dead[0].retryable and "too little time on its CPUs" in dead[0].reason
+        assert grammars.want(wanted)
+    finally:
+        may_end.set()
+        constraints.close()
+
+
+@pytest.mark.usefixtures("busy_masks")
 def test_rows_are_sent_elsewhere_while_too_many_masks_are_late(grammars, monkeypatch):
     wanted, may_end, mask = regex("[a-c]{9}"), threading.Event(), Constraint.mask
     compile_now(grammars, wanted)
