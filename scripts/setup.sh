@@ -9,6 +9,7 @@ VENV=.venv
 STAMP=$VENV/.setup-stamp
 LOG=$VENV/setup.log
 TORCH=$(sed -n 's/^torch==//p' constraints.txt)
+COMPILING_S=90
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -99,6 +100,30 @@ install_xgrammar() {
         || say "skipped: xgrammar has no package for this machine (see $LOG); structured output is refused, its tests fail"
 }
 
+start_compiling() {
+    # Beside the downloads that are left: half a minute that the first `make up` or `make demo` would wait for.
+    say "compiling the CPU kernels beside the next downloads"
+    $VENV/bin/python -m pdcluster.launch.warm >$VENV/warm.log 2>&1 9<&- &
+    COMPILING=$!
+    trap 'kill $COMPILING 2>/dev/null || :' EXIT
+}
+
+end_compiling() {
+    for _ in $(seq $((2 * COMPILING_S))); do
+        kill -0 $COMPILING 2>/dev/null || break
+        sleep 0.5
+    done
+    if kill -0 $COMPILING 2>/dev/null; then
+        kill $COMPILING
+        say "skipped: the CPU kernels did not compile within $COMPILING_S s; the first node compiles them when it starts"
+    elif wait $COMPILING; then
+        say "$(tail -n 1 $VENV/warm.log)"
+    else
+        say "skipped: the CPU kernels did not compile (see $VENV/warm.log); the first node tries again when it starts"
+    fi
+    trap - EXIT
+}
+
 main() {
     if command -v flock >/dev/null; then
         exec 9<scripts/setup.sh
@@ -113,9 +138,11 @@ main() {
     say "installing the other packages, pinned by constraints.txt"
     must_install hatchling editables
     must_install -e '.[node,dev]' --no-build-isolation
+    start_compiling
     install_xgrammar
     install_mooncake
     install_nixl
+    end_compiling
     fingerprint >$STAMP
     say "done"
 }

@@ -112,7 +112,7 @@ class Cluster:
     async def start(self) -> Serving:
         began = time.monotonic()
         self._check()
-        first = "" if cache_directory().exists() else "; the first start on a machine compiles kernels, which takes half a minute"
+        first = "" if cache_directory().exists() else "; no kernels are compiled yet, which takes half a minute"
         self._say(f"starting {' '.join(plan.name for plan in self._nodes)} router bootstrap{first}")
         bootstrap = await self.supervisor.start(self._bootstrap_spec())
         address = str(bootstrap["address"])

@@ -39,13 +39,13 @@ class NodeEngine:
 def start_engine(config: NodeConfig, model_dir: Path, me: Peer, region: int, on_lost: Callable[[str], None] | None = None) -> NodeEngine:
     """Load the model and warm up. region: the id of rank 0's pool; those of the others follow. on_lost: told when a rank is gone; the default ends
     this process."""
-    engine_config = _engine_config(config, model_dir)
+    own = engine_config(config, model_dir)
     if config.tp == 1:
-        engine = Engine(engine_config)
+        engine = Engine(own)
         if config.warmup:
             engine.warmup()
         return _describe(engine, engine, region, ranks=1)
-    ranked = RankedEngine(engine_config, _rank_settings(config, me, region), on_lost if on_lost is not None else end_process)
+    ranked = RankedEngine(own, _rank_settings(config, me, region), on_lost if on_lost is not None else end_process)
     if config.warmup:
         ranked.warmup()
     return replace(_describe(ranked, ranked.local, region, ranks=config.tp), links=ranked.links)
@@ -66,7 +66,7 @@ def _describe(driver: StepEngine, local: Engine, region: int, *, ranks: int) -> 
     return NodeEngine(driver, local, PageShape.of(local.full_layout, ranks), Region(region, pool.address, pool.nbytes, pool.fd), memory)
 
 
-def _engine_config(config: NodeConfig, model_dir: Path) -> EngineConfig:
+def engine_config(config: NodeConfig, model_dir: Path) -> EngineConfig:
     return EngineConfig(
         model_dir=model_dir,
         cache_dir=cache_directory(),

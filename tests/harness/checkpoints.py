@@ -11,8 +11,10 @@ import torch
 import transformers
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-KERNEL_CACHE = Path(__file__).parents[2] / ".cache" / "kernels"
-"""Compiled kernels are kept between test runs."""
+from pdcluster.config import cache_directory
+
+KERNEL_CACHE = cache_directory()
+"""Compiled kernels are kept between test runs, for these and for the nodes of clusters."""
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig}
 NAMES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM"}

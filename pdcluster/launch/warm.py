@@ -1,0 +1,27 @@
+"""Compiles what a first node on this machine would compile, into the place where nodes look for it: `python -m pdcluster.launch.warm`, which
+`make setup` runs beside its downloads. It starts nothing; the kernels of the batch-invariant mode are left to the first node that has it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from pdcluster.config import cache_directory
+from pdcluster.engine.native import load_kernels, load_pair_kernels
+from pdcluster.transfer.moving import native
+
+
+def warm(cache_dir: Path) -> str:
+    """What became of it, as a sentence."""
+    began = time.monotonic()
+    if load_kernels(cache_dir, "bfloat16") is None:
+        return "skipped: the CPU kernels do not compile here; nodes run on plain torch, which is slower"
+    has_pairs = load_pair_kernels() is not None
+    native()
+    load_kernels(cache_dir, "float32")
+    missing = "" if has_pairs else ", but for those of bfloat16 pairs, which do not compile here"
+    return f"CPU kernels are compiled in {cache_dir}{missing} ({time.monotonic() - began:.0f} s)"
+
+
+if __name__ == "__main__":
+    print(warm(cache_directory()))

@@ -1,0 +1,22 @@
+"""What `make setup` compiles is what nodes look for, where they look."""
+
+import sys
+
+from checkpoints import KERNEL_CACHE
+
+from pdcluster.config import NodeConfig, cache_directory
+from pdcluster.engine.kernel_cache import place_of
+from pdcluster.launch.warm import warm
+from pdcluster.node.engines import engine_config
+
+
+def test_after_it_nothing_is_left_to_compile_where_nodes_look(tmp_path):
+    assert warm(KERNEL_CACHE).startswith(f"CPU kernels are compiled in {KERNEL_CACHE} (")
+    assert {"bfloat16.filled", "pairs.filled", "float32.filled"} <= {path.name for path in place_of(KERNEL_CACHE).iterdir()}
+    assert engine_config(NodeConfig(), tmp_path).cache_dir == cache_directory() == KERNEL_CACHE
+
+
+def test_a_machine_without_numba_goes_without(monkeypatch, tmp_path, caplog):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert warm(tmp_path).startswith("skipped: ")
+    assert "numba cannot be imported" in caplog.text and not list(tmp_path.iterdir())
