@@ -7,6 +7,7 @@ new × (cached + new / 2) of them, and chunks add up exactly, which is why a bac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 
 from pdcluster.messages import CostReport
 
@@ -25,6 +26,43 @@ def lately(itl_s: float, step_s: float, steps: int) -> float:
     return step_s if not itl_s else itl_s + (1.0 - (1.0 - 1.0 / RECENT_STEPS) ** steps) * (step_s - itl_s)
 
 
+Root = tuple[float, float, float, float, float, float]
+Work = tuple[float, float, float]
+CERTAIN: Root = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class CostError:
+    """Error bars of one half of a cost model: within them 9 of 10 steps, or answers, are expected.
+
+    spread: share of its prediction by which a step differs, whatever is known of the model. doubt: the same of the model itself, on such work as came
+    lately. root: of a triangle whose product with a work's (1, tokens, pairs) or (1, rows, context) is as long as the model's own error for that
+    work is, in seconds: large where no such work was seen. Any six numbers are a valid root."""
+
+    spread: float = 0.0
+    doubt: float = 0.0
+    root: Root = CERTAIN
+
+    @property
+    def share(self) -> float:
+        """Of a prediction for usual work."""
+        return sqrt(self.spread * self.spread + self.doubt * self.doubt)
+
+    def model_s(self, work: Work) -> float:
+        a, b, c, d, e, f = self.root
+        x, y, z = work
+        first, second, third = a * x + b * y + d * z, c * y + e * z, f * z
+        return sqrt(first * first + second * second + third * third)
+
+    def seconds(self, work: Work, predicted_s: float) -> float:
+        """Half the width of the interval around a prediction. What makes a step slower holds on, so the steps of one prompt do not even it out."""
+        noise_s, model_s = self.spread * predicted_s, self.model_s(work)
+        return sqrt(noise_s * noise_s + model_s * model_s)
+
+
+EXACT = CostError()
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
     """Seconds of prompt tokens alone in their steps: fixed_s a step, token_s a token, pair_s an attention pair. chunk_tokens: most tokens of one
@@ -35,6 +73,7 @@ class PrefillCost:
     pair_s: float = 0.0
     chunk_tokens: int = 0
     samples: int = 0
+    error: CostError = EXACT
 
     def seconds(self, new: float, cached: float = 0.0) -> float:
         """T(new, cached); 0 when there is nothing to compute."""
@@ -44,8 +83,16 @@ class PrefillCost:
         """The same for a backlog of several prompts, which share steps."""
         if tokens <= 0:
             return 0.0
-        num_steps = max(tokens / self.chunk_tokens, 1.0) if self.chunk_tokens else 1.0
-        return self.fixed_s * num_steps + self.token_s * tokens + self.pair_s * pairs
+        return self.fixed_s * self._num_steps(tokens) + self.token_s * tokens + self.pair_s * pairs
+
+    def error_s(self, new: float, cached: float = 0.0) -> float:
+        """T(new, cached) is within `seconds` ± that, nine times of ten."""
+        if new <= 0:
+            return 0.0
+        return self.error.seconds((self._num_steps(new), new, num_pairs(new, cached)), self.seconds(new, cached))
+
+    def _num_steps(self, tokens: float) -> float:
+        return max(tokens / self.chunk_tokens, 1.0) if self.chunk_tokens else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +104,15 @@ class DecodeCost:
     row_s: float
     context_s: float = 0.0
     samples: int = 0
+    error: CostError = EXACT
 
     def seconds(self, rows: float, context_tokens: float) -> float:
         """TPOT of a batch."""
         return self.fixed_s + self.added_s(rows, context_tokens)
+
+    def error_s(self, rows: float, context_tokens: float) -> float:
+        """TPOT is within `seconds` ± that, nine times of ten."""
+        return self.error.seconds((1.0, rows, context_tokens), self.seconds(rows, context_tokens))
 
     def added_s(self, rows: float, context_tokens: float) -> float:
         """What the rows add to a step that runs anyway."""
@@ -74,9 +126,12 @@ class NodeCost:
 
     @classmethod
     def of(cls, report: CostReport) -> NodeCost:
+        r = report
+        prefill_error = CostError(r.prefill_spread, r.prefill_doubt, r.prefill_root)
+        decode_error = CostError(r.decode_spread, r.decode_doubt, r.decode_root)
         return cls(
-            PrefillCost(report.prefill_fixed_s, report.prefill_token_s, report.prefill_pair_s, report.chunk_tokens, report.prefill_samples),
-            DecodeCost(report.decode_fixed_s, report.decode_row_s, report.decode_context_s, report.decode_samples),
+            PrefillCost(r.prefill_fixed_s, r.prefill_token_s, r.prefill_pair_s, r.chunk_tokens, r.prefill_samples, prefill_error),
+            DecodeCost(r.decode_fixed_s, r.decode_row_s, r.decode_context_s, r.decode_samples, decode_error),
         )
 
     def report(self) -> CostReport:
@@ -91,4 +146,10 @@ class NodeCost:
             prefill.chunk_tokens,
             prefill.samples,
             decode.samples,
+            prefill.error.spread,
+            prefill.error.doubt,
+            prefill.error.root,
+            decode.error.spread,
+            decode.error.doubt,
+            decode.error.root,
         )

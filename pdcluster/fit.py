@@ -7,17 +7,21 @@ context·context: so a mixed step teaches both halves what it holds, and the row
  2. The two kinds of steps are forgotten apart, each only when one of its kind comes: a day of decoding does not wash out what prefill costs.
  3. The fit is tied, weakly, to the one before it. What recent steps say nothing about (long contexts, when only short prompts came) stays as it was.
  4. A step that took several times what is usual for it (a page fault, a stopped process) is clipped; if it becomes usual, the fit follows.
+ 5. Error bars: each step is predicted before it is learned from, and the error that nine of ten of the last ones stayed within is the spread of
+    steps (no distribution is assumed). The model's own error follows from it and from what was seen: the inverse of the weighted sums, by the
+    usual formula of least squares; what nobody measured has the tie alone, which is weak, so its bars are wide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster.cost import CostError, DecodeCost, NodeCost, PrefillCost, Root
 
 Vector = NDArray[np.float64]
 
@@ -29,6 +33,16 @@ CLIP = 4.0
 FLOOR = 0.5
 WARM = 8
 """Steps of a kind before errors are judged."""
+COVERED = 0.9
+"""Share of steps that the error bars are to hold."""
+WINDOW = 128
+"""Last steps of a kind whose errors are kept."""
+LEAST_SPREAD = 0.01
+"""For the model's own error: that steps agree with each other does not say what others would take."""
+SOLVE_STEPS = 16
+"""Steps after which the fit is solved though nobody asked, so that errors are those of a recent one."""
+MOST_OFF = 10.0
+"""A share that no error bar exceeds: nothing is known then."""
 SHORTEST_S = 1e-6
 PRIOR = np.array([2e-3, 1e-4, 1e-8, 2e-3, 2e-4, 1e-7])
 """A small model on a processor. The first step scales it."""
@@ -53,12 +67,30 @@ class Kind:
         self.moment = np.zeros(6)
         self.usual_error = FLOOR / CLIP
         self.samples = 0
+        self.weight = 0.0
+        self._errors = np.zeros(WINDOW)
+        self._num_errors = 0
+
+    def spread(self) -> float:
+        """Rule 5. Few errors say little of the largest tenth: then it is FLOOR at least."""
+        known = np.sort(self._errors[: min(self._num_errors, WINDOW)])
+        rank = ceil(COVERED * (len(known) + 1))
+        if rank > len(known):
+            return min(max(FLOOR, float(known[-1]) if len(known) else FLOOR), MOST_OFF)
+        return min(float(known[rank - 1]), MOST_OFF)
 
     def add(self, features: Vector, seconds: float, predicted: float) -> None:
         weight = 1.0 / max(predicted, SHORTEST_S) ** 2
         self.gram = FORGET * self.gram + weight * np.outer(features, features)
         self.moment = FORGET * self.moment + weight * seconds * features
+        self.weight = FORGET * self.weight + 1.0
         self.samples += 1
+
+    def note_error(self, seconds: float, predicted: float) -> None:
+        """Those of the first steps are the prior's."""
+        if self.samples >= WARM:
+            self._errors[self._num_errors % WINDOW] = abs(seconds / predicted - 1.0)
+            self._num_errors += 1
 
     def clip(self, seconds: float, predicted: float) -> float:
         """Rule 4; also learns what is usual."""
@@ -93,9 +125,10 @@ class Fit:
             self._scale_prior(features, step.seconds)
         kind = self._prefill if step.tokens else self._decode
         predicted = max(float(features @ self._values), SHORTEST_S)
+        kind.note_error(step.seconds, predicted)
         kind.add(features, kind.clip(step.seconds, predicted), predicted)
         self._is_stale = True
-        if kind.samples <= WARM:
+        if kind.samples <= WARM or not self.samples % SOLVE_STEPS:
             self._solve()
 
     def cost(self) -> NodeCost:
@@ -103,9 +136,22 @@ class Fit:
             self._solve()
         fixed, token, pair, decode_fixed, row, context = self._values.tolist()
         return NodeCost(
-            PrefillCost(fixed, token, pair, self._chunk_tokens, self._prefill.samples),
-            DecodeCost(decode_fixed, row, context, self._decode.samples),
+            PrefillCost(fixed, token, pair, self._chunk_tokens, self._prefill.samples, self._error(self._prefill, slice(0, 3))),
+            DecodeCost(decode_fixed, row, context, self._decode.samples, self._error(self._decode, slice(3, 6))),
         )
+
+    def _error(self, kind: Kind, half: slice) -> CostError:
+        """Of the coefficients of one half, the others being just as uncertain."""
+        spread = kind.spread()
+        noise = max(spread, LEAST_SPREAD)
+        strengths, directions = np.linalg.eigh(self._precision())
+        wide = directions / np.sqrt(np.maximum(strengths, TIE))
+        upper = np.asarray(np.linalg.qr(wide[half].T, mode="r"), np.float64) * self._scale[half] * noise
+        a, b, d, _, c, e, _, _, f = upper.ravel().tolist()
+        seen = float(np.sum((kind.gram * np.outer(self._scale, self._scale)) * (wide @ wide.T)))
+        doubt = min(noise * sqrt(max(seen, 0.0) / kind.weight), MOST_OFF) if kind.weight else MOST_OFF
+        root: Root = (a, b, c, d, e, f)
+        return CostError(spread, doubt, root)
 
     def _scale_prior(self, features: Vector, seconds: float) -> None:
         factor = seconds / max(float(features @ self._values), SHORTEST_S)
@@ -114,13 +160,16 @@ class Fit:
 
     def _solve(self) -> None:
         """In units of the prior, so that the tie (rule 3) pulls at every coefficient alike."""
-        gram = self._prefill.gram + self._decode.gram
         moment = self._prefill.moment + self._decode.moment
-        scaled = gram * np.outer(self._scale, self._scale)
-        tie = TIE * np.eye(6)
         last = self._values / self._scale
-        self._values = least_nonnegative(scaled + tie, moment * self._scale + TIE * last) * self._scale
+        self._values = least_nonnegative(self._precision(), moment * self._scale + TIE * last) * self._scale
         self._is_stale = False
+
+    def _precision(self) -> Vector:
+        """What is known of the coefficients, in units of the prior: the sums, and the tie."""
+        gram = self._prefill.gram + self._decode.gram
+        precision: Vector = gram * np.outer(self._scale, self._scale) + TIE * np.eye(6)
+        return precision
 
 
 def least_nonnegative(gram: Vector, moment: Vector) -> Vector:

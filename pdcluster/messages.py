@@ -278,7 +278,8 @@ class Failed(Message, frozen=True, array_like=True):
 
 
 class CostReport(Value, frozen=True, array_like=True):
-    """Coefficients of the node's cost model (`cost.NodeCost`), in seconds, and the numbers of steps they were fitted to."""
+    """Coefficients of the node's cost model (`cost.NodeCost`), in seconds, the numbers of steps they were fitted to, and its error bars
+    (`cost.CostError`)."""
 
     prefill_fixed_s: float
     prefill_token_s: float
@@ -289,6 +290,12 @@ class CostReport(Value, frozen=True, array_like=True):
     chunk_tokens: int
     prefill_samples: int
     decode_samples: int
+    prefill_spread: float = 0.0
+    prefill_doubt: float = 0.0
+    prefill_root: tuple[float, float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    decode_spread: float = 0.0
+    decode_doubt: float = 0.0
+    decode_root: tuple[float, float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class PathLoad(Value, frozen=True, array_like=True):

@@ -73,6 +73,40 @@ class NodeLoad(_message.Message):
     steps: int
     def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., slots_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., pages_pinned: _Optional[int] = ..., pages_parked: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
+class NodeCost(_message.Message):
+    __slots__ = ("prefill_fixed_s", "prefill_token_s", "prefill_pair_s", "decode_fixed_s", "decode_row_s", "decode_context_s", "chunk_tokens", "prefill_samples", "decode_samples", "prefill_spread", "prefill_doubt", "prefill_root", "decode_spread", "decode_doubt", "decode_root")
+    PREFILL_FIXED_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PAIR_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIXED_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ROW_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SPREAD_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_DOUBT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ROOT_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SPREAD_FIELD_NUMBER: _ClassVar[int]
+    DECODE_DOUBT_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ROOT_FIELD_NUMBER: _ClassVar[int]
+    prefill_fixed_s: float
+    prefill_token_s: float
+    prefill_pair_s: float
+    decode_fixed_s: float
+    decode_row_s: float
+    decode_context_s: float
+    chunk_tokens: int
+    prefill_samples: int
+    decode_samples: int
+    prefill_spread: float
+    prefill_doubt: float
+    prefill_root: _containers.RepeatedScalarFieldContainer[float]
+    decode_spread: float
+    decode_doubt: float
+    decode_root: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, prefill_fixed_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., prefill_pair_s: _Optional[float] = ..., decode_fixed_s: _Optional[float] = ..., decode_row_s: _Optional[float] = ..., decode_context_s: _Optional[float] = ..., chunk_tokens: _Optional[int] = ..., prefill_samples: _Optional[int] = ..., decode_samples: _Optional[int] = ..., prefill_spread: _Optional[float] = ..., prefill_doubt: _Optional[float] = ..., prefill_root: _Optional[_Iterable[float]] = ..., decode_spread: _Optional[float] = ..., decode_doubt: _Optional[float] = ..., decode_root: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class Path(_message.Message):
     __slots__ = ("peer", "backend", "bytes_per_s", "breaker", "is_chosen")
     PEER_FIELD_NUMBER: _ClassVar[int]
@@ -94,18 +128,20 @@ class DescribeNodeRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node", "paths", "requests", "events", "silent_workers")
+    __slots__ = ("node", "paths", "requests", "events", "silent_workers", "cost")
     NODE_FIELD_NUMBER: _ClassVar[int]
     PATHS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SILENT_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
     node: Node
     paths: _containers.RepeatedCompositeFieldContainer[Path]
     requests: _containers.RepeatedCompositeFieldContainer[Request]
     events: _containers.RepeatedCompositeFieldContainer[Event]
     silent_workers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., paths: _Optional[_Iterable[_Union[Path, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., silent_workers: _Optional[_Iterable[str]] = ...) -> None: ...
+    cost: NodeCost
+    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., paths: _Optional[_Iterable[_Union[Path, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., silent_workers: _Optional[_Iterable[str]] = ..., cost: _Optional[_Union[NodeCost, _Mapping]] = ...) -> None: ...
 
 class CordonRequest(_message.Message):
     __slots__ = ("node", "cordoned")

@@ -306,7 +306,7 @@ def _check_load(message: m.Load) -> None:
     _integers("load", (value for value in msgspec.structs.astuple(message) if isinstance(value, int)), high=UINT63)
     _number("itl_s", message.itl_s, 0.0)
     if message.cost is not None:
-        _check_cost(message.cost)
+        check_cost(message.cost)
     _count("paths", message.paths, MAX_PATHS)
     for path in message.paths:
         _identifier("peer", path.peer)
@@ -319,9 +319,14 @@ def _check_load(message: m.Load) -> None:
             _integer("writes", count, 0, UINT63)
 
 
-def _check_cost(cost: m.CostReport) -> None:
+def check_cost(cost: m.CostReport) -> None:
+    """Raises ProtocolError for numbers that no cost can have."""
     for name, value in msgspec.structs.asdict(cost).items():
-        _number(f"cost.{name}", value, 0.0, UINT63 if isinstance(value, int) else MAX_SECONDS)
+        if isinstance(value, tuple):
+            for each in value:
+                _number(f"cost.{name}", each, -MAX_SECONDS, MAX_SECONDS)
+        else:
+            _number(f"cost.{name}", value, 0.0, UINT63 if isinstance(value, int) else MAX_SECONDS)
 
 
 def _check_delta(message: m.CacheDelta) -> None:

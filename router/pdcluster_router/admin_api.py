@@ -54,6 +54,7 @@ class AdminService(stubs.AdminServicer):
             requests=map(_request, here.requests),
             events=map(_event, events),
             silent_workers=here.silent,
+            cost=_cost(found),
         )
 
     async def Cordon(self, request: pb.CordonRequest, context: grpc.aio.ServicerContext) -> pb.Node:
@@ -118,6 +119,11 @@ def _node(found: NodeStatus) -> pb.Node:
     if (load := found.load) is not None:
         node.load.CopyFrom(pb.NodeLoad(**{name: getattr(load, name) for name in pb.NodeLoad.DESCRIPTOR.fields_by_name}))
     return node
+
+
+def _cost(found: NodeStatus) -> pb.NodeCost | None:
+    cost = found.load.cost if found.load is not None else None
+    return None if cost is None else pb.NodeCost(**msgspec.structs.asdict(cost))
 
 
 def _event(event: Event) -> pb.Event:

@@ -45,7 +45,7 @@ def _decision_line(beginning: str, decision: DecisionRecord) -> str:
     line = f"{beginning} {decision.mode} {where} for {decision.num_tokens} tokens"
     if decision.pull is not None:
         line += f", {decision.pull_tokens} of them fetched from {decision.pull}"
-    line += f", first token predicted after {_seconds(predicted)}"
+    line += f", first token predicted after {_seconds(predicted)}{_error_bar(decision)}"
     if decision.held_s >= 0.001:
         line += f", held {_seconds(decision.held_s)}"
     if decision.shadow is not None:
@@ -73,7 +73,18 @@ def _cells(candidate: CandidateRecord, decision: DecisionRecord) -> tuple[str, .
     terms = "  ".join(f"{name} {value:.4g}" for name, value in candidate.terms.items())
     cost = "" if candidate.rejected_by else f"{candidate.cost:.4g}"
     why = f"✗ {candidate.rejected_by}" if candidate.rejected_by else terms
-    return "▶" if is_chosen else "", candidate.node, candidate.leg, str(candidate.cached_tokens), _seconds(candidate.ttft_s), cost, why
+    return "▶" if is_chosen else "", candidate.node, candidate.leg, str(candidate.cached_tokens), _estimate(candidate), cost, why
+
+
+def _error_bar(decision: DecisionRecord) -> str:
+    """Of the node that was chosen to compute the prompt."""
+    chosen = decision.prefill or decision.decode
+    errors = [each.ttft_error_s for each in decision.candidates if each.node == chosen and each.ttft_error_s is not None]
+    return f" ± {_seconds(errors[0])}" if errors else ""
+
+
+def _estimate(candidate: CandidateRecord) -> str:
+    return _seconds(candidate.ttft_s) + (f" ± {_seconds(candidate.ttft_error_s)}" if candidate.ttft_error_s is not None else "")
 
 
 def _hindsight_line(hindsight: Hindsight) -> str:

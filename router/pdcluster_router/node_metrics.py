@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdcluster.cost import DecodeCost, PrefillCost
 from pdcluster.messages import Load, PathLoad
 from pdcluster_router.cluster import Cluster
 from pdcluster_router.view import NodeView
 
+EXAMPLE_TOKENS = 512
 LABELS = ("node", "role")
 PATH_LABELS = ("node", "peer", "backend")
 BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
@@ -28,6 +30,10 @@ class NodeCollector(Collector):
         yield _family("running", "Rows in the node's running batch.", nodes, lambda node: node.load.running if node.load else 0)
         yield _family("slots_used", "Rows and reservations taken.", nodes, lambda node: node.load.slots_used if node.load else 0)
         yield _pages(nodes)
+        yield _costs(nodes, "cost_samples", "Steps that the node's cost model was fitted to.", lambda half: half.samples)
+        yield _costs(nodes, "cost_spread_ratio", "Share of its prediction within which 9 of 10 steps last.", lambda half: half.error.spread)
+        yield _costs(nodes, "cost_doubt_ratio", "Share of a prediction by which the model itself may be wrong.", lambda half: half.error.doubt)
+        yield _predicted(nodes)
         yield _paths(nodes, "bandwidth_bytes_per_second", "KV bytes per second to the peer, 0 until measured.", lambda path: path.bytes_s)
         yield _paths(nodes, "breaker_state", "0 closed, 1 half open, 2 open.", lambda path: BREAKER_STATES[path.state])
         yield _paths(nodes, "path_chosen", "1 for the backend that the next writes to the peer go by.", lambda path: path.is_chosen)
@@ -49,6 +55,33 @@ def _paths(nodes: tuple[NodeView, ...], name: str, help_text: str, value: Callab
     for node in nodes:
         for path in node.load.paths if node.load else ():
             family.add_metric((node.name, path.peer, path.backend), value(path))
+    return family
+
+
+def _costs(nodes: tuple[NodeView, ...], name: str, help_text: str, value: Callable[[PrefillCost | DecodeCost], float]) -> Metric:
+    family = GaugeMetricFamily(f"pdcluster_node_{name}", help_text, labels=(*LABELS, "half"))
+    for node in nodes:
+        if node.cost is not None:
+            family.add_metric((node.name, node.role, "prefill"), value(node.cost.prefill))
+            family.add_metric((node.name, node.role, "decode"), value(node.cost.decode))
+    return family
+
+
+def _predicted(nodes: tuple[NodeView, ...]) -> Metric:
+    """Of examples that are the same everywhere, so that nodes can be compared and a change is seen."""
+    help_text = f"By the node's model: a prompt of {EXAMPLE_TOKENS} tokens, a step of one row of as many; and their error bars (9 of 10)."
+    family = GaugeMetricFamily("pdcluster_node_predicted_seconds", help_text, labels=(*LABELS, "half", "figure"))
+    for node in nodes:
+        if (cost := node.cost) is None:
+            continue
+        figures = {
+            ("prefill", "value"): cost.prefill.seconds(EXAMPLE_TOKENS),
+            ("prefill", "error"): cost.prefill.error_s(EXAMPLE_TOKENS),
+            ("decode", "value"): cost.decode.seconds(1, EXAMPLE_TOKENS),
+            ("decode", "error"): cost.decode.error_s(1, EXAMPLE_TOKENS),
+        }
+        for labels, seconds in figures.items():
+            family.add_metric((node.name, node.role, *labels), seconds)
     return family
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster_router.blend import blended_decode, blended_prefill
 
 MIN_SAMPLES = 8
-"""Steps of a kind before a node's own fit is believed."""
+"""Steps of a kind before a node's own fit is taken for typical."""
+
+SURE_SAMPLES = 64
+"""Steps of a kind before it is believed alone, whatever is typical."""
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
@@ -88,21 +92,32 @@ def _depth(work: Work) -> float:
     return work.context_tokens / work.rows / 2 if work.rows > 0 else 0.0
 
 
-def is_known(cost: NodeCost | None) -> bool:
+def is_known(cost: NodeCost) -> bool:
     """Whether both halves were fitted to enough of the node's own steps."""
-    return cost is not None and cost.prefill.samples >= MIN_SAMPLES and cost.decode.samples >= MIN_SAMPLES
+    return _is_sure(cost.prefill) and _is_sure(cost.decode)
 
 
 def completed(cost: NodeCost | None, typical: NodeCost | None) -> NodeCost | None:
-    """`cost` with the half that the node never ran taken from `typical`; None when that is missing too."""
-    if typical is None:
-        return cost if is_known(cost) else None
+    """`cost`, with what the node knows too little of itself taken from `typical`, by how sure both are; None when that is missing too."""
     if cost is None:
         return typical
-    return NodeCost(
-        cost.prefill if cost.prefill.samples >= MIN_SAMPLES else typical.prefill,
-        cost.decode if cost.decode.samples >= MIN_SAMPLES else typical.decode,
-    )
+    if is_known(cost) or typical is None:
+        return cost if is_known(cost) else None
+    prefill, decode = cost.prefill, cost.decode
+    if not _is_sure(prefill):
+        prefill = blended_prefill(prefill, typical.prefill) if _has_bars(prefill) else typical.prefill
+    if not _is_sure(decode):
+        decode = blended_decode(decode, typical.decode) if _has_bars(decode) else typical.decode
+    return NodeCost(prefill, decode)
+
+
+def _is_sure(half: PrefillCost | DecodeCost) -> bool:
+    """Without error bars that is told from the number of steps alone."""
+    return half.samples >= (SURE_SAMPLES if _has_bars(half) else MIN_SAMPLES)
+
+
+def _has_bars(half: PrefillCost | DecodeCost) -> bool:
+    return half.samples > 0 and half.error.spread > 0.0
 
 
 def typical_cost(costs: list[NodeCost]) -> NodeCost | None:

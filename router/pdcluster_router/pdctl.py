@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -50,6 +51,14 @@ def replay(
             "requests are sent at once, and KV is pulled only where the rule says so",
         ),
     ] = False,
+    cost: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="nodes as a real one was measured: JSON of Admin's DescribeNode, or its cost; each node is drawn within the error bars "
+            "(default: a model of 8 GPUs)",
+        ),
+    ] = None,
     output: Annotated[Output, typer.Option("-o", "--output", help="how rows are printed")] = Output.TABLE,
 ) -> None:
     """Drive the production routing policies through a trace in simulated time; one row per policy. Needs no cluster."""
@@ -70,6 +79,7 @@ def replay(
             feed_loss=feed_loss,
             requests=requests,
             in_this_router=in_this_router,
+            cost=cost,
         )
         command.show(command.rows(asked), output.value)
 

@@ -29,7 +29,7 @@ class Station(msgspec.Struct, Generic[Number], frozen=True, gc=False):
     to a step, beside context_s for each token that it attends to; added_s: what the rows that run add together. itl_s, prompt_step_s,
     stretch: see Pace.
     missing_rows: rows that must end before there is room for one more, as a share of all. tight: 1 ÷ pages that rows hold where pages are scarce,
-    else 0; spare_pages: those that a row could have."""
+    else 0; spare_pages: those that a row could have. doubt: share of a prompt's predicted seconds by which the node's model may be wrong."""
 
     is_server: Number
     num_prompts: Number
@@ -55,6 +55,7 @@ class Station(msgspec.Struct, Generic[Number], frozen=True, gc=False):
     spare_pages: Number
     block_tokens: Number
     kv_bytes: Number
+    doubt: Number
 
 
 def row_of(station: Station[float]) -> tuple[float, ...]:

@@ -200,6 +200,7 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
             spare_pages,
             self.block_tokens,
             self.kv_bytes_per_token,
+            prefill.error.doubt,
         )
 
 

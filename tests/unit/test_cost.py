@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
+from pdcluster.cost import CostError, DecodeCost, NodeCost, PrefillCost, num_pairs
 
 
 @given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=20), cached=st.integers(0, 10_000))
@@ -43,5 +43,21 @@ def test_a_decode_step_pays_for_rows_and_for_what_they_attend_to() -> None:
 
 
 def test_a_report_comes_back_as_the_cost_it_was_made_from() -> None:
-    cost = NodeCost(PrefillCost(1.0, 2.0, 3.0, 512, 7), DecodeCost(4.0, 5.0, 6.0, 8))
+    bars = CostError(0.1, 0.2, (1.0, -2.0, 3.0, 4.0, 5.0, -6.0))
+    cost = NodeCost(PrefillCost(1.0, 2.0, 3.0, 512, 7, bars), DecodeCost(4.0, 5.0, 6.0, 8, CostError(0.3, 0.4)))
     assert NodeCost.of(cost.report()) == cost
+
+
+def test_the_error_bar_of_a_prediction_is_noise_and_what_is_not_known_of_such_work_together() -> None:
+    error = CostError(0.1, 0.0, (3.0, 0.0, 0.0, 0.0, 0.0, 4.0))
+    assert PrefillCost(30.0, 0.0, 0.0, error=error).error_s(1) == pytest.approx(((0.1 * 30) ** 2 + 3.0**2 + (4.0 * 0.5) ** 2) ** 0.5)
+    assert DecodeCost(0.0, 10.0, 0.0, error=error).error_s(2, 1) == pytest.approx((2.0**2 + 3.0**2 + 4.0**2) ** 0.5)
+    assert PrefillCost(30.0, 1.0, error=error).error_s(0) == 0.0
+
+
+def test_coefficients_that_err_in_opposite_ways_leave_their_sum_well_known() -> None:
+    """One step of 10 tokens was seen often: nobody knows what is fixed and what is each token's."""
+    error = CostError(0.0, 0.0, (1.0, -0.1, 0.0, 0.0, 0.0, 0.0))
+    cost = PrefillCost(1.0, 0.1, error=error)
+    assert cost.error_s(10) == pytest.approx(0.0)
+    assert cost.error_s(100) == pytest.approx(9.0)

@@ -150,3 +150,71 @@ def test_the_least_nonnegative_point_cannot_be_improved(data: list[list[float]],
     assert (x >= 0).all()
     assert (slope <= 1e-6).all(), "moving up helps nowhere"
     assert np.allclose(slope[x > 0], 0, atol=1e-6), "where x is free its slope is zero"
+
+
+def covered(fit: Fit, *, noise: float, kind: str, seed: int, num: int = 300) -> float:
+    """Share of new steps that last as long as predicted, within the error bars."""
+    rng, cost, found = random.Random(seed), fit.cost(), 0
+    for _ in range(num):
+        step = make_step(rng, kind)
+        took = seconds(step) * (1 + noise * rng.uniform(-1, 1))
+        work = (1.0, float(step.tokens), step.pairs) if kind == "prefill" else (1.0, float(step.rows), float(step.context_tokens))
+        half = cost.prefill if kind == "prefill" else cost.decode
+        predicted = seconds(step, cost)
+        found += abs(took - predicted) <= half.error.seconds(work, predicted)
+    return found / num
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.2, 0.5])
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_nine_of_ten_new_steps_are_within_the_error_bars(noise: float, kind: str) -> None:
+    shares = []
+    for seed in range(4):
+        fit = Fit()
+        run(fit, 600, noise=noise, seed=seed)
+        shares.append(covered(fit, noise=noise, kind=kind, seed=seed + 50))
+    assert sum(shares) / len(shares) == pytest.approx(0.925, abs=0.06)
+
+
+def test_error_bars_shrink_with_steps_and_grow_with_noise() -> None:
+    found = {}
+    for num, noise in ((12, 0.1), (500, 0.1), (500, 0.4)):
+        fit = Fit()
+        run(fit, num, noise=noise, seed=1)
+        found[num, noise] = fit.cost().prefill.error_s(256, 1000) / fit.cost().prefill.seconds(256, 1000)
+    assert found[500, 0.1] < found[500, 0.4] < found[12, 0.1]
+
+
+def test_nobody_claims_to_know_what_was_never_run() -> None:
+    """Only prompts of 64 tokens: those are known well, a long context is not, whatever the noise, and decoding least of all."""
+    fit, rng = Fit(), random.Random(3)
+    for _ in range(300):
+        fit.observe(Step(64, num_pairs(64, 0), 0, 0, 0.01 * rng.uniform(0.98, 1.02)))
+    cost = fit.cost()
+    assert cost.prefill.error_s(64) < 0.05 * cost.prefill.seconds(64)
+    assert cost.prefill.error_s(64, 20_000) > 0.1 * cost.prefill.seconds(64, 20_000)
+    assert cost.decode.error.doubt > 1.0
+    assert cost.prefill.error.doubt < 0.02
+
+
+def test_a_stopped_process_now_and_then_does_not_widen_the_bars() -> None:
+    fit = Fit()
+    run(fit, 300, noise=0.1)
+    before = fit.cost().decode.error.spread
+    for seed in range(4):
+        fit.observe(Step(0, 0.0, 8, 20_000, 3.0))
+        run(fit, 25, noise=0.1, seed=seed, kind="decode")
+    assert fit.cost().decode.error.spread < 1.5 * before
+
+
+@given(st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 64), st.floats(1e-7, 1e3)), min_size=1, max_size=40), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_error_bars_are_finite_numbers_whatever_the_steps(steps: list[tuple[int, int, float]], all_alike: bool) -> None:
+    fit = Fit()
+    for tokens, rows, took in [steps[0]] * len(steps) if all_alike else steps:
+        fit.observe(Step(tokens, num_pairs(tokens, 0), rows, 100 * rows, took))
+    for half in (fit.cost().prefill, fit.cost().decode):
+        error = half.error
+        assert all(np.isfinite(value) for value in (error.spread, error.doubt, *error.root))
+        assert error.spread >= 0
+        assert error.doubt >= 0

@@ -13,7 +13,8 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
  4. TPOT counts the prompts that will be computed beside the row while it lives: as many as wait, as the rows that run came with, and, where
     nodes have roles, as were sent lately. Where it is beyond COMFORT times a lone row's, a second weighs more, so that decode nodes take prompts
     while their rows stay well served, and prefill nodes take rows while they are idle enough.
- 5. Remote or local, whichever is less; the mode of the last choice keeps a margin, so that a tie does not flip with every report. A prompt
+ 5. Remote or local, whichever is less; the mode of the last choice keeps a margin, so that a tie does not flip with every report: as a share of the
+    time to first token, and what the nodes' models may be wrong by (their error bars), so that it does not flip with what is not known. A prompt
     that would hold up running rows longer than the inter-token limit, or make them slow on average over an answer, goes elsewhere while there is a
     pair that can take it: many would lose what one wins. Prompts that wait on a
     decode node will be rows there.
@@ -188,7 +189,7 @@ class Seconds:
         uncounted = 1.0 - min(_lateness(query, view) / max(slowness, LEAST_STRAIN), 1.0) ** SHARPNESS
         remote_cost = remote[0].cost + remote[1].cost - uncounted * remote[0].price
         local_cost = local.cost - uncounted * local.price
-        margin = self._margin * min(remote[0].ttft_s, local.ttft_s)
+        margin = self._margin * min(remote[0].ttft_s, local.ttft_s) + _doubt_s(remote[0], view) + _doubt_s(local, view)
         if query.previous == "remote":
             return local_cost + margin < remote_cost
         return local_cost < remote_cost + (margin if query.previous == "local" else 0.0)
@@ -227,6 +228,8 @@ WELL = 0.9
 LEAST_STRAIN = 0.05
 """Of rows that a prompt slows at all."""
 ROUNDING = 1e-9
+MOST_DOUBT = 0.5
+"""More than that is not known better either, and a mode shall not stay for ever."""
 SHARPNESS = 3
 """How fast the price is forgotten beyond that point: by replays of generated mixes, where 1, 2 and 5 gave less goodput."""
 
@@ -240,6 +243,12 @@ def _lateness(query: Query, view: ClusterView) -> float:
     wait_s = nodes.least_wait_s + query.num_held / nodes.num_nodes * usual_s
     node = view.stations.one(view.roster.accepting.rows[0])
     return wait_s / max(seconds_of.PATIENCE * seconds_of.alone_s(node, max(query.num_tokens, query.usual_tokens), 0.0), seconds_of.TINY)
+
+
+def _doubt_s(pick: Pick, view: ClusterView) -> float:
+    """Of a prompt's time there: of what is computed, whose cost the node fitted."""
+    doubt = view.stations.one(pick.row).doubt
+    return (doubt if doubt < MOST_DOUBT else MOST_DOUBT) * (pick.values[0] + pick.values[1])
 
 
 def _slowness(row: int, tpot_s: float, query: Query, view: ClusterView) -> float:

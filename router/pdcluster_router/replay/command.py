@@ -12,8 +12,9 @@ from pdcluster.errors import ConfigError
 from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import DEFAULT, make_policy
 from pdcluster_router.replay.feed import FeedSpec
+from pdcluster_router.replay.fitted import read_cost
 from pdcluster_router.replay.report import Figures, Slo, figures
-from pdcluster_router.replay.scenario import Conditions, Layout, oracle, replay
+from pdcluster_router.replay.scenario import Conditions, Layout, of_cost, oracle, replay
 from pdcluster_router.replay.trace import Trace, read_trace
 from pdcluster_router.replay.workloads import generate
 
@@ -40,6 +41,7 @@ class Asked:
     feed_loss: float = 0.0
     requests: int = 0
     in_this_router: bool = False
+    cost: Path | None = None
 
 
 def rows(asked: Asked) -> list[Figures]:
@@ -76,7 +78,8 @@ def layout_of(asked: Asked) -> Layout:
     if counts == (None, None, None):
         counts = (8, 4, 0)
     prefill, decode, mixed = (count or 0 for count in counts)
-    return Layout(prefill=prefill, decode=decode, mixed=mixed, cache_tokens=asked.cache_tokens)
+    layout = Layout(prefill=prefill, decode=decode, mixed=mixed, cache_tokens=asked.cache_tokens, seed=asked.seed)
+    return layout if asked.cost is None else of_cost(layout, read_cost(asked.cost))
 
 
 def load_trace(text: str, seed: int) -> Trace:

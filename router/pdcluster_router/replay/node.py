@@ -70,6 +70,8 @@ class SimNode:
     name: str
     role: Role
     spec: NodeSpec
+    real_cost: NodeCost | None = None
+    """What its steps take; None: what it says they do."""
     cache: PrefixCache = field(init=False)
     cost: NodeCost = field(init=False)
     outcomes: list[tuple[float, What, Task]] = field(default_factory=list)
@@ -305,7 +307,7 @@ class SimNode:
             most = max(self.spec.chunk_tokens - len(rows), LEAST_CHUNK)
             self._chunk = min(most, job.left)
             count, done = min(count, job.left // self._chunk), job.done
-        self._segment = segment(self.spec.cost, self._free_s, count, len(rows), self._context, self._chunk, done)
+        self._segment = segment(self.real_cost or self.spec.cost, self._free_s, count, len(rows), self._context, self._chunk, done)
 
     def _start_next(self) -> None:
         now = self._free_s

@@ -6,6 +6,7 @@ attention equal to the rest at 105,000 tokens, 20 ms for a step of one row, 320 
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 
 from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
@@ -16,6 +17,7 @@ from pdcluster_router.policy.registry import DEFAULT, make_policy
 from pdcluster_router.pull import BY_TOKENS, PullRule
 from pdcluster_router.replay.cache import pooled_depths
 from pdcluster_router.replay.feed import IMMEDIATE, FeedSpec
+from pdcluster_router.replay.fitted import drawn
 from pdcluster_router.replay.node import NodeSpec, SimNode
 from pdcluster_router.replay.routing import ReplayRouter, RouterSpec
 from pdcluster_router.replay.simulation import Flight, LinkSpec, Simulation
@@ -32,7 +34,8 @@ LINK = LinkSpec(bandwidth=8e10)
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How many nodes of each role, and what each is. cache_tokens: KV of one node. chunk_tokens: of a step of decode and mixed nodes, whose rows must
-    not wait long; prefill nodes take what the cost model names."""
+    not wait long; prefill nodes take what the cost model names. Where the cost has error bars, each node is
+    another one within them, drawn by `seed`, and reports the cost as it is given: what is known of a real node is no more exact."""
 
     prefill: int = 0
     decode: int = 0
@@ -41,6 +44,7 @@ class Layout:
     chunk_tokens: int = 256
     cost: NodeCost = COST
     link: LinkSpec = LINK
+    seed: int = 0
 
     @property
     def num_nodes(self) -> int:
@@ -60,7 +64,12 @@ class Layout:
         spec = NodeSpec(self.cost, self.cache_tokens, block_tokens, self.chunk_tokens, kv_bytes_per_token=KV_BYTES_PER_TOKEN)
         whole = replace(spec, chunk_tokens=self.cost.prefill.chunk_tokens)
         by_role: tuple[tuple[Role, int], ...] = (("prefill", self.prefill), ("decode", self.decode), ("mixed", self.mixed))
-        return [SimNode(f"{role}-{number}", role, whole if role == "prefill" else spec) for role, count in by_role for number in range(count)]
+        chance = random.Random(self.seed)
+        return [
+            SimNode(f"{role}-{number}", role, whole if role == "prefill" else spec, drawn(self.cost, chance))
+            for role, count in by_role
+            for number in range(count)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +136,9 @@ def at_load(trace: Trace, layout: Layout, known: Oracle, load: float) -> Trace:
 
 def with_cache(layout: Layout, cache_tokens: int) -> Layout:
     return replace(layout, cache_tokens=cache_tokens)
+
+
+def of_cost(layout: Layout, cost: NodeCost) -> Layout:
+    """The same with nodes as a real one was measured, whose chunks they take, whatever their role."""
+    chunk_tokens = cost.prefill.chunk_tokens or COST.prefill.chunk_tokens
+    return replace(layout, cost=replace(cost, prefill=replace(cost.prefill, chunk_tokens=chunk_tokens)), chunk_tokens=chunk_tokens)

@@ -305,7 +305,8 @@ class PlainSeconds:
         counted = min(_lateness(query, stations) / max(_slowness(local.best, query, market), 0.05), 1.0) ** 3
         remote_cost = remote[0].cost + remote[1].cost - (1.0 - counted) * remote[0].values[3]
         local_cost = local.cost - (1.0 - counted) * local.values[3]
-        margin = self._margin * min(_ttft(remote[0].values), _ttft(local.values))
+        doubt_s = sum(min(leg.best.pace.prefill.error.doubt, 0.5) * (leg.values[0] + leg.values[1]) for leg in (remote[0], local))
+        margin = self._margin * min(_ttft(remote[0].values), _ttft(local.values)) + doubt_s
         if query.previous == "remote":
             return local_cost + margin < remote_cost
         return local_cost < remote_cost + (margin if query.previous == "local" else 0.0)

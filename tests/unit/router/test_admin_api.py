@@ -72,7 +72,9 @@ async def test_nodes_are_listed_with_what_they_reported() -> None:
         nodes = {node.name: node for node in (await stub.ListNodes(pb.ListNodesRequest())).nodes}
         assert set(nodes) == {"p0", "d0"} and {node.state for node in nodes.values()} == {"ready"}
         assert nodes["p0"].role == bootstrap_pb2.ROLE_PREFILL and nodes["d0"].load.pages_cached > 0
-        events = (await stub.DescribeNode(pb.DescribeNodeRequest(node="d0"))).events
+        described = await stub.DescribeNode(pb.DescribeNodeRequest(node="d0"))
+        assert described.cost.decode_samples > 0 and len(described.cost.decode_root) == 6 and described.cost.prefill_doubt > 0
+        events = described.events
         assert [event.kind for event in events] == ["node-up"]
 
 

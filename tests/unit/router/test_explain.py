@@ -14,7 +14,7 @@ from scripted_cluster import FakeCluster, ScriptedPair, make_chooser, make_node
 
 from pdcluster import errors
 from pdcluster import messages as m
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster.cost import CostError, DecodeCost, NodeCost, PrefillCost
 from pdcluster.kv.hashing import chain_root, extend
 from pdcluster.messages import pack_tokens
 from pdcluster.metrics import ExplainMetrics
@@ -183,6 +183,20 @@ def test_how_a_request_ended_is_noted() -> None:
     explainer.close(explainer.open("r2", ANYBODY, 0.0), "cancelled")
     found = [explainer.explain(request) for request in ("r1", "r2")]
     assert [one.error for one in found if one is not None] == ["overloaded", "cancelled"]
+
+
+def test_an_estimate_has_the_error_bar_of_the_node_that_it_is_about() -> None:
+    explainer, _ = make_explainer()
+    sure, unsure = make_nodes(2)
+    error = CostError(0.3, 0.4, (1e-4, 0.0, 0.0, 0.0, 0.0, 0.0))
+    unsure = replace(unsure, cost=NodeCost(PrefillCost(0.0, 0.001, error=error), COST.decode))
+    with entered(explainer, "r1", Standing("acme"), 0.0) as record:
+        record.decided(decide([sure, unsure], Query(100, excluded=frozenset({sure.incarnation}))), 0.0, 0.0)
+    found = explainer.explain("r1")
+    assert found is not None
+    candidates = {each.node: each for each in found.decisions[0].candidates if not each.rejected_by}
+    assert candidates["m1"].ttft_error_s == pytest.approx(0.05)
+    assert "first token predicted after 100.0 ms ± 50.0 ms" in text_of(found)
 
 
 def test_an_explanation_is_json_and_reads_back_and_is_a_table_for_people() -> None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from policy_cases import batch, make_load, make_node, queue, view
 
 import pdcluster_router.stations as stations
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster.cost import CostError, DecodeCost, NodeCost, PrefillCost
 from pdcluster.messages import Endpoint, Load, Role
 from pdcluster_router.policy.base import Choice, Query
 from pdcluster_router.policy.estimates import COMFORT, HANDOVER_S, LAST_GROUP, STRAIN, UNMEASURED_BYTES_S
@@ -267,6 +267,16 @@ def test_rule_5_a_limit_of_times_their_own_pace_may_be_given() -> None:
 
 
 # ---------------------------------------------------------------- 6. cold start
+
+
+def test_rule_5_what_is_not_known_of_the_nodes_keeps_the_mode() -> None:
+    """One idle node alone saves 1.25 ms, more than a tenth of 10 ms; but that is no reason while nobody knows whether it is 10 ms or 15."""
+    last = replace(PAIR, num_tokens=100, fallback="conditional", previous="remote")
+    unsure = of_cost(COST, prefill=of_cost(COST.prefill, error=CostError(0.2, 0.5)))
+    doubted = node("p0", "prefill", cost=unsure), node("d0", "decode", cost=unsure)
+    assert choose(last, node("p0", "prefill"), node("d0", "decode")).mode == "local"
+    assert choose(last, *doubted).mode == "remote"
+    assert choose(replace(last, previous=None), *doubted).mode == "local"
 
 
 def test_rule_6_the_product_score_while_nobody_has_run_enough_steps() -> None:

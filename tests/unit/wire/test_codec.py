@@ -19,7 +19,8 @@ WRITER = m.Endpoint("prefill-0", "inc-p", "[::1]:4001")
 TICKET = m.Ticket(2**64 - 1, "req-1", 0, READER, WRITER, 0, m.pack_tokens([4, 9, 1]), 32, 65536, 70, 32, 9.5)
 LOGPROBS = m.TokenLogprobs(-0.5, (3, 4), (-0.5, -math.inf))
 TIMINGS = m.Timings(queue_s=0.1, transfer_bytes=1 << 40, backend="shm")
-COST = m.CostReport(0.01, 1e-4, 1e-9, 0.004, 1e-4, 1e-8, 512, 9, 1 << 40)
+ROOT = (1e-3, -1e-5, 1e-6, 0.0, -1e-9, 1e-10)
+COST = m.CostReport(0.01, 1e-4, 1e-9, 0.004, 1e-4, 1e-8, 512, 9, 1 << 40, 0.1, 0.02, ROOT, 0.2, 10.0, ROOT)
 MESSAGES: tuple[m.AnyMessage, ...] = (
     m.Hello("router", (("req-1", 0, 3),)),
     m.Ping(),
@@ -156,6 +157,8 @@ BAD: tuple[m.AnyMessage, ...] = (
     finished(timings=m.Timings(backend="x" * 20000)), work(hash_root=bytes(15)), m.Commit(1, 32, (), 0, round=-1), m.CommitAck(1, round=-1),
     m.Commit(1, 0, (), 0), ticket(ranks=0), m.Commit(1, 32, (m.Leg(0, 0, 0, 0, ()),), 0), m.Commit(1, 32, (m.Leg(0, 9999, 0, 1, ()),), 0),
     cost(prefill_token_s=math.nan), cost(decode_fixed_s=-1e-9), cost(decode_row_s=math.inf), cost(chunk_tokens=-1), cost(prefill_samples=-1),
+    cost(prefill_spread=-0.1), cost(decode_doubt=math.nan), cost(prefill_root=(0.0,) * 5 + (math.inf,)), cost(decode_root=(-1e300,) + (0.0,) * 5),
+    cost(decode_root=(0.0,) * 5),
     replace(MESSAGES[16], slots=-1), replace(MESSAGES[16], waiting_pairs=-1),
     m.CacheDelta(0, False, bytes(8), b""), m.CacheDelta(0, False, b"", bytes(1)), m.CacheDelta(-1, False, b"", b""),
     m.FileChunk("f", 5, 8, b"data"), chunk(-1, 0, 1, 0, 1, 1, 0), chunk(0, 0, 0, 0, 1, 1, 0), chunk(0, 0, 1, 0, 1, 0, 0), chunk(0, 0, 1, 0, 1, 1, -1),
