@@ -17,6 +17,11 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
+    @property
+    def is_idle(self) -> bool:
+        """There is nothing to match, so that it need not be fed."""
+        return not self._stops
+
     def feed(self, text: str) -> str:
         """The text that is now certain; once `matched` is set, the text before the match, and nothing more is released."""
         if not self._stops:

@@ -227,7 +227,7 @@ class Attempt:
         """What the client may see because of what the node said. Answers of legs that are over are ignored, after the last token all but a report."""
         leg = self._decode
         if type(body) is TokenRow and leg is not None and leg.attempt == body.attempt and leg.endpoint.incarnation == incarnation:
-            return self._on_row(body) if self.finished is None or not self.is_done else ()  # most that is said
+            return self._on_row(leg, body) if self.finished is None or not self.is_done else ()  # most that is said
         leg = self._leg_of(incarnation, body)
         if leg is None or (self.finished is not None and self.is_done and not isinstance(body, Delivered)):
             return ()
@@ -275,9 +275,10 @@ class Attempt:
                 return leg
         return None
 
-    def _on_row(self, row: TokenRow) -> Sequence[Chunk]:
+    def _on_row(self, leg: Leg, row: TokenRow) -> Sequence[Chunk]:
         """Of the decode leg."""
-        if not row.tokens:
+        tokens = row.tokens
+        if not tokens:
             return ()  # a node says again what was lost, and nothing was
         clocks = self._clocks
         if len(clocks) > 1 or LIVENESS not in clocks:
@@ -286,7 +287,15 @@ class Attempt:
         clocks[LIVENESS] = moment = self._clock() + self._stages.liveness_s
         if moment < self.due:
             self.due = moment
-        return self._emit(row)
+        emitted = self._job.emitted
+        position = len(emitted)
+        if row.position != position or position < 2 or self._early:
+            return self._emit(row)
+        emitted += tokens  # what `_continue` does with one that just goes on: nearly all are such
+        leg.position = position + len(tokens)
+        if self._prefill is not None:
+            self._prefill.position = leg.position
+        return (Chunk(position, tokens, row.logprobs, (), self._route or self.route()),)
 
     def _on_first_row(self, row: TokenRow) -> Sequence[Chunk]:
         """Of the prefill leg."""

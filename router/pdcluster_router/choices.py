@@ -161,9 +161,13 @@ def _advance(choice: Choice, chunk: Chunk) -> Piece:
     text = choice.text
     if text.num_tokens != chunk.position:
         raise IntegrityError(f"{choice.generation.request}: tokens at position {chunk.position} came after {text.num_tokens} tokens")
-    logprobs: Sequence[TokenLogprobs | None] = chunk.logprobs
     if choice.generation.sampling.logprobs is None:
-        logprobs = (None,) * len(chunk.token_ids)
+        for token_id in chunk.token_ids:
+            text.push(token_id, None, piece)
+            if text.stopped:
+                break
+        return piece
+    logprobs: Sequence[TokenLogprobs] = chunk.logprobs
     for token_id, logprob in zip(chunk.token_ids, logprobs, strict=True):
         text.push(token_id, logprob, piece)
         if text.stopped:
