@@ -54,7 +54,8 @@ MAX_BARRED = 1024
 UCRED = struct.Struct("3i")
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
 BURST_BYTES, TOLD_BYTES = 8 << 20, 2 << 20
-"""Copied in one go; and when the reader is told, so that it digests at the same time. What is left to digest at the end is one such piece."""
+"""Copied in one go; and when the reader is told, so that it digests at the same time. What is left to digest at the end is one such piece. Of a copy
+that is longer, and not digested, it hears before and after: it looks at where the copy goes while the bytes go there."""
 QUIET_WRITES = 3
 """With more writes than these in the queue (the one that just ended among them), nobody is woken: it would take the GIL from the next copy, and
 nobody waits for room yet."""
@@ -186,15 +187,15 @@ class _Mover:
             for offset, nbytes in spans.joined():
                 mapping.populate(offset, nbytes)
         payload = Payload(copies(write.runs, mapping.address, write.source.address), digests=write.digests, waits=self._waits)
-        nbytes, is_told = write.stamp.nbytes, write.digests and write.stamp.nbytes > TOLD_BYTES and len(spans) <= MAX_NOTICE_SPANS
-        burst = TOLD_BYTES if is_told else BURST_BYTES
+        nbytes, is_told = write.stamp.nbytes, write.stamp.nbytes > TOLD_BYTES and len(spans) <= MAX_NOTICE_SPANS
+        burst = TOLD_BYTES if is_told and write.digests else BURST_BYTES
         if is_told:
             self._notify(sock, pack_notice(Notice(write.stamp, write.region, spans, has_begun=True)))
         for begin in range(0, nbytes, burst):  # bounded, so that `end` is seen soon
             if self._ending:
                 raise ConnectionAbortedError("closed by this node")
             payload.advance(burst)
-            if is_told:
+            if is_told and (write.digests or begin + burst >= nbytes):
                 self._notify(sock, pack_progress(min(begin + burst, nbytes)))
         if not is_told:
             self._notify(sock, pack_notice(Notice(write.stamp, write.region, spans)))
