@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -62,6 +62,9 @@ class Incoming:
     unfenced: set[str] = field(default_factory=set)
     first_arrival: float | None = None
     last_arrival: float = 0.0
+    arrived_bytes: int = 0
+    row: list[Arrival] = field(default_factory=list)
+    """What arrived, in the order of chunks, when it was the whole ticket in wire order: see `look_at_arrivals`."""
 
 
 @dataclass(slots=True)
@@ -83,8 +86,27 @@ def spans_of(shape: PageShape, incoming: Incoming, landing: Landing) -> SpanTabl
     return join_spans(*pieces(shape, incoming, landing.rank, landing.part))
 
 
-def are_in_place(shape: PageShape, incoming: Incoming, landings: Iterable[Landing], region: int) -> bool:
+def look_at_arrivals(shape: PageShape, incoming: Incoming, arrival: Arrival, region: int) -> None:
+    """One more arrived. Once all bytes of the ticket did: does chunk after chunk lie where the ticket's tokens are? Looked at while the writer's
+    Commit is on its way, which then only has to say the same."""
+    incoming.arrived_bytes += arrival.stamp.nbytes
+    ticket = incoming.ticket
+    first, end = ticket.cached_tokens // shape.page_tokens, -(-ticket.num_tokens // shape.page_tokens)
+    if shape.ranks > 1 or incoming.arrived_bytes != (end - first) * shape.page_bytes:
+        return
+    row = [incoming.arrived[index] for index in sorted(incoming.arrived)]
+    tables = [span_table(each.spans) for each in row]
+    lengths = [each.stamp.nbytes for each in row]
+    if any(each.region != region for each in row) or [table.nbytes for table in tables] != lengths:
+        return
+    if are_pieces(chained(tables), incoming.writable * shape.page_bytes, shape.page_bytes):
+        incoming.row = row
+
+
+def are_in_place(shape: PageShape, incoming: Incoming, landings: Sequence[Landing], region: int) -> bool:
     """Did these chunks land at just the places that the Commit says? region: of rank 0. Neighbours in a row are looked at together."""
+    if incoming.row and _is_row(shape, incoming, landings):
+        return True
     for rank, part, row in _rows(landings):
         arrivals = [incoming.arrived[each.entry.index] for each in row]
         tables = [span_table(arrival.spans) for arrival in arrivals]
@@ -93,6 +115,15 @@ def are_in_place(shape: PageShape, incoming: Incoming, landings: Iterable[Landin
         if not are_pieces(chained(tables), *pieces(shape, incoming, rank, part)):
             return False
     return True
+
+
+def _is_row(shape: PageShape, incoming: Incoming, landings: Sequence[Landing]) -> bool:
+    """Are these chunks what `look_at_arrivals` saw, one after the other?"""
+    commit = incoming.commit
+    if commit is None or len(landings) != len(incoming.row) or not is_in_order(shape, incoming.ticket, commit):
+        return False
+    pairs = zip(landings, incoming.row, strict=True)
+    return all(incoming.arrived[each.entry.index] is arrival and each.entry.nbytes == arrival.stamp.nbytes for each, arrival in pairs)
 
 
 def _rows(landings: Iterable[Landing]) -> Iterator[tuple[int, Part, list[Landing]]]:
@@ -136,8 +167,30 @@ def part_of(commit: Commit, leg: Leg, entry: ChunkEntry) -> Part:
     )
 
 
+def is_in_order(shape: PageShape, ticket: Ticket, commit: Commit) -> bool:
+    """Does it have all of the ticket in whole pages of one rank, chunk after chunk? As most have, which needs no arrays to be seen."""
+    if shape.ranks > 1 or len(commit.legs) != 1 or commit.block_tokens != shape.page_tokens:
+        return False
+    leg, at = commit.legs[0], ticket.cached_tokens
+    if (leg.reader_rank, leg.first_head, leg.num_heads) != (0, 0, shape.heads):
+        return False
+    for entry in leg.chunks:
+        end = entry.first_token + entry.num_tokens
+        num_pages = -(-entry.num_tokens // shape.page_tokens)
+        is_whole = (entry.first_layer, entry.num_layers, entry.nbytes) == (0, shape.num_layers, num_pages * shape.page_bytes)
+        if entry.first_token != at or entry.num_tokens < 1 or not is_whole or (end % shape.page_tokens and end != ticket.num_tokens):
+            return False
+        at = end
+    return at == ticket.num_tokens and len({entry.index for entry in leg.chunks}) == len(leg.chunks)
+
+
 def covers_all(shape: PageShape, ticket: Ticket, commit: Commit) -> bool:
     """R2: each head of each layer of each block once on every rank, in whole blocks, and the byte counts fit."""
+    return is_in_order(shape, ticket, commit) or covers_each_cell(shape, ticket, commit)
+
+
+def covers_each_cell(shape: PageShape, ticket: Ticket, commit: Commit) -> bool:
+    """As `covers_all`, for chunks in any order, of any blocks, layers, heads and ranks."""
     block = commit.block_tokens
     if block < 1 or shape.page_tokens % block:
         return False

@@ -14,7 +14,7 @@ from pdcluster.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, E
 from pdcluster.transfer.base import Arrival, Backend, Fence, Peer, Permit, Spans
 from pdcluster.transfer.chunks import page_slice
 from pdcluster.transfer.geometry import Offsets, PageShape, join_spans
-from pdcluster.transfer.incoming import Incoming, Landing, Notice, are_in_place, covers_all, part_of, spans_of
+from pdcluster.transfer.incoming import Incoming, Landing, Notice, are_in_place, covers_all, look_at_arrivals, part_of, spans_of
 from pdcluster.transfer.rank_memory import Answer, OwnMemories, RankMemories, are_here
 from pdcluster.transfer.runs import SpanTable, merged
 from pdcluster.transfer.session import Clock, Failed, Landed, ReaderEvent, Reclaimed, Send, Settings, TransferStats, earliest, peer_of, reply_to
@@ -332,6 +332,8 @@ class Reader:
         incoming.last_arrival = self._clock()
         if incoming.first_arrival is None:
             incoming.first_arrival = incoming.last_arrival
+        if self._settings.digests:
+            look_at_arrivals(self._shape, incoming, arrival, self._region)
 
     def _expire(self) -> None:
         now = self._clock()
