@@ -14,7 +14,9 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 import msgspec
 import xxhash
@@ -60,39 +62,45 @@ def decode_advert(data: bytes) -> Advert:
 
 
 class Cursor:
-    """A position in a list of memory views that are sent or filled piece by piece."""
+    """A position in memory views that are sent or filled piece by piece. They are made when their turn comes, and not all before the first byte."""
 
     def __init__(self, views: Iterable[memoryview]) -> None:
-        self._views = [view for view in views if len(view)]
-        self._index = 0
+        self._coming = (view for view in views if len(view))
+        self._near: deque[memoryview] = deque()
+        """The next ones, that were made."""
         self._offset = 0
         self.started = False
 
     @property
     def is_done(self) -> bool:
-        return self._index >= len(self._views)
+        return not self._has(0)
+
+    def _has(self, index: int) -> bool:
+        """Is there such a one after the position?"""
+        if index >= len(self._near):
+            self._near.extend(islice(self._coming, 1))
+        return index < len(self._near)
 
     def head(self) -> list[memoryview]:
         """The next bytes, at most BURST_BYTES in at most MAX_VECTOR pieces."""
-        pieces, left, offset = [], BURST_BYTES, self._offset
-        for view in self._views[self._index : self._index + MAX_VECTOR]:
-            piece = view[offset : offset + left]
-            pieces.append(piece)
-            left -= len(piece)
+        pieces: list[memoryview] = []
+        left, offset = BURST_BYTES, self._offset
+        while left and len(pieces) < MAX_VECTOR and self._has(len(pieces)):
+            pieces.append(self._near[len(pieces)][offset : offset + left])
+            left -= len(pieces[-1])
             offset = 0
-            if not left:
-                break
         return pieces
 
     def advance(self, nbytes: int) -> None:
+        """By bytes that `head` gave."""
         self.started = self.started or nbytes > 0
         while nbytes:
-            rest = len(self._views[self._index]) - self._offset
+            rest = len(self._near[0]) - self._offset
             if nbytes < rest:
                 self._offset += nbytes
                 return
             nbytes -= rest
-            self._index += 1
+            self._near.popleft()
             self._offset = 0
 
 

@@ -33,14 +33,13 @@ class Block:
 
 
 class Packer:
-    """A write to be sent, with the surface of `links.Cursor`: its header, then block after block of its runs. `block` is used by one write at a
-    time. The payload digests what it packs."""
+    """The payload of a write to be sent, with the surface of `links.Cursor`: block after block of its runs. `block` is used by one write at a time.
+    The payload digests what it packs."""
 
-    def __init__(self, header: bytes, runs: RunTable, source: int, payload: Payload, block: Block) -> None:
+    def __init__(self, runs: RunTable, source: int, payload: Payload, block: Block) -> None:
         self._source, self._payload, self._block = source, payload, block
         self._pieces = deque(runs.pieces(BLOCK_BYTES))
-        self._cursor = Cursor([memoryview(header)])
-        self.started = False
+        self._cursor = Cursor(())
 
     @property
     def is_done(self) -> bool:
@@ -52,7 +51,6 @@ class Packer:
         return self._cursor.head()
 
     def advance(self, nbytes: int) -> None:
-        self.started = self.started or nbytes > 0
         self._cursor.advance(nbytes)
 
     def _pack(self, piece: RunTable) -> None:

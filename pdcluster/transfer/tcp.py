@@ -14,8 +14,9 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
@@ -48,23 +49,56 @@ class TcpSettings:
     retry_s: float = 1.0
 
 
+@dataclass(slots=True)
+class _Body:
+    """Of a write. payload: its first nbytes are to be digested a burst ahead of the sending, so that they are in the cache for both; a Packer does
+    it by itself."""
+
+    cursor: Cursor | Packer
+    payload: Payload | None
+    nbytes: int
+    digested: int = 0
+
+    def digest_burst(self, sent: int) -> None:
+        if self.payload is not None and self.digested < min(sent + BURST_BYTES, self.nbytes):
+            self.payload.advance(BURST_BYTES)
+            self.digested += BURST_BYTES
+
+
 @dataclass(slots=True, eq=False)
 class _Write:
     handle: Handle
     stamp: Stamp
-    cursor: Cursor | Packer
-    payload: Payload | None
-    """To be digested a burst ahead of the sending, so that its bytes are in the cache for both; or by the Packer."""
-    digested: int = 0
+    header: Cursor
+    """Sent alone, so that the receiver gets ready while the first burst of the payload is."""
+    prepare: Callable[[], _Body]
+    body: _Body | None = None
     sent: int = 0
+    """Of the body."""
 
-    def digest_burst(self) -> None:
-        if self.payload is not None and self.digested < min(self.sent + BURST_BYTES, self.stamp.nbytes):
-            self.payload.advance(BURST_BYTES)
-            self.digested += BURST_BYTES
+    @property
+    def is_done(self) -> bool:
+        return self.body is not None and self.body.cursor.is_done
+
+    def head(self) -> list[memoryview]:
+        """What is sent next."""
+        if not self.header.is_done:
+            return self.header.head()
+        if self.body is None:
+            self.body = self.prepare()
+        self.body.digest_burst(self.sent)
+        return self.body.cursor.head()
+
+    def advance(self, nbytes: int) -> None:
+        if not self.header.is_done:
+            self.header.advance(nbytes)
+            return
+        assert self.body is not None  # `head` made it
+        self.body.cursor.advance(nbytes)
+        self.sent += nbytes
 
     def digest(self) -> int | None:
-        return None if self.payload is None else self.payload.digest()
+        return None if self.body is None or self.body.payload is None else self.body.payload.digest()
 
 
 class _Lane:
@@ -120,7 +154,7 @@ class _Lane:
             waiting, self._waiting = list(self._waiting), deque()
         sending = [] if self._sending is None else [self._sending]
         for write in [*self._unanswered, *sending, *waiting]:
-            self._writes.settle(write.handle, WriteStatus.LOST if write.cursor.started else WriteStatus.FAILED)
+            self._writes.settle(write.handle, WriteStatus.LOST if write.header.started else WriteStatus.FAILED)
         self._doorbell.close()
 
     def _serve(self, link: Link) -> None:
@@ -152,11 +186,8 @@ class _Lane:
         write = self._sending
         assert write is not None
         try:
-            while not write.cursor.is_done:
-                write.digest_burst()
-                count = link.sock.sendmsg(write.cursor.head())
-                write.cursor.advance(count)
-                write.sent += count
+            while not write.is_done:
+                write.advance(link.sock.sendmsg(write.head()))
                 self._progress = time.monotonic()
         except BlockingIOError:
             return
@@ -279,19 +310,20 @@ class TcpBackend:
         header = FRAME.pack(WRITE_MAGIC, len(table), stamp.nonce, stamp.chunk, stamp.trial, target_region, stamp.nbytes)
         lane = self._lane(peer, remote)
         handle = self._writes.new()
-        if not lane.add(self._prepared(handle, stamp, sealed(header + table.targets.pack()), table, region, lane.block, digests=digests)):
+        frame = Cursor([memoryview(sealed(header + table.targets.pack()))])
+        if not lane.add(_Write(handle, stamp, frame, partial(self._prepare, table, region, lane.block, digests=digests))):
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
 
-    def _prepared(self, handle: Handle, stamp: Stamp, header: bytes, runs: RunTable, region: Region, block: Block, *, digests: bool) -> _Write:
+    def _prepare(self, runs: RunTable, region: Region, block: Block, *, digests: bool) -> _Body:
+        """On the lane's thread, when the header is on its way."""
         if is_scattered(runs.sources):
             payload = Payload(table_of(()), digests=digests, cached=True, waits=self.gil_waits)
-            packer = Packer(header, runs, region.address, payload, block)
-            return _Write(handle, stamp, packer, payload if digests else None, digested=stamp.nbytes)
-        memory = self._memory[region.id]
-        cursor = Cursor([memoryview(header), *(memory[offset : offset + nbytes] for offset, nbytes in runs.sources.joined())])
-        return _Write(
-            handle, stamp, cursor, Payload(reads(runs.sources, region.address), digests=True, cached=True, waits=self.gil_waits) if digests else None
+            return _Body(Packer(runs, region.address, payload, block), payload if digests else None, 0)
+        memory, sources = self._memory[region.id], runs.sources
+        cursor = Cursor(memory[offset : offset + nbytes] for offset, nbytes in sources.joined())
+        return _Body(
+            cursor, Payload(reads(sources, region.address), digests=True, cached=True, waits=self.gil_waits) if digests else None, sources.nbytes
         )
 
     # ------------------------------------------------------------ receiving, on the listener's threads
@@ -308,37 +340,44 @@ class TcpBackend:
             spans = SpanTable.unpack(table)
             if not spans.add_up_to(nbytes):
                 raise ProtocolError(f"the runs of a frame do not add up to {nbytes} bytes")
-            landed = self._receive(link, Stamp(nonce, chunk, trial, nbytes), region, spans, block)
-            link.send(ACK.pack(ACK_MAGIC, nonce, chunk, trial, landed))
+            self._receive(link, Stamp(nonce, chunk, trial, nbytes), region, spans, block)
 
-    def _receive(self, link: Link, stamp: Stamp, region_id: int, spans: SpanTable, block: Block) -> bool:
-        """Payload of a frame: into memory under its permit, or away. Was it all written?"""
-        region = self._regions.get(region_id)
-        permit: Permit | None = None
-        if region is None or not spans.are_inside(region.nbytes):
-            self._counts.add("outside_region")
-        else:
-            permit = self._permits.find(link.peer, stamp.nonce, region_id, spans)
-        if permit is None:
+    def _receive(self, link: Link, stamp: Stamp, region_id: int, spans: SpanTable, block: Block) -> None:
+        """Payload of a frame: into memory under its permit, or away. The answer goes out before the arrival is told: the writer is longer on its
+        way to a Commit than this end to the rest of the digest."""
+        region, permit = self._allowed(link, stamp, region_id, spans)
+        if permit is None or region is None:
             _discard(link, stamp.nbytes)
-            return False
-        assert region is not None
-        if is_scattered(spans):
-            unpacker = Unpacker(spans, region.address, block, digests=permit.digests)
-            left, digest = self._unpack(link, permit, unpacker), unpacker.digest()
-        else:
-            memory = self._memory[region_id]
-            cursor = Cursor(memory[offset : offset + length] for offset, length in spans.joined())
-            payload = Payload(reads(spans, region.address), digests=True) if permit.digests else None
-            left = self._fill(link, permit, cursor, payload, stamp.nbytes)
-            digest = None if payload is None else payload.digest()
+            _answer(link, stamp, landed=False)
+            return
+        left, take_digest = self._land(link, permit, stamp, region, spans, block)
         _discard(link, left)
         with link.lock:
-            if left or not self._permits.is_current(permit):
+            landed = not left and self._permits.is_current(permit)
+        _answer(link, stamp, landed=landed)
+        digest = take_digest() if landed else None
+        with link.lock:
+            if landed and self._permits.is_current(permit):
+                self._arrivals.add(stamp, digest, spans, region_id)
+            else:
                 self._counts.add("revoked_while_landing")
-                return False
-            self._arrivals.add(stamp, digest, spans, region_id)
-            return True
+
+    def _allowed(self, link: Link, stamp: Stamp, region_id: int, spans: SpanTable) -> tuple[Region | None, Permit | None]:
+        region = self._regions.get(region_id)
+        if region is None or not spans.are_inside(region.nbytes):
+            self._counts.add("outside_region")
+            return region, None
+        return region, self._permits.find(link.peer, stamp.nonce, region_id, spans)
+
+    def _land(self, link: Link, permit: Permit, stamp: Stamp, region: Region, spans: SpanTable, block: Block) -> tuple[int, Callable[[], int | None]]:
+        """Returns how many bytes are still to come when the permit was revoked, and what gives the digest."""
+        if is_scattered(spans):
+            unpacker = Unpacker(spans, region.address, block, digests=permit.digests)
+            return self._unpack(link, permit, unpacker), unpacker.digest
+        memory = self._memory[region.id]
+        cursor = Cursor(memory[offset : offset + length] for offset, length in spans.joined())
+        payload = Payload(reads(spans, region.address), digests=True) if permit.digests else None
+        return self._fill(link, permit, cursor, payload, stamp.nbytes), partial(_finished, payload, stamp.nbytes)
 
     def _unpack(self, link: Link, permit: Permit, unpacker: Unpacker) -> int:
         """As `_fill`, of many small runs."""
@@ -352,8 +391,9 @@ class TcpBackend:
         return 0
 
     def _fill(self, link: Link, permit: Permit, cursor: Cursor, payload: Payload | None, left: int) -> int:
-        """Receive into memory while the permit stands, and digest what came; returns how many bytes are still to come when it was revoked. A
-        frame is received once, by one thread, and its writer sends no other for these bytes before this one was answered or its lane ended."""
+        """Receive into memory while the permit stands, and digest what came but for the last piece; returns how many bytes are still to come when it
+        was revoked. A frame is received once, by one thread, and its writer sends no other for these bytes before this one was answered or its lane
+        ended; after its answer only with a later trial, which the Commit names."""
         fresh = 0
         while left:
             count = 0
@@ -372,7 +412,7 @@ class TcpBackend:
             cursor.advance(count)
             left -= count
             fresh += count
-            if payload is not None and (fresh >= DIGEST_BYTES or not left):
+            if payload is not None and fresh >= DIGEST_BYTES and left:
                 payload.advance(fresh)
                 fresh = 0
         return 0
@@ -400,6 +440,18 @@ class TcpBackend:
         self._remotes.clear()
         self._ended.clear()
         self._doorbell.close()
+
+
+def _answer(link: Link, stamp: Stamp, *, landed: bool) -> None:
+    link.send(ACK.pack(ACK_MAGIC, stamp.nonce, stamp.chunk, stamp.trial, landed))
+
+
+def _finished(payload: Payload | None, nbytes: int) -> int | None:
+    """The digest of a payload that came to so many bytes."""
+    if payload is None:
+        return None
+    payload.advance(nbytes)
+    return payload.digest()
 
 
 def _discard(link: Link, nbytes: int) -> None:

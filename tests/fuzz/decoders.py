@@ -266,6 +266,10 @@ def tcp_frame_decoder() -> Decoder:
     return Decoder("tcp frame", (one, two, one + two), decode, (ProtocolError, OSError), check, backend.shutdown)
 
 
+def _no_body() -> tcp._Body:
+    return tcp._Body(Cursor(()), None, 0)
+
+
 def lane_decoder() -> Decoder:
     """What a reader answers a writer of tcp."""
     doorbell = Doorbell()
@@ -274,7 +278,7 @@ def lane_decoder() -> Decoder:
 
     def decode(data: bytes) -> None:
         lane._partial = b""
-        lane._unanswered = deque(tcp._Write(Handle(n), Stamp(7, n, 1, 64), Cursor(()), None) for n in range(3))
+        lane._unanswered = deque(tcp._Write(Handle(n), Stamp(7, n, 1, 64), Cursor(()), _no_body) for n in range(3))
         link = FedLink(data)
         while True:
             lane._take_answers(link)  # type: ignore[arg-type]

@@ -23,18 +23,18 @@ def scattered(seed: int) -> RunTable:
 
 
 def packer(runs: RunTable, source: np.ndarray) -> Packer:
-    return Packer(b"header", runs, source.ctypes.data, Payload(table_of(()), digests=True, cached=True), Block())
+    return Packer(runs, source.ctypes.data, Payload(table_of(()), digests=True, cached=True), Block())
 
 
 @pytest.mark.parametrize("step", [1000, 77_777, SIZE])
-def test_what_is_packed_is_the_header_and_the_runs_in_order_however_much_the_socket_takes(step: int) -> None:
+def test_what_is_packed_is_the_runs_in_order_however_much_the_socket_takes(step: int) -> None:
     runs, source = scattered(1), np.random.default_rng(2).integers(0, 256, SIZE, dtype=np.uint8)
     packed, wire = packer(runs, source), b""
     while not packed.is_done:
         data = b"".join(packed.head())[:step]
         packed.advance(len(data))
         wire += data
-    assert wire == b"header" + b"".join(source[run.source : run.source + run.nbytes].tobytes() for run in runs) and packed.started
+    assert wire == b"".join(source[run.source : run.source + run.nbytes].tobytes() for run in runs)
 
 
 @pytest.mark.parametrize("digests", [False, True])
