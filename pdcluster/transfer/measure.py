@@ -116,6 +116,8 @@ class Paths:
 
     def best(self, peer: Peer, backends: Sequence[str], nbytes: int | None = None) -> str:
         """The one that the next write takes; changes nothing. nbytes: its size; None asks for the choice as it stands, without measuring."""
+        if len(backends) == 1:
+            return backends[0]
         usable = self._breakers.usable(peer, sorted(backends, key=self._order.index), self._clock())
         measures = nbytes is not None and nbytes >= self._settings.smallest_bytes and len(usable) > 1
         unmeasured = [name for name in usable if not self._is_known(peer, name)] if measures else []

@@ -72,8 +72,8 @@ class _Native:
         self.move: Any = kernel.move
         self.new_state: Callable[[], Words] = kernel.new_state
         self.finished: Callable[[Words], int] = kernel.finished
-        self.memmove, self.clock = (ctypes.cast(each, ctypes.c_void_p).value for each in (libc.memmove, libc.clock_gettime))
-        self.secret = int(kernel.SECRET.ctypes.data)
+        memmove, clock = (ctypes.cast(each, ctypes.c_void_p).value for each in (libc.memmove, libc.clock_gettime))
+        self.calls: Words = np.array([memmove, clock, kernel.SECRET.ctypes.data], dtype=np.uint64)
 
 
 @functools.cache
@@ -108,8 +108,6 @@ class Payload:
         self._hash = xxhash.xxh3_64() if digests and self._native is None else None
         self._cursor = np.zeros(4, dtype=np.uint64)
         if self._native is not None:
-            native_calls = (self._native.memmove, self._native.clock, self._cursor.ctypes.data + 16, self._native.secret)
-            self._calls = np.array(native_calls, dtype=np.uint64)
             self._state = self._native.new_state() if digests else NO_STATE
 
     def extend(self, table: Table) -> None:
@@ -122,7 +120,7 @@ class Payload:
         if self._native is None:
             self._advance_slowly(nbytes)
             return
-        self._native.move(self._table, self._cursor, nbytes, self._calls, self._state, self._past_caches)  # holds no GIL
+        self._native.move(self._table, self._cursor, nbytes, self._native.calls, self._state, self._past_caches)  # holds no GIL
         if self._waits is not None:
             self._waits.seconds.append(time.monotonic() - int(self._cursor[2]) - int(self._cursor[3]) * 1e-9)
 

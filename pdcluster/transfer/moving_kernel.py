@@ -131,10 +131,11 @@ STRIPE, PENDING, TOTAL, LAST, HEAD, STATE_WORDS = 8, 9, 10, 16, 32, 64
 it the bytes that are pending, 1 to 64 of them once there were any, because the very last stripe is treated otherwise; the first SHORT_BYTES."""
 
 
+FRESH = np.array([*START, *[0] * (STATE_WORDS - len(START))], dtype=np.uint64)
+
+
 def new_state() -> NDArray[np.uint64]:
-    state = np.zeros(STATE_WORDS, dtype=np.uint64)
-    state[:8] = START
-    return state
+    return FRESH.copy()
 
 
 def finished(state: NDArray[np.uint64]) -> int:
@@ -242,7 +243,7 @@ def _digest(calls: NDArray[np.uint64], state: NDArray[np.uint64], stretch: Stret
     """Digest bytes, and copy them where target is not 0: each is loaded once, so what is digested is what is stored even if another writes to the
     source at the same time. calls: see `move`. more: others follow at once, so that no stripe here is the very last. past: past the caches, which a
     source that is only digested does not fill either."""
-    memmove, secret = calls[0], calls[3]
+    memmove, secret = calls[0], calls[2]
     target, source, nbytes, following = stretch.target, stretch.source, stretch.nbytes, stretch.following
     zero, one, line, block = np.uint64(0), np.uint64(1), np.uint64(STRIPE_BYTES), np.uint64(BLOCK_BYTES)
     sums = np.uint64(state.ctypes.data)
@@ -328,7 +329,7 @@ def _copy_past_caches(memmove: Any, target: Any, source: Any, nbytes: Any, follo
 @numba.njit("void(uint64[:,::1],uint64[::1],uint64,uint64[::1],uint64[::1],boolean)", nogil=True, cache=True)
 def move(table: NDArray[np.uint64], cursor: NDArray[np.uint64], left: int, calls: NDArray[np.uint64], state: NDArray[np.uint64], past: bool) -> None:
     """See `moving.Payload`. table: (target, source, nbytes) addresses, target 0: only digest (the source). cursor: row, offset in it, seconds and
-    nanoseconds when this ended. calls: addresses of memmove, clock_gettime, the cursor's clock and SECRET. state: empty: no digest. past: as in
+    nanoseconds when this ended. calls: addresses of memmove, clock_gettime and SECRET. state: empty: no digest. past: as in
     `_digest`."""
     row, offset = cursor[0], cursor[1]
     zero = np.uint64(0)
@@ -355,4 +356,4 @@ def move(table: NDArray[np.uint64], cursor: NDArray[np.uint64], left: int, calls
             offset = zero
     cursor[0], cursor[1] = row, offset
     _fence()
-    _call(calls[1], np.uint64(1), calls[2], zero)
+    _call(calls[1], np.uint64(1), np.uint64(cursor.ctypes.data) + np.uint64(16), zero)

@@ -178,9 +178,8 @@ def checked_pages(ticket: Ticket, me: Peer) -> NDArray[np.int64]:
         raise TransferError(f"ticket {nonce:x} has {ticket.deadline_s} s left")
     if len(ticket.pages) % 4 or len(ticket.pages) // 4 < -(-ticket.num_tokens // tokens):
         raise TransferError(f"ticket {nonce:x} has {len(ticket.pages) / 4:g} pages, too few for {ticket.num_tokens} tokens")
-    pages = np.frombuffer(ticket.pages, dtype=np.int32).astype(np.int64)
+    pages = memoryview(ticket.pages).cast("i").tolist()
     writable = pages[page_slice(ticket.cached_tokens, ticket.num_tokens - ticket.cached_tokens, tokens)]
-    ascending = np.sort(writable)
-    if len(ascending) and (ascending[0] < 0 or (ascending[1:] == ascending[:-1]).any()):
+    if min(writable, default=0) < 0 or len(set(writable)) < len(writable):
         raise TransferError(f"ticket {nonce:x} names a page twice or a negative page")
-    return pages
+    return np.array(pages, dtype=np.int64)
