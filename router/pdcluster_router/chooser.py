@@ -50,6 +50,12 @@ FORK = "fork"
 USUAL_OUTPUT = 256.0
 """Tokens of an answer, while none has ended."""
 
+PRIOR = 10
+"""Answers that this guess counts for."""
+
+NEWEST = 0.02
+"""Least weight of the answer that ended last; while there were few, all of them weigh the same."""
+
 
 class Chooser:
     """held: leading blocks of a chain of hashes that each node holds; expected: that it will soon, None: none.
@@ -79,6 +85,7 @@ class Chooser:
         self._itl_s = itl_s
         self._usual_output = USUAL_OUTPUT
         self._usual_prompt = 0.0
+        self._num_ended = 0
         self._counter = 0
         self._previous: Mode | None = None
         self._sent = {True: SentWork(), False: SentWork()}
@@ -118,8 +125,9 @@ class Chooser:
 
     def note_end(self, num_prompt: int, num_output: int) -> None:
         """An answer ended. Its length is what most will take, far fewer tokens than clients allow."""
-        self._usual_output += 0.02 * (num_output - self._usual_output)
-        self._usual_prompt += 0.02 * (num_prompt - self._usual_prompt)
+        self._num_ended += 1
+        self._usual_output += max(1 / (self._num_ended + PRIOR), NEWEST) * (num_output - self._usual_output)
+        self._usual_prompt += max(1 / self._num_ended, NEWEST) * (num_prompt - self._usual_prompt)
 
     def query(self, job: Job, now: float, view: ClusterView) -> Query:
         """What a policy is asked for this request; also for dry runs, since asking has no effect."""

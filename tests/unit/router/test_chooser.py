@@ -48,6 +48,11 @@ def test_a_request_may_force_another_mode_than_the_routers() -> None:
 def test_the_expected_output_follows_what_answers_take() -> None:
     chooser = make_chooser()
     assert chooser.query(make_job(), 0.0, NODES).expected_output == 256
+    chooser.note_end(300, 20)
+    query = chooser.query(make_job(), 0.0, NODES)
+    assert 20 < query.expected_output < 256 and query.usual_tokens == 300, "one answer is believed a little, one prompt wholly"
+    chooser.note_end(100, 20)
+    assert chooser.query(make_job(), 0.0, NODES).usual_tokens == 200
     for _ in range(500):
         chooser.note_end(300, 20)
     assert chooser.query(make_job(), 0.0, NODES).expected_output == 20
