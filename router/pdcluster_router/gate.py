@@ -3,6 +3,9 @@ simulated time: decisions of the policy come in as a function, moments as number
 
 A request *knocks*: it goes at once when nobody waits and some node is open for it; otherwise it is refused, or held. Whenever something may have
 freed (a report, an end, a node that came), `release` scores those that wait again, in their order.
+
+It is also held for the sake of the rows that it would slow down (`Headroom.keeps_pace`), except where a service level is promised for first tokens:
+what is predicted there are waits for prompts.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -24,17 +28,20 @@ from pdcluster_router.hold import Answer, Expired, HoldLimits, HoldQueue
 Decide = Callable[[Held], Decision]
 """What the policy would do with a request now; raises Unavailable when no node may take it."""
 
+Reason = Mode | Literal["pace"]
+"""Why a request waits: there is no place for it in its mode, or it would make rows slow."""
+PACE: Literal["pace"] = "pace"
 
 RESCORE_S = 0.25
-"""How long it is believed what a request would do that is not the first in turn, while nobody's request has a place in that mode. So one that may go
+"""How long it is believed what a request would do that is not the first in turn, while what kept it waiting keeps those before it. So one that may go
 elsewhere is not kept by those before it, and a report of a full pool costs one decision, not one for each that waits for the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a request would have done when it was scored at `moment`. nodes: the incarnations that could have computed its prompt."""
+    """Why a request did not go when it was scored at `moment`. nodes: the incarnations that could have computed its prompt."""
 
-    mode: Mode
+    reason: Reason
     nodes: frozenset[str]
     moment: float
 
@@ -59,14 +66,14 @@ class Gate:
         self._slo = slo
         self._drain = DrainRate()
         self._wishes: dict[str, Wish] = {}
-        """Of those that were passed over because their mode was full; at most one for each that waits."""
+        """Of those that were passed over; at most one for each that waits."""
 
     def knock(self, held: Held, decide: Decide, now: float) -> Decision | None:
         """Where the request goes at once; None: it is held (`release` may find it a place right away). held.work is filled in here. Raises
         Overloaded when it may not come in, and what `decide` raises; one that was let in before (is_paid) always may."""
         decision = decide(held)
         query, first = decision.query, decision.choice.first
-        if not len(self.queue) and self._headroom.has_open(decision.choice, query, decision.view):
+        if not len(self.queue) and self._why_held(held, decision, now) is None:
             if self._slo.ttft_s is not None and not held.is_paid:
                 check_service(Outlook(0.0, self._headroom.waiting_s(first), self._headroom.own_s(first, query)), self._slo)
             return decision
@@ -81,7 +88,7 @@ class Gate:
         """At most so many of those that wait. One at a time when a decision only counts in the next view once it was acted upon."""
         released: list[Released] = []
         wanted: dict[str, frozenset[str]] = {}
-        full: frozenset[Mode] = frozenset()
+        full: frozenset[Reason] = frozenset()
 
         def offer(held: Held, claims: Sequence[Held]) -> Answer:
             nonlocal full
@@ -96,11 +103,12 @@ class Gate:
                 released.append(Released(held, None, error))
                 return Answer.PLACED
             choice, query, view = decision.choice, decision.query, decision.view
-            if not self._headroom.has_open(choice, query, view):
+            if (reason := self._why_held(held, decision, now)) is not None:
                 wanted[held.request] = nodes = self._headroom.usable(choice, query, view)
-                full = self._headroom.full_modes(view)
-                self._wishes[held.request] = Wish(choice.mode, nodes, now)
-                return Answer.FULL if len(full) == len(MODES) else Answer.ELSEWHERE
+                modes = self._headroom.full_modes(view)
+                full = modes | {PACE} if PACE in (reason, *full) else modes
+                self._wishes[held.request] = Wish(reason, nodes, now)
+                return Answer.FULL if len(modes) == len(MODES) else Answer.ELSEWHERE
             if any(choice.first.endpoint.incarnation in wanted.get(claim.request, ()) for claim in claims):
                 return Answer.ELSEWHERE
             released.append(Released(held, decision))
@@ -112,9 +120,17 @@ class Gate:
         self._wishes = {request: wish for request, wish in self._wishes.items() if request in self.queue}
         return released
 
-    def _still_wished(self, held: Held, full: Set[Mode], now: float) -> Wish | None:
+    def _why_held(self, held: Held, decision: Decision, now: float) -> Reason | None:
+        """Why the request can not go now; None: it can."""
+        choice, query = decision.choice, decision.query
+        if not self._headroom.has_open(choice, query, decision.view):
+            return choice.mode
+        may_slow = self._slo.ttft_s is not None or held.is_paid
+        return None if may_slow or self._headroom.keeps_pace(choice, query, now - held.arrived) else PACE
+
+    def _still_wished(self, held: Held, full: Set[Reason], now: float) -> Wish | None:
         wish = self._wishes.get(held.request)
-        return wish if wish is not None and wish.mode in full and now < wish.moment + RESCORE_S else None
+        return wish if wish is not None and wish.reason in full and now < wish.moment + RESCORE_S else None
 
     def leave(self, request: str, now: float) -> None:
         """Its client left, wherever it is by now."""

@@ -3,6 +3,9 @@
 A node is *open* for prompts while the work that waits there is below `backlog_s`: enough that it never idles, so little that what comes next is still
 the router's to decide. Which open node gets a request is the policy's choice; a policy may also choose one that is not open, for what it has cached,
 as long as some node of that leg is.
+
+Rows share their node's steps, so one row too many makes all of them slow, while a first token mostly has time: a request waits while the rows where
+it would decode are as slow as they may be, but for no more than HALF of the time that its first token has.
 """
 
 from __future__ import annotations
@@ -13,12 +16,16 @@ from itertools import chain
 
 from pdcluster_router.generation import Mode
 from pdcluster_router.policy.base import Choice, Query
+from pdcluster_router.policy.estimates import COMFORT, PATIENCE
 from pdcluster_router.policy.pools import why_not
 from pdcluster_router.view import ClusterView, NodeView
 
 MODES: tuple[Mode, ...] = ("remote", "local")
 AHEAD = 4
 """Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's pool."""
+
+HALF = 0.5
+"""The other half is for the prompts before it on the node, and for what was predicted wrongly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,17 @@ class Headroom:
         has_row = has_row or self._has_row(view.nodes)
         nodes = chain((first,), self._pool(mode, view))
         return any(self.is_open(node, mode, has_row=has_row) and not _is_ruled_out(node, query) for node in nodes)
+
+    def keeps_pace(self, choice: Choice, query: Query, waited_s: float) -> bool:
+        """Whether one more row leaves those of the decoding node as fast as they may be, or this request has no time left to wait for that."""
+        pace = choice.decode.pace
+        if pace is None or not pace.rows:
+            return True
+        row_s = pace.row_s(query.num_tokens + query.expected_output / 2)
+        if pace.tpot_s + row_s <= (query.itl_s or COMFORT * (pace.decode.fixed_s + row_s)):
+            return True
+        alone_s = self.prefill_s(choice.first, max(query.num_tokens, round(query.usual_tokens)))
+        return waited_s + (choice.predicted.ttft_s or 0.0) >= HALF * PATIENCE * alone_s
 
     def usable(self, choice: Choice, query: Query, view: ClusterView) -> frozenset[str]:
         """Incarnations that could compute this request's prompt in the mode that was chosen, open or not."""

@@ -259,3 +259,72 @@ def test_a_node_that_does_nothing_is_open_whatever_is_believed_of_it() -> None:
     assert gate.knock(held("r1"), world.decide, 0.0) is not None
     world.nodes = [replace(world.nodes[0], in_flight=1)]
     assert gate.knock(held("r2"), world.decide, 0.0) is None
+
+
+# ------------------------------------------------------------ for the sake of rows
+
+
+SLOW = NodeCost(PrefillCost(0.0, TOKEN_S, samples=100), DecodeCost(0.01, 0.001, samples=100))
+"""A row alone takes 11 ms a token and may take 22: a node has room for 12 of them."""
+
+
+def batch(rows: int) -> m.Load:
+    return msgspec.structs.replace(load(rows=rows, slots=64), rows=rows)
+
+
+def make_slow(*roles: m.Role, rows: int) -> World:
+    """The last node decodes."""
+    world = make_world(*roles)
+    world.nodes = [replace(node, cost=SLOW) for node in world.nodes]
+    world.set_load(world.nodes[-1].name, batch(rows))
+    return world
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("mixed",)], ids=["pair", "one node"])
+def test_a_request_waits_while_rows_are_as_slow_as_they_may_be_and_its_first_token_has_time(roles: tuple[m.Role, ...]) -> None:
+    world, gate = make_slow(*roles, rows=12), make_gate()
+    assert gate.knock(held("r1"), world.decide, 0.0) is None
+    assert gate.release(world.decide, 0.1) == []
+    world.set_load(world.nodes[-1].name, batch(11))
+    assert [one.held.request for one in gate.release(world.decide, 0.15)] == ["r1"]
+
+
+def test_half_of_what_a_first_token_may_take_is_the_longest_wait_for_rows() -> None:
+    """100 tokens take 0.1 s alone, so the first one may take 0.5 s."""
+    world, gate = make_slow("prefill", "decode", rows=40), make_gate()
+    assert gate.knock(held("r1"), world.decide, 0.0) is None
+    assert gate.release(world.decide, 0.24) == []
+    assert [one.held.request for one in gate.release(world.decide, 0.26)] == ["r1"]
+
+
+def test_who_has_less_time_passes_those_that_wait_for_rows() -> None:
+    world, gate = make_slow("prefill", "decode", rows=40), make_gate()
+    world.prompts = {"long": Query(1000), "short": Query(10)}
+    for name in world.prompts:
+        assert gate.knock(held(name), world.decide, 0.0) is None
+    assert [one.held.request for one in gate.release(world.decide, 0.1)] == ["short"]
+
+
+def test_those_behind_one_that_waits_for_rows_are_scored_now_and_then() -> None:
+    world, gate = make_slow("prefill", "decode", rows=40), make_gate(look_ahead=16)
+    world.prompts = {f"r{number}": Query(1000) for number in range(40)}
+    for name in world.prompts:
+        assert gate.knock(held(name), world.decide, 0.0) is None
+    world.decided.clear()
+    for turn in range(10):
+        assert gate.release(world.decide, 0.1 + turn / 1000) == []
+    assert world.decided.count("r0") == 10 and len(world.decided) == 10 + 16
+
+
+@pytest.mark.parametrize(
+    "why", ["a service level for first tokens", "it was placed before", "no cost model", "no other row", "rows keep their limit"]
+)
+def test_no_request_waits_for_rows_where(why: str) -> None:
+    """With a limit in seconds, that counts instead of the pace of a lone row."""
+    world, gate = make_slow("prefill", "decode", rows=12), make_gate(Slo(5.0) if why.startswith("a service") else None)
+    if why == "no cost model":
+        world.nodes = [replace(node, cost=None) for node in world.nodes]
+    if why == "no other row":
+        world.set_load("d1", batch(0))
+    world.prompts["r1"] = Query(100, itl_s=0.005 if why == "no other row" else 0.1 if why.startswith("rows") else 0.0)
+    assert gate.knock(held("r1", is_paid=why.startswith("it was")), world.decide, 0.0) is not None
