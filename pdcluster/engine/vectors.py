@@ -38,6 +38,22 @@ class _BFloat(ir.Type):
 
 
 PAIRS = ir.VectorType(_BFloat(), PAIR)
+ELEMENTS = ir.VectorType(ir.IntType(16), PAIR)
+
+_QUARTER = PAIR // 4
+"""Elements of the 128 bits within which x86 interleaves two vectors by one instruction."""
+
+
+def _interleaving(begin):
+    """Of two vectors a, b: a[i], b[i] for half of the elements of each quarter, from `begin` on."""
+    chosen = [quarter + begin + i for quarter in range(0, PAIR, _QUARTER) for i in range(_QUARTER // 2)]
+    return ir.Constant(WORDS_OF_PAIR, [place for i in chosen for place in (i, PAIR + i)])
+
+
+WORDS_OF_PAIR = ir.VectorType(WORD, PAIR)
+INTERLEAVED = _interleaving(0), _interleaving(_QUARTER // 2)
+SUMS_ORDER = tuple(quarter + begin + i for begin in (0, _QUARTER // 2) for quarter in range(0, PAIR, _QUARTER) for i in range(_QUARTER // 2))
+"""The dimension of each of 32 sums that `weigh_pairs_of` keeps."""
 
 
 def has_pair_product() -> bool:
@@ -251,6 +267,48 @@ def weigh_of(num_rows, num_blocks):
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), build
+
+    return weigh
+
+
+def weigh_pairs_of(num_rows, num_blocks, *, native):
+    """A block for weigh(values, value_step, second, coming, num_pairs, shares, share_step, sums, sum_step): sums of row i +=
+    shares[i, 2t] * values[2t] + shares[i, 2t + 1] * values[2t + 1], t < num_pairs.
+
+    Values are num_blocks * 32 bfloat16 and value_step bytes apart, a pair's second one `second` bytes behind its first; shares are bfloat16.
+    coming: values that are read next. Sums are float32; of each 32 dimensions they stand as `SUMS_ORDER` says.
+    """
+
+    @intrinsic
+    def weigh(typing_context, values, value_step, second, coming, num_pairs, shares, share_step, sums, sum_step):
+        def build(context, builder, signature, args):
+            values, value_step, second, coming, num_pairs, shares, share_step, sums, sum_step = args
+            places = [
+                (builder.add(sums, builder.mul(sum_step, bytes_of(i))), bytes_of(4 * LANES * half))
+                for i in range(num_rows)
+                for half in range(2 * num_blocks)
+            ]
+            begin = [load(builder, at, offset, FLOATS) for at, offset in places]
+            with Loop(builder, num_pairs, 1, begin) as loop:
+                at = builder.mul(loop.index, builder.mul(value_step, bytes_of(2)))
+                pairs = []
+                for block in range(num_blocks):
+                    offset = builder.add(at, bytes_of(2 * PAIR * block))
+                    prefetch(builder, coming, offset)
+                    prefetch(builder, coming, builder.add(offset, value_step))
+                    first, other = (load(builder, values, place, ELEMENTS) for place in (offset, builder.add(offset, second)))
+                    pairs += [builder.bitcast(builder.shuffle_vector(first, other, mask), WORDS) for mask in INTERLEAVED]
+                totals = []
+                for i in range(num_rows):
+                    offset = builder.add(builder.mul(share_step, bytes_of(i)), builder.mul(loop.index, bytes_of(4)))
+                    share = spread(builder, load(builder, shares, offset, WORD))
+                    totals += [pair_product(builder, loop.values[2 * num_blocks * i + k], share, pair, native=native) for k, pair in enumerate(pairs)]
+                loop.carry(totals)
+            for (at, offset), total in zip(places, loop.values, strict=True):
+                store(builder, total, at, offset)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9), build
 
     return weigh
 

@@ -34,6 +34,7 @@ class Sequence:
 MIXES = {
     "one decode": [Sequence(0, 1)],
     "decodes of many lengths": [Sequence(length, 1) for length in (0, 6, 7, 8, 9, 100)],
+    "decodes of hundreds of tokens": [Sequence(300, 1), Sequence(167, 1)],
     "a whole prompt": [Sequence(0, 21)],
     "a chunk behind a prefix": [Sequence(13, 11)],
     "a prompt longer than a block of queries behind a prefix": [Sequence(5, QUERY_BLOCK + 9)],
@@ -201,3 +202,19 @@ def test_scratch_of_an_earlier_row_does_not_reach_a_later_one() -> None:
     expected = dense(given, shape, 0, False)
     found = build("cpu", shape, given.pages, "float32").run(given.qkv, None, given.angles, 0, given.batch)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 263])
+def test_what_lies_in_a_page_behind_the_last_token_does_not_matter(length: int) -> None:
+    shape = SHAPES[2]
+    results = []
+    for rest in (0.0, float("nan")):
+        given = scene([Sequence(length, 1)], shape, "bfloat16")
+        (span,) = given.batch.spans
+        used = torch.from_numpy(span.pages).long()
+        empty = torch.full_like(given.pages, rest)
+        tokens = given.pages[used].movedim(4, 1).flatten(0, 1)[:length]
+        empty[used] = torch.cat([tokens, empty[used].movedim(4, 1).flatten(0, 1)[length:]]).unflatten(0, (len(used), PAGE)).movedim(1, 4)
+        results.append(build("cpu", shape, empty, "bfloat16").run(given.qkv, None, given.angles, 0, given.batch))
+    assert torch.isfinite(results[0]).all()
+    assert torch.equal(*results)

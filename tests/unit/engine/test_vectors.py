@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdcluster.engine import native
-from pdcluster.engine.vectors import address, dots_of, has_pair_product, tile_of, weigh_of
+from pdcluster.engine.vectors import SUMS_ORDER, address, dots_of, has_pair_product, tile_of, weigh_of, weigh_pairs_of
 
 needs_pair_product = pytest.mark.skipif(not has_pair_product(), reason="this CPU does not multiply pairs of bfloat16")
 WAYS = [pytest.param(True, marks=needs_pair_product), False]
@@ -58,6 +58,23 @@ def test_weighed_values_are_added_in_the_order_of_lanes(num_rows: int, num_block
     run(values, shares, sums)
     blocks = (1 + shares @ wide(values)).reshape(num_rows, num_blocks, 16, 2)
     np.testing.assert_allclose(sums, blocks.transpose(0, 1, 3, 2).reshape(num_rows, -1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_native", WAYS)
+@pytest.mark.parametrize(("num_rows", "num_blocks"), [(1, 1), (3, 1), (4, 2)])
+def test_pairs_of_weighed_values_are_added_in_the_order_of_sums(num_rows: int, num_blocks: int, is_native: bool) -> None:
+    weigh = weigh_pairs_of(num_rows, num_blocks, native=is_native)
+
+    @numba.njit
+    def run(values: Any, shares: Any, sums: Any) -> None:
+        at, step = address(values), 2 * values.shape[1]
+        weigh(at, step, step, at, shares.shape[1] // 2, address(shares), 2 * shares.shape[1], address(sums), 4 * sums.shape[1])
+
+    values, shares = noise(12, 32 * num_blocks), noise(num_rows, 12)
+    sums = np.ones((num_rows, 32 * num_blocks), np.float32)
+    run(values, shares, sums)
+    expected = (1 + wide(shares) @ wide(values)).reshape(num_rows, num_blocks, 32)
+    np.testing.assert_allclose(sums, expected[:, :, list(SUMS_ORDER)].reshape(num_rows, -1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_native", WAYS)
