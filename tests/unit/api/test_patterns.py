@@ -1,9 +1,11 @@
 """What a compiler would not keep of a regular expression or a grammar is refused before it gets there, and nothing else is."""
 
+import itertools
 import re
 
 import pytest
-from hypothesis import given
+from examples import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcluster.api.patterns import MAX_REPEATS, check_ebnf, check_regex
@@ -15,7 +17,29 @@ UNKEPT = {
     r"(a|b)\1": "a backreference", r"(?<n>a)\k<n>": "a backreference", r"\ba\b": "a word boundary", r"\Aa\Z": "an anchor",
     r"\p{L}": "a Unicode property", r"[a\P{L}]": "a Unicode property", "[a]]|[](?=x)": "a lookahead", r"\\(?=a)": "a lookahead",
 }  # fmt: skip
+ANCHORS = {
+    pattern: re.escape(f"{anchor} where something may stand")
+    for anchor, patterns in (
+        ("^", ("a^b", "a|b^", "x*^a", "a(^b)", "(a^)", "(a)^", "$^", "^*a", "(^a)+", "(?:a|^b){2}", "(?:x(^a|b))", "[a]^")),
+        ("$", ("a$b", "a$|b$c", "(a$)b", "(?:a$|b)c", "(a|b$)[c]", "$a", r"a$\\n", "(a$)(b)")),
+    )
+    for pattern in patterns
+}
+UNKEPT |= ANCHORS
 KEPT = (
+    "^a",
+    "a$",
+    "^^a$$",
+    "^(a|b)$",
+    "(^a|b$)",
+    "^a|^b$|c$",
+    "(?:^(?<n>^a|b))c",
+    "a((b$)|c)",
+    "a(b)+$",
+    "[^a]",
+    "[$]a",
+    r"\$a\^",
+    "(^a$)",
     r"\(?=a",
     "[(?=a]",
     r"[\1b]",
@@ -75,3 +99,18 @@ def test_an_expression_that_is_taken_has_no_look_outside_of_a_class(pattern):
         return
     bare = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]?", "·", pattern)
     assert not re.search(r"\(\?<?[=!]", bare)
+
+
+@given(st.text(alphabet="ab^$|()*?", max_size=9))
+@settings(max_examples=examples(300, 5000))
+def test_anchors_that_are_taken_say_nothing(pattern):
+    """What an expression stands for as a whole is the same without them."""
+    try:
+        check_regex(pattern, "regex")
+        wanted, bare = re.compile(pattern), re.compile(re.sub(r"[\^$]", "", pattern))
+    except (BadRequest, re.error):
+        return
+    for length in range(5):
+        for letters in itertools.product("ab", repeat=length):
+            text = "".join(letters)
+            assert bool(wanted.fullmatch(text)) == bool(bare.fullmatch(text)), text
