@@ -4,31 +4,20 @@ can tell (a regular expression's syntax, a type that does not exist) is told by 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol, cast
 
 from msgspec import Struct
 
 from pdcluster.api.patterns import check_ebnf, check_regex
+from pdcluster.api.schemas import check_schema
 from pdcluster.errors import BadRequest
 from pdcluster.grammar import MAX_CHARS, MAX_DEPTH, Grammar, depth_of
 
 Form = dict[str, Any]
 
 MAX_CHOICES = 1024
-MAX_SCHEMA_NODES = 10_000
 MAX_WHITESPACE = 16
 """In a row between two parts of JSON: a model that likes line breaks would never end."""
-
-NOT_ENFORCED = frozenset({
-    "not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "multipleOf", "dependentSchemas", "dependentRequired",
-    "unevaluatedItems", "unevaluatedProperties",
-})  # fmt: skip
-"""Keywords that the compiler passes over, so that what comes might break them."""
-
-SUBSCHEMAS = ("items", "additionalProperties", "additionalItems", "propertyNames")
-LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
-MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 
 
 class Asking(Protocol):
@@ -125,43 +114,6 @@ def json_form(schema: object, param: str) -> Form:
 
 def any_object() -> Form:
     return {"type": "json_schema", "json_schema": {"type": "object", "additionalProperties": True}, "max_whitespace_cnt": MAX_WHITESPACE}
-
-
-def check_schema(schema: Mapping[str, object], param: str) -> None:
-    for index, (node, path) in enumerate(_nodes(schema, param)):
-        if index >= MAX_SCHEMA_NODES:
-            raise BadRequest(f"{param} has more than {MAX_SCHEMA_NODES} schemas in it; send a smaller one", param)
-        if unkept := sorted(NOT_ENFORCED & node.keys()):
-            raise BadRequest(f"{path} uses {unkept[0]}, which structured output cannot enforce; leave it out", param)
-        parts = node.get("allOf")
-        if isinstance(parts, list) and len(parts) > 1:
-            raise BadRequest(f"{path} uses allOf with {len(parts)} schemas, which structured output cannot enforce; merge them into one", param)
-        _check_patterns(node, path)
-
-
-def _check_patterns(node: Mapping[str, object], path: str) -> None:
-    if isinstance(pattern := node.get("pattern"), str):
-        check_regex(pattern, f"{path}.pattern")
-    if isinstance(named := node.get("patternProperties"), dict):
-        for pattern in named:
-            check_regex(pattern, f"{path}.patternProperties")
-
-
-def _nodes(schema: Mapping[str, object], path: str) -> Iterator[tuple[Mapping[str, object], str]]:
-    """Every schema in a schema, with where it stands. Properties that are called like a keyword are none."""
-    found: list[tuple[object, str]] = [(schema, path)]
-    while found:
-        node, at = found.pop()
-        if not isinstance(node, dict):
-            continue
-        yield node, at
-        found += [(node[name], f"{at}.{name}") for name in SUBSCHEMAS if name in node]
-        for name in LISTS_OF_SCHEMAS:
-            if isinstance(parts := node.get(name), list):
-                found += [(part, f"{at}.{name}[{index}]") for index, part in enumerate(parts)]
-        for name in MAPS_OF_SCHEMAS:
-            if isinstance(parts := node.get(name), dict):
-                found += [(part, f"{at}.{name}.{key}") for key, part in parts.items()]
 
 
 def _response(wanted: ResponseFormat) -> Form | None:

@@ -58,7 +58,8 @@ KEPT = (
 @pytest.mark.parametrize("where", ["regex", "pattern", "patternProperties", "propertyNames"])
 def test_what_would_be_ignored_in_a_regular_expression_is_refused_by_its_pattern(where, pattern):
     inner = {"pattern": pattern}
-    schema = {"pattern": inner, "patternProperties": {"patternProperties": {pattern: {}}}, "propertyNames": {"propertyNames": inner}}
+    names = {"patternProperties": {pattern: {}}, "propertyNames": inner}
+    schema = {"pattern": inner} | {keyword: {"type": "object", keyword: value} for keyword, value in names.items()}
     asked = StructuredOutputs(regex=pattern) if where == "regex" else StructuredOutputs(json={"properties": {"a": schema[where]}})
     with pytest.raises(BadRequest, match=UNKEPT[pattern]) as caught:
         form_of(None, asked)

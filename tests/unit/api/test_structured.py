@@ -8,7 +8,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.api.structured import ResponseFormat, StructuredOutputs, asked_of, check_schema, form_of
+from pdcluster.api.structured import ResponseFormat, StructuredOutputs, asked_of, form_of
 from pdcluster.errors import BadRequest
 from pdcluster.grammar import MAX_CHARS, MAX_DEPTH, depth_of
 
@@ -39,19 +39,6 @@ def test_each_field_becomes_its_form():
     assert form(grammar='root ::= "a"') == {"type": "grammar", "grammar": 'root ::= "a"'}
     assert form(choice=["a", "b", "a"])["elements"] == [{"type": "const_string", "value": value} for value in "ab"]
     assert form(json=True)["json_schema"] == {}
-
-
-def test_properties_named_like_keywords_are_properties():
-    check_schema({"type": "object", "properties": {"not": {"type": "string"}, "if": {}, "contains": {}}}, "schema")
-    check_schema({"enum": [{"not": 1}], "const": {"if": 2}}, "schema")
-
-
-@pytest.mark.parametrize("at", ["items", "additionalProperties", "anyOf", "oneOf", "prefixItems", "properties", "$defs", "patternProperties"])
-def test_what_would_not_be_kept_is_found_wherever_it_stands(at):
-    inner = {"uniqueItems": True}
-    value = [inner] if at in ("anyOf", "oneOf", "prefixItems") else {"x": inner} if at in ("properties", "$defs", "patternProperties") else inner
-    with pytest.raises(BadRequest, match=r"uniqueItems, which structured output cannot enforce"):
-        check_schema({at: value}, "schema")
 
 
 def test_half_a_surrogate_pair_in_a_schema_that_came_as_text_is_refused():
