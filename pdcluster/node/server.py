@@ -10,7 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import Protocol
 
 import zmq
 
@@ -50,6 +53,7 @@ def run(config: NodeConfig) -> int:
         model_dir = config.model or bundled_model()
         me = Peer(config.name or f"{config.role}-{secrets.token_hex(3)}", secrets.token_hex(8))
         engine = start_engine(config, model_dir, me, KV_REGION)
+        stack.push(partial(leave_last, engine.local))
         stack.callback(engine.driver.close)
         files = ModelFiles(model_dir)
         backends = media_of_all(open_backends(config, me), engine.links)
@@ -83,13 +87,23 @@ def run(config: NodeConfig) -> int:
         logger.info("node %s (%s) serves %s at %s over %s", me.node, config.role, card.model, card.address, ", ".join(backends) or "no transfer")
         loop.run()
     logger.info("node %s is done", me.node)
-    leave_if_stuck(engine.local.num_stuck, 0)
     return 0
+
+
+class Sticky(Protocol):
+    num_stuck: int
+
+
+def leave_last(engine: Sticky, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    """When everything else is closed: a node that breaks tells why, as it may not come to whoever would."""
+    if engine.num_stuck and error is not None:
+        logger.critical("this node broke", exc_info=error)
+    leave_if_stuck(engine.num_stuck, 0 if error is None else 1)
 
 
 def leave_if_stuck(num_threads: int, code: int) -> None:
     """End the process here when threads still compute within a library: an interpreter that ends around them is aborted by the C++ runtime, and what
-    was a drain looks like a crash. Everything else was closed before."""
+    was a drain, or an error with a reason, looks like a crash of it."""
     if num_threads:
         logger.warning("%d threads still compute for grammars that took too long; leaving without them", num_threads)
         logging.shutdown()

@@ -4,7 +4,7 @@
     llama     {…}; {…}   or   <|python_tag|>{…}                                 Llama 3: the whole answer is calls, or none of it
     mistral   text [TOOL_CALLS][{…}, {…}]   or   [TOOL_CALLS]name[ARGS]{…}      Mistral, before and since tokenizer 11
 
-White space around calls belongs to nothing. A call that breaks off, or is none, is text.
+White space around calls belongs to nothing. A first call that breaks off before its arguments, or what is none, is text.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class _Machine:
         return parts
 
     def flush(self) -> list[Part]:
-        """Of a call that was said its arguments are what came of them."""
+        """Of a call that was said its arguments are what came of them. The beginning of another behind it is nothing: no text, and no call yet."""
         call, text = self._call, self._buffer
         if call is not None and not call.is_said:
-            text = self._lead + call.raw + text
+            text = "" if self.num_calls else self._lead + call.raw + text
         elif call is None:
-            text = self._lead + text
+            text = "" if self._lead and self.num_calls else self._lead + text
         self._buffer = self._lead = ""
         if self.num_calls and not text.strip():
             text = ""

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,7 +35,28 @@ def test_a_process_with_a_compile_that_never_ends_leaves_with_its_code(code):
     assert "terminate called" not in done.stderr and "leaving without them" in done.stderr
 
 
+BREAKS = """
+from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
+from pdcluster.node.server import leave_last
+with ExitStack() as stack:
+    stack.push(partial(leave_last, SimpleNamespace(num_stuck=grammars.num_computing)))
+    stack.callback(print, "closed all", flush=True)
+    raise RuntimeError("a step failed")
+"""
+
+
+def test_a_node_that_breaks_beside_such_a_compile_says_why_and_leaves_with_1():
+    text = textwrap.dedent(PROGRAM).replace("LEAVE", BREAKS)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and "closed all" in done.stdout, done.stderr
+    assert "a step failed" in done.stderr and "terminate called" not in done.stderr
+
+
 def test_a_process_without_one_goes_on():
-    from pdcluster.node.server import leave_if_stuck
+    from pdcluster.node.server import leave_if_stuck, leave_last
 
     leave_if_stuck(0, 1)
+    goes_on = leave_last(SimpleNamespace(num_stuck=0), RuntimeError, RuntimeError("told by whoever catches it"), None)
+    assert goes_on is None, "the error is not swallowed"
