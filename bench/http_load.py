@@ -36,7 +36,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Outcome:
-    """latencies: seconds of each answered request; num_tokens: events of streams; num_failed: answers that were not 200."""
+    """latencies: seconds of each answered request; num_tokens: events of streams; num_failed: answers that were not 200, or did not come."""
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
@@ -123,7 +123,9 @@ class _Connection(asyncio.Protocol):
             self.ended.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._end()
+        if not self.ended.done():
+            self._buffer = b"the connection was closed behind: " + self._buffer
+            self._fail()
 
 
 def _content_length(head: bytes) -> int | None:

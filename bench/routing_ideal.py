@@ -45,7 +45,7 @@ def num_good(prompts: Sequence[Prompt], num_nodes: int, order: Order) -> int:
             heapq.heappush(waiting, (order(prompts[coming]), coming))
             coming += 1
         prompt = prompts[heapq.heappop(waiting)[1]]
-        done_s = now + prompt.work_s
+        done_s = max(now, prompt.arrival_s) + prompt.work_s  # several may have come at the moment to which an idle node was set
         good += done_s <= prompt.late_s
         heapq.heappush(free, done_s)
     return good

@@ -91,7 +91,8 @@ def run(config: NodeConfig) -> int:
 
 
 class Sticky(Protocol):
-    num_stuck: int
+    @property
+    def num_stuck(self) -> int: ...
 
 
 def leave_last(engine: Sticky, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

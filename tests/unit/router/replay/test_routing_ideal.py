@@ -23,6 +23,10 @@ def test_every_node_takes_a_prompt_at_a_time() -> None:
     assert num_good(both, 2, ORDERS["due"]) == 2
 
 
+def test_an_idle_node_begins_nothing_before_it_came() -> None:
+    assert num_good([prompt(5.0, 1.0, 0.5)] * 2, 2, ORDERS["due"]) == 0
+
+
 def test_what_is_due_first_goes_first_and_not_what_came_first() -> None:
     """While one is computed, a long one comes and then three short ones; only the order decides who is late."""
     prompts = [prompt(0.0, SHORT, 5.0), prompt(0.1, LONG, 50.0), *(prompt(0.2, SHORT, 5.0) for _ in range(3))]
