@@ -314,6 +314,8 @@ class Near:
             settings=shape.settings,
         )
         self._count = 0
+        self.stages = (0.0, 0.0, 0.0)
+        """Of the last `move`, seconds until its writes were with the medium's threads, until its Commit went out, until its CommitAck came."""
 
     @functools.cached_property
     def spare(self) -> Pool:
@@ -356,10 +358,14 @@ class Near:
         if not isinstance(answer, Reserved):
             raise RuntimeError(f"the reader process answered {answer!r} instead of a ticket")
         begin = time.perf_counter()
-        self._push(answer.ticket, pages)
-        return time.perf_counter() - begin
+        started, committed = self._push(answer.ticket, pages)
+        end = time.perf_counter()
+        self.stages = (started - begin, committed - started, end - committed)
+        return end - begin
 
-    def _push(self, ticket: Ticket, pages: list[int]) -> None:
+    def _push(self, ticket: Ticket, pages: list[int]) -> tuple[float, float]:
+        """Returns when its writes were with the medium's threads, and when its Commit went out."""
+        started = committed = 0.0
         self._writer.open(ticket)
         self._writer.push(ticket.nonce, pages, 0, ticket.num_tokens)
         self._writer.finish(ticket.nonce, 1, None)
@@ -373,13 +379,16 @@ class Near:
             self._backend.arrivals()  # clears the doorbell
             for event in self._writer.poll():
                 if isinstance(event, Send):
+                    committed = time.perf_counter()
                     self.pipe.send(event.message)
                 elif isinstance(event, GaveUp):
                     raise RuntimeError(f"the transfer failed: {event.reason}")
                 ended = ended or isinstance(event, Drained)
                 assert not isinstance(event, Acked) or event.nonce == ticket.nonce
+            started = started or time.perf_counter()
             if not ended:
                 wait_for(self.pipe.sock, self._backend, self._writer.next_deadline())
+        return started, committed
 
     def close(self) -> None:
         self.pipe.sock.close()
