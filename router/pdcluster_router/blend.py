@@ -47,16 +47,22 @@ def _blended(
     own: tuple[float, float, float], own_error: CostError, typical: tuple[float, float, float], typical_error: CostError
 ) -> tuple[float, float, float]:
     mine, theirs = np.array(own), np.array(typical)
-    unit = np.maximum(np.maximum(mine, theirs), np.finfo(float).tiny)
-    differ = np.diag((DIFFER * theirs / unit) ** 2 + TINY) + _covariance(typical_error, unit)
-    gain = np.linalg.solve(differ + _covariance(own_error, unit), differ).T
+    own_root, typical_root = _root(own_error), _root(typical_error)
+    largest = np.maximum(mine, theirs)
+    errors = np.maximum(np.linalg.norm(own_root, axis=0), np.linalg.norm(typical_root, axis=0))  # the size of what both found to be 0
+    unit = np.maximum(np.where(largest > 0, largest, errors), np.finfo(float).tiny)
+    differ = np.diag((DIFFER * theirs / unit) ** 2 + TINY) + _covariance(typical_root / unit)
+    gain = np.linalg.solve(differ + _covariance(own_root / unit), differ).T
     found = np.maximum(theirs + unit * (gain @ ((mine - theirs) / unit)), 0.0)
     first, second, third = found.tolist()
     return first, second, third
 
 
-def _covariance(error: CostError, unit: Vector) -> Vector:
+def _root(error: CostError) -> Vector:
     a, b, c, d, e, f = error.root
-    root = np.array(((a, b, d), (0.0, c, e), (0.0, 0.0, f))) / unit
+    return np.array(((a, b, d), (0.0, c, e), (0.0, 0.0, f)))
+
+
+def _covariance(root: Vector) -> Vector:
     covariance: Vector = root.T @ root
     return covariance

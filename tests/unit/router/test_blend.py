@@ -55,3 +55,10 @@ def test_costs_of_nothing_can_be_blended_too() -> None:
     blend = blended_prefill(PrefillCost(0.0, 0.0, 0.0, 0, 3, CostError(0.5, 1.0)), PrefillCost(0.0, 1e-4, 0.0, 0, 300))
     assert 0.0 <= blend.token_s <= 1e-4
     assert blend.fixed_s == blend.pair_s == 0.0
+
+
+def test_a_coefficient_that_both_found_to_be_nothing_stays_nothing_however_unsure_they_are() -> None:
+    """Divided by such a coefficient, the error bars were beyond what a float holds."""
+    unsure = CostError(0.5, 1.0, (1e-3, 0.0, 1e-4, 1e-5, 0.0, 1e-6))
+    blend = blended_decode(DecodeCost(2e-3, 1e-4, 0.0, 9, unsure), DecodeCost(1e-3, 2e-4, 0.0, 300, unsure))
+    assert blend.context_s == 0.0 and 1e-3 <= blend.fixed_s <= 2e-3
