@@ -23,7 +23,8 @@ HEADROOM = 64
 
 
 class History:
-    """Owned by the thread that owns the sequence; a step that runs reads it, and a row in a step does not grow.
+    """Owned by the thread that owns the sequence, and lent to a step that computes it, which enters the token that it draws: the step after
+    it may begin before the sequence has heard of that token.
 
     prompt counts for the repetition penalty only; bad words and the other penalties look at the output.
     """

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from pdcluster.history import History
 from pdcluster.sampling import Sampling, TokenLogprobs
 
+NOT_DRAWN_YET: NDArray[np.int32] = np.zeros(1, np.int32)
+"""In the place of a token that the step before draws."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -27,8 +30,10 @@ class Row:
     prompt_logprobs: number of alternatives wanted for every prompt position computed in this step, None for none; the logprob of
     the token at position start comes from the previous chunk's last row, so a result carries those of positions start+1 … start+n,
     where `next_token` is the id at position start + n if it is still prompt, else None.
-    history: what penalties and bad words look at, of a row whose sampling has any; it may not grow while the step runs.
+    history: what penalties and bad words look at, of a row whose sampling has any; the step that draws the row's token enters it there, once.
     output: the output tokens so far, of a row that samples by a grammar.
+    follows: its one token is the one that the step launched just before draws for the same request; `tokens` is NOT_DRAWN_YET then, and `output`
+    lacks it.
     """
 
     request: str
@@ -41,6 +46,7 @@ class Row:
     next_token: int | None = None
     history: History | None = None
     output: NDArray[np.int32] | None = None
+    follows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

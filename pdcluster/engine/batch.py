@@ -5,7 +5,9 @@ Everything per token is made by numpy; Python loops run over rows only, never ov
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from pdcluster.errors import IntegrityError
 from pdcluster.step import Row, StepPlan
 
 Ids = NDArray[np.int64]
+
+NOTHING_FED: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +66,15 @@ class Limits:
     max_len: int
 
 
-def build_batch(plan: StepPlan, limits: Limits, device: str) -> Batch:
-    """Raises IntegrityError when the plan names what is not there: a plan is made by our own scheduler."""
+def build_batch(plan: StepPlan, limits: Limits, device: str, fed: Mapping[int, int] = NOTHING_FED) -> Batch:
+    """fed: tokens of rows that follow the step before, by index. Raises IntegrityError when the plan names what is not there: a plan is made by our
+    own scheduler."""
     if not plan.rows:
         raise IntegrityError("a step plan without rows has nothing to compute")
     spans = _spans(plan.rows, limits)
     token_ids = np.concatenate([row.tokens for row in plan.rows]).astype(np.int64)
+    if fed:
+        token_ids[[spans[index].begin for index in fed]] = list(fed.values())
     _check_range("token id", token_ids, limits.vocab_size)
     positions = np.concatenate([np.arange(span.start, span.length) for span in spans])
     pages = np.concatenate([span.pages[np.arange(span.start, span.length) // limits.page_tokens] for span in spans])

@@ -2,7 +2,9 @@
 
     launch(plan) ──▶ worker: batch → forward → logits → sample ──▶ done_fd readable ──▶ collect() → StepResult
 
-`launch` and `collect` belong to one thread, the node's loop; between the two it is free, as the worker holds the GIL only between kernels.
+`launch` and `collect` belong to one thread, the node's loop; between the two it is free, as the worker holds the GIL only between kernels. A second
+step may be launched behind the one that runs, with rows that go on with the tokens that one draws (`following`): the worker goes from one to the
+next, and the loop takes in the first one's results meanwhile.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor
 from pdcluster.engine.batch import Batch, Limits, build_batch
 from pdcluster.engine.collective import Alone, Collective, InOrder
 from pdcluster.engine.constraint import Constraints, unbound
+from pdcluster.engine.following import NOTHING_FED, Fed, Following
 from pdcluster.engine.grammar import Grammars, vocabulary_of
 from pdcluster.engine.invariant import invariant_ops
 from pdcluster.engine.model_config import ModelConfig, read_config
@@ -32,7 +35,7 @@ from pdcluster.engine.shaping import Choice
 from pdcluster.engine.shard import cut, share_of
 from pdcluster.engine.weights import DTypeChoice, load_weights, weights_digest
 from pdcluster.engine.worker import Worker
-from pdcluster.errors import ConfigError, ModelError
+from pdcluster.errors import ConfigError, IntegrityError, ModelError
 from pdcluster.kv.layout import DType, KVLayout
 from pdcluster.kv.pool import KVPool
 from pdcluster.messages import Sampling, TokenLogprobs
@@ -94,6 +97,7 @@ class Engine:
         self._progress = progress or Progress()
         self.grammars = Grammars(lambda: vocabulary_of(config.model_dir, self.config.vocab_size, self.config.eos_token_ids))
         self._constraints = Constraints(self.grammars, self.config.eos_token_ids)
+        self._following = Following()
         self._worker = Worker(self._compute, config.threads)
         log.info("engine: %s, %s on %s (%s), %d pages", self.config.architecture, weights.dtype, config.device, self._ops.name, self.num_pages)
 
@@ -104,7 +108,7 @@ class Engine:
 
     @property
     def done_fd(self) -> int:
-        """Readable from the end of a launched step until it is collected."""
+        """Readable from the end of a launched step until it is collected, and on while another one is done, too."""
         return self._worker.done_fd
 
     @property
@@ -115,17 +119,20 @@ class Engine:
     @property
     def layers_done(self) -> int:
         """Layers of the launched step whose KV is in the pool, 0 from `launch` on. On a device that computes behind the host's back no bell
-        rings, and this counts layers that were only submitted."""
+        rings, and this counts layers that were only submitted. Says nothing of a step launched behind another, which has no bells."""
         return self._progress.layers_done
 
     def launch(self, plan: StepPlan) -> None:
-        """Start a step; raises IntegrityError when the previous one was not collected."""
-        self._worker.require_idle()
-        self._progress.begin(plan.bells if self._device == "cpu" else ())
+        """Start a step, or queue it behind the one that runs; raises IntegrityError when two were not collected."""
+        self._worker.require_place()
+        if self._worker.num_in_flight and plan.bells:
+            raise IntegrityError("a step with bells was launched behind another; collect that first")
+        if not self._worker.num_in_flight:
+            self._progress.begin(plan.bells if self._device == "cpu" else ())
         self._worker.launch(plan)
 
     def collect(self, timeout: float | None = None) -> StepResult:
-        """The launched step's result, or what it raised; DeadlineExceeded when it is not done after `timeout` seconds (it goes on)."""
+        """The oldest launched step's result, or what it raised; DeadlineExceeded when it is not done after `timeout` seconds (it goes on)."""
         return self._worker.collect(timeout)
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -164,26 +171,29 @@ class Engine:
     def _compute(self, plan: StepPlan) -> StepResult:
         """On the worker thread."""
         begin = time.perf_counter()
-        batch = build_batch(plan, self._limits, self._device)
+        fed = self._following.begin(plan)
+        batch = build_batch(plan, self._limits, self._device, fed.tokens)
         self.pool.copy(plan.copies)
         hidden = self._model.forward(batch, self._progress)
         prompt = [self._prompt_logprobs(row, hidden[span.begin : span.end]) for row, span in zip(plan.rows, batch.spans, strict=True)]
-        sampled = self._sample(plan, batch, hidden)
+        sampled = self._sample(plan, batch, hidden, fed)
         outputs = [sampled.get(index, NOTHING) for index in range(len(plan.rows))]
         rows = tuple(RowResult(row.request, out[0], out[1], found, out[2]) for row, out, found in zip(plan.rows, outputs, prompt, strict=True))
+        self._following.end(plan, rows)
         return StepResult(rows, time.perf_counter() - begin)
 
-    def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, Sampled]:
+    def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor, fed: Fed = NOTHING_FED) -> dict[int, Sampled]:
         """Token and logprobs, or why there are none, by index of the rows that sample."""
-        wanted = [(index, row.sampling) for index, row in enumerate(plan.rows) if row.sampling is not None]
+        lost: dict[int, Sampled] = {index: (None, None, error) for index, error in fed.errors.items()}
+        wanted = [(index, row.sampling) for index, row in enumerate(plan.rows) if row.sampling is not None and index not in lost]
         if not wanted:
-            return {}
+            return lost
         indexes = [index for index, _ in wanted]
         logits = self._model.logits(hidden[[batch.spans[index].end - 1 for index in indexes]])
         if self._group.rank:
             return {}
         choices = [Choice(sampling, batch.spans[index].length, plan.rows[index].output_index, plan.rows[index].history) for index, sampling in wanted]
-        masks, dead = self._constraints.of_step([plan.rows[index] for index in indexes])
+        masks, dead = self._constraints.of_step([fed.with_output(index, plan.rows[index]) for index in indexes])
         free = [replace(choice, sampling=unbound(choice.sampling)) if place in masks else choice for place, choice in enumerate(choices)]
         tokens: list[int] = self._sample_rows(logits, free, self.config.eos_token_ids, masks)
         asked = [(place, sampling.logprobs) for place, (_, sampling) in enumerate(wanted) if sampling.logprobs is not None]
@@ -192,7 +202,7 @@ class Engine:
             places = [place for place, _ in asked]
             found = self._logprobs(logits[places], [tokens[place] for place in places], [count for _, count in asked])
             logprobs = dict(zip(places, found, strict=True))
-        return {
+        return lost | {
             index: (None, None, dead[place]) if place in dead else (tokens[place], logprobs.get(place), None) for place, index in enumerate(indexes)
         }
 

@@ -1,8 +1,9 @@
-"""A thread that computes one step at a time, and the descriptor that says when it is done. It knows nothing of what a step is.
+"""A thread that computes one step at a time, and the descriptor that says when one is done. It knows nothing of what a step is.
 
 Requirements:
  1. Whatever the computation raises is raised by `collect`, once, with its traceback; the thread goes on.
- 2. `done_fd` becomes readable no later than `collect` can return, and is not readable after it returned.
+ 2. `done_fd` becomes readable no later than `collect` can return, and is not readable after it returned unless the next step is done, too.
+ 3. Steps are computed and collected in the order in which they were launched, at most PLACES between launch and collect.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from pdcluster.step import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
+PLACES = 2
+"""One step runs, one waits behind it, so that the thread has something to do when the first is done."""
+
 
 class Worker:
     """launch, collect and close from one thread, the owner's."""
@@ -29,39 +33,40 @@ class Worker:
         self._threads = threads
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[StepResult | Exception] = queue.SimpleQueue()
-        self._in_flight = False
+        self.num_in_flight = 0
+        """Steps that were launched and not collected."""
         self._closed = False
-        self.done_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.done_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def require_idle(self) -> None:
+    def require_place(self) -> None:
         """Raises IntegrityError when a step cannot be launched now."""
         if self._closed:
             raise IntegrityError("launch on a closed engine")
-        if self._in_flight:
-            raise IntegrityError("launch while a step is in flight; collect it first")
+        if self.num_in_flight == PLACES:
+            raise IntegrityError(f"launch while {PLACES} steps are in flight; collect one first")
 
     def launch(self, plan: StepPlan) -> None:
-        self.require_idle()
-        self._in_flight = True
+        self.require_place()
+        self.num_in_flight += 1
         self._plans.put(plan)
 
     def collect(self, timeout: float | None) -> StepResult:
-        if not self._in_flight:
+        if not self.num_in_flight:
             raise IntegrityError("collect without a launched step")
         try:
             outcome = self._outcomes.get(timeout=timeout)
         except queue.Empty:
             raise DeadlineExceeded(f"the step is not done after {timeout} s; collect it later", stage="liveness") from None
         os.eventfd_read(self.done_fd)
-        self._in_flight = False
+        self.num_in_flight -= 1
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
     def close(self) -> None:
-        """Wait for the step in flight, then stop. Idempotent."""
+        """Wait for the steps in flight, then stop. Idempotent."""
         if self._closed:
             return
         self._closed = True

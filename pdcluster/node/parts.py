@@ -29,7 +29,7 @@ from pdcluster.wire.hub import Hub
 
 class StepEngine(Protocol):
     """The part of the engine that the loop drives; done_fd is readable when a launched step can be collected, layer_fd when a bell of its plan
-    rang."""
+    rang. One more step may be launched behind the one that runs: it is computed as soon as that is done, collected or not."""
 
     @property
     def done_fd(self) -> int: ...

@@ -1,10 +1,12 @@
-"""What the scheduler may use. Plain values; the numbers come from the node's config and model."""
+"""What the scheduler may use, and whether a sequence fits into it at all. Plain values; the numbers come from the node's config and model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdcluster.errors import ConfigError
+from pdcluster.errors import BadRequest, ConfigError, RequestTooLarge
+from pdcluster.kv.pages import PagePool
+from pdcluster.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +36,22 @@ class Limits:
             raise ConfigError(
                 f"token_budget {self.token_budget} must exceed max_rows {self.max_rows}: a row decodes one token a step, prompts need the rest"
             )
+
+
+def longest(sequence: Sequence, limits: Limits, pool: PagePool) -> int:
+    """Tokens at which the sequence ends at the latest. Raises BadRequest or RequestTooLarge when it can never run here."""
+    max_tokens = sequence.sampling.max_tokens
+    if max_tokens <= sequence.num_output:
+        raise BadRequest(f"max_tokens is {max_tokens}, but {sequence.num_output} output tokens exist; ask for more", "max_tokens")
+    if sequence.num_tokens >= limits.max_len:
+        raise RequestTooLarge(
+            f"the prompt has {sequence.num_tokens} tokens, this node takes {limits.max_len} with the output; shorten it or raise --max-len"
+        )
+    max_total = min(sequence.num_prompt + max_tokens, limits.max_len)
+    most = sequence.num_tokens if sequence.remote else max_total - 1
+    if pool.pages_for(most) > pool.num_pages:
+        raise RequestTooLarge(
+            f"the request may need KV for {most} tokens, this node's pool holds {pool.num_pages * pool.page_tokens}; "
+            "shorten the prompt, lower max_tokens, or give the node more KV memory"
+        )
+    return max_total

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pdcluster.messages import FinishReason, TokenLogprobs
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import Row, RowError, StepPlan
+from pdcluster.step import NOT_DRAWN_YET, Row, RowError, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,9 @@ class Occupancy:
 
 
 def make_row(sequence: Sequence, count: int) -> Row:
-    """The row that computes the next `count` tokens; it samples when these are all there are."""
+    """The row that computes the next `count` tokens; it samples when these are all there are. Of a sequence in flight it is the row behind."""
+    if sequence.num_in_flight:
+        return _next_row(sequence)
     start = sequence.num_computed
     end = start + count
     tokens = sequence.tokens
@@ -68,6 +71,27 @@ def make_row(sequence: Sequence, count: int) -> Row:
         history=sequence.history if samples else None,
         output=tokens[sequence.num_prompt :] if samples and sequence.sampling.grammar is not None else None,
     )
+
+
+def _next_row(sequence: Sequence) -> Row:
+    """The row behind the one in flight, whose token is not known yet."""
+    return Row(
+        request=sequence.key,
+        tokens=NOT_DRAWN_YET,
+        start=sequence.num_tokens,
+        pages=sequence.pages,
+        sampling=sequence.sampling,
+        output_index=sequence.num_output + 1,
+        history=sequence.history,
+        output=sequence.tokens[sequence.num_prompt :] if sequence.sampling.grammar is not None else None,
+        follows=True,
+    )
+
+
+def can_be_followed(plan: StepPlan, sequences: Iterable[Sequence]) -> bool:
+    """Whether each of its rows has one next token to compute, if any: no chunks, no forks, whose pages a failed step would not have copied, and no
+    remote prefills, which leave the batch with their token and whose layers are watched while they are computed."""
+    return not plan.copies and len(plan.rows[-1].tokens) == 1 and not any(sequence.remote for sequence in sequences)
 
 
 def finish(sequence: Sequence, token: int, eos_token_ids: frozenset[int]) -> tuple[FinishReason | None, int | None]:

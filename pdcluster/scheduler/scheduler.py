@@ -8,10 +8,12 @@ Rules that the code cites:
     for the growth of every row (its *credit*), except when there is no other row: alone, a sequence may take what there is.
  2. A decode row that finds no page preempts the newest row; that one gives its pages back, waits in front of the queue and computes its tokens again.
     A remote prefill is never preempted: it holds every page it will ever need, and a transfer may be reading them. Nor are slots and parked ones.
- 3. A step in flight writes to the pages of its rows. A sequence that ends meanwhile keeps its pages until the step's results are taken in.
+ 3. A step in flight writes to the pages of its rows. A sequence that ends meanwhile keeps its pages until the last such step is over (`flight`).
  4. A page enters the prefix cache after the step that filled it, or after its commit was verified; never before.
  5. At least one token of a prompt is computed here even if all of them are cached, because the first output token is drawn from its logits. A slot
     needs no logits: its first token comes with the commit.
+ 6. Looking ahead takes nothing from anybody: where a row finds no page, a request could be admitted or a prompt's chunk is due, the next step waits
+    for the results of the one in flight. What is known ahead is heeded (a row's longest length), what is not (a stop) costs one row for one step.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from itertools import chain, islice
 
-from pdcluster.errors import BadRequest, IntegrityError, Overloaded, ProtocolError, RequestTooLarge
+from pdcluster.errors import IntegrityError, Overloaded, ProtocolError
 from pdcluster.kv.pages import PagePool
 from pdcluster.lifecycle import Residence
 from pdcluster.messages import TokenLogprobs
 from pdcluster.scheduler.backlog import backlog, blocks_by_then, decoding
+from pdcluster.scheduler.flight import Flights
 from pdcluster.scheduler.forecast import Forecast
-from pdcluster.scheduler.limits import Limits
-from pdcluster.scheduler.rows import Draft, Occupancy, Update, finish
+from pdcluster.scheduler.limits import Limits, longest
+from pdcluster.scheduler.rows import Draft, Occupancy, Update, can_be_followed, finish
 from pdcluster.scheduler.sequence import Sequence
 from pdcluster.scheduler.sharing import Forks, can_fork, publish
 from pdcluster.step import Row, RowResult, StepPlan, StepResult
@@ -43,7 +46,7 @@ _LOOKAHEAD = 8
 class Scheduler:
     """Owns the state of every sequence on the node; the pool is shared with the transfer's bookkeeping. Driven by one thread:
 
-    schedule → (the engine runs the plan; any other method may be called) → update.
+    schedule → (the engine runs the plan; any other method may be called, look_ahead for the plan of the step behind it) → update.
     """
 
     def __init__(self, pages: PagePool, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,9 +62,7 @@ class Scheduler:
         self._credit = 0
         self._forks = Forks(pages)
         self._num_arrived = 0
-        self._plan: StepPlan | None = None
-        self._in_flight: list[Sequence] = []
-        self._launched_at = 0.0
+        self._flights = Flights(pages)
         self._forecast = Forecast(limits.token_budget, limits.retry_after_s)
         self.admit_remote = True
         """False: remote prefills stay in the queue, because too much finished KV waits to be taken already. Others pass them."""
@@ -114,6 +115,8 @@ class Scheduler:
             raise ProtocolError(f"commit for {key}, which is {'unknown' if sequence is None else sequence.state.name}, not a reserved slot")
         sequence.num_computed = sequence.num_tokens
         publish(self._pool, sequence)
+        if sequence.history is not None:
+            sequence.history.add(first_token)
         sequence.advance("commit")
         self._num_reserved -= 1
         insort(self._running, sequence, key=_order)
@@ -148,7 +151,7 @@ class Scheduler:
 
     def schedule(self, token_budget: int | None = None) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. token_budget: a smaller one for this step; decode rows run whatever it is."""
-        if self._plan is not None:
+        if self._flights:
             raise IntegrityError("schedule was called while a step is in flight; call update or drop_step first")
         step = Draft(min(token_budget or self._limits.token_budget, self._limits.token_budget))
         preemptions_before = self.num_preemptions
@@ -159,11 +162,27 @@ class Scheduler:
             self._admit(step)
         return self._launch(step)
 
+    def look_ahead(self) -> StepPlan | None:
+        """The step behind the one in flight, before the tokens of that are known; None when it has to wait for them (rule 6)."""
+        flight = self._flights.followable
+        if flight is None or not can_be_followed(flight.plan, flight.sequences) or self._could_admit():
+            return None
+        step = Draft(self._limits.token_budget)
+        for sequence in self._running:
+            if sequence.remote or sequence.num_pending > 1:
+                return None
+            if sequence.num_in_flight and sequence.num_tokens + 1 >= sequence.max_total:
+                continue  # it ends with the token that is on its way
+            if not self._grow(sequence, sequence.num_tokens + sequence.num_in_flight):
+                return None
+            step.take(sequence, 1)
+        return self._launch(step)
+
     def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
-        """Take in the results of the step in flight: one Update per row whose sequence still lives, in the plan's order."""
-        self._check_results(plan, result)
-        self._forecast.observe(self._clock() - self._launched_at)
-        in_flight = self._land()
+        """Take in the results of the oldest step in flight: one Update per row whose sequence still lives, in the plan's order."""
+        self._flights.check(plan, result)
+        in_flight, step_s = self._land()
+        self._forecast.observe(step_s)
         return [
             self._apply(sequence, row, answer)
             for sequence, row, answer in zip(in_flight, plan.rows, result.rows, strict=True)
@@ -171,10 +190,11 @@ class Scheduler:
         ]
 
     def drop_step(self) -> None:
-        """The step in flight failed: nothing was computed. Its rows stay as they were, but for forks, whose pages were not copied; the caller cancels
-        those that shall not be tried again."""
+        """The oldest step in flight failed: nothing was computed. Its rows stay as they were, but for forks, whose pages were not copied; the caller
+        cancels those that shall not be tried again. A step behind it that takes tokens from it must be dropped, too."""
         forked = self._forks.sequences
         self._land()
+        self._flights.void()
         for sequence in forked:
             if sequence.state is Residence.RUNNING:
                 self._preempt(sequence)
@@ -221,39 +241,28 @@ class Scheduler:
             self._stamp_start(sequence)
         return True
 
+    def _could_admit(self) -> bool:
+        """Whether a request waits that the next step might take in."""
+        return self._num_free_rows > 0 and any(
+            each.state is Residence.WAITING and (self.admit_remote or not each.remote) for each in self._waiting.values()
+        )
+
     def _launch(self, step: Draft) -> StepPlan | None:
-        self._in_flight = step.sequences
-        if not self._in_flight:
+        if not step.sequences:
             return None
-        for sequence in self._in_flight:
-            sequence.in_flight = True
         step.copies = tuple(self._forks.copies)
-        self._plan = step.plan
-        self._launched_at = self._clock()
-        return self._plan
+        plan = step.plan
+        self._flights.launch(plan, step.sequences, self._clock())
+        return plan
 
-    def _check_results(self, plan: StepPlan, result: StepResult) -> None:
-        if plan is not self._plan:
-            raise IntegrityError("update was called for a step that is not in flight")
-        if [row.request for row in plan.rows] != [answer.request for answer in result.rows]:
-            raise IntegrityError("the engine's result has other rows than the plan")
-        for row, answer in zip(plan.rows, result.rows, strict=True):
-            if answer.error is None and (row.sampling is None) != (answer.token is None):
-                raise IntegrityError(f"{row.request}: the engine gave {'no' if answer.token is None else 'a'} token, the plan says otherwise")
-
-    def _land(self) -> list[Sequence]:
-        """The step is over: its pages are no longer written to (rule 3)."""
-        in_flight, self._in_flight, self._plan = self._in_flight, [], None
+    def _land(self) -> tuple[list[Sequence], float]:
+        flight, step_s = self._flights.land(self._clock())
         self._forks.land()
-        for sequence in in_flight:
-            sequence.in_flight = False
-            if sequence.state is Residence.FINISHED:
-                self._free(sequence)
-        return in_flight
+        return flight.sequences, step_s
 
     def _apply(self, sequence: Sequence, row: Row, answer: RowResult) -> Update:
         sequence.num_computed += len(row.tokens)
-        publish(self._pool, sequence)
+        self._flights.keep(publish(self._pool, sequence))
         if row.prompt_logprobs is not None:
             sequence.prompt_logprobs.extend(answer.prompt_logprobs)
         if answer.token is None:
@@ -307,13 +316,20 @@ class Scheduler:
 
     def _has_room(self, sequence: Sequence) -> bool:
         """A page for the next token of a decode row, at the cost of newer rows if need be; False when the row itself had to give way (rule 2)."""
-        if sequence.num_pages * self._pool.page_tokens >= sequence.num_tokens:
-            return True
-        while (pages := self._pool.allocate(1)) is None:
+        while not self._grow(sequence, sequence.num_tokens):
             newest = next(row for row in reversed(self._running) if not row.remote)
             self._preempt(newest)
             if newest is sequence:
                 return False
+        return True
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """A page more when num_tokens need one; False when there is none."""
+        if sequence.num_pages * self._pool.page_tokens >= num_tokens:
+            return True
+        pages = self._pool.allocate(1)
+        if pages is None:
+            return False
         sequence.add_pages(pages)
         self._set_credit(sequence, self._growth(sequence, sequence.num_pages))
         return True
@@ -356,23 +372,9 @@ class Scheduler:
 
     def _accept(self, sequence: Sequence) -> None:
         """Refuse what can never run on this node."""
-        limits, pool = self._limits, self._pool
         if sequence.key in self._live:
             raise ProtocolError(f"{sequence.key} is here already; a new attempt needs a key of its own")
-        max_tokens = sequence.sampling.max_tokens
-        if max_tokens <= sequence.num_output:
-            raise BadRequest(f"max_tokens is {max_tokens}, but {sequence.num_output} output tokens exist; ask for more", "max_tokens")
-        if sequence.num_tokens >= limits.max_len:
-            raise RequestTooLarge(
-                f"the prompt has {sequence.num_tokens} tokens, this node takes {limits.max_len} with the output; shorten it or raise --max-len"
-            )
-        sequence.max_total = min(sequence.num_prompt + max_tokens, limits.max_len)
-        most = sequence.num_tokens if sequence.remote else sequence.max_total - 1
-        if pool.pages_for(most) > pool.num_pages:
-            raise RequestTooLarge(
-                f"the request may need KV for {most} tokens, this node's pool holds {pool.num_pages * pool.page_tokens}; "
-                "shorten the prompt, lower max_tokens, or give the node more KV memory"
-            )
+        sequence.max_total = longest(sequence, self._limits, self._pool)
 
     def _enter(self, sequence: Sequence) -> None:
         sequence.order = self._num_arrived
@@ -392,7 +394,7 @@ class Scheduler:
         self._leave(sequence)
         sequence.advance("end")
         del self._live[sequence.key]
-        if not sequence.in_flight:
+        if not sequence.num_in_flight:
             self._free(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
@@ -439,7 +441,7 @@ class Scheduler:
 
     def is_idle(self) -> bool:
         """No sequence is here and no step in flight."""
-        return not self._live and self._plan is None
+        return not self._live and not self._flights
 
     def has_work(self) -> bool:
         """Some sequence waits or runs, so that `schedule` is worth calling."""
@@ -477,8 +479,7 @@ class Scheduler:
 
     def _check_pages(self) -> None:
         held: Counter[int] = Counter()
-        ending = [sequence for sequence in self._in_flight if sequence.state is Residence.FINISHED]
-        for sequence in [*self._live.values(), *ending]:
+        for sequence in [*self._live.values(), *self._flights.ending()]:
             held.update(sequence.pages.tolist())
             is_queued = sequence.state in (Residence.WAITING, Residence.HELD)
             _require(bool(sequence.num_pages) != is_queued, f"{sequence!r} holds {sequence.num_pages} pages")

@@ -38,13 +38,13 @@ class Sequence:
         "first_token_at",
         "hashes",
         "history",
-        "in_flight",
         "key",
         "last_token_at",
         "leader",
         "max_total",
         "num_cached",
         "num_computed",
+        "num_in_flight",
         "num_overtaken",
         "num_preempted",
         "num_prompt",
@@ -83,8 +83,8 @@ class Sequence:
         self.state = Residence.WAITING
         self.leader: Sequence | None = None
         """Another choice of the same prompt, whose KV it may take over when it is admitted."""
-        self.in_flight = False
-        """A launched step computes it, and so writes to its pages."""
+        self.num_in_flight = 0
+        """Launched steps that compute it, and so write to its pages."""
         self.num_computed = 0
         self.num_published = 0
         """Pages, from the first on, whose contents are in the prefix cache."""
@@ -130,12 +130,11 @@ class Sequence:
         return self._tokens[: self.num_tokens]
 
     def append(self, token: int) -> None:
+        """The next output token. Its history has it from the step that drew it; of a token that was drawn elsewhere it must be told."""
         if self.num_tokens == len(self._tokens):
             self._tokens = _grown(self._tokens, self.num_tokens + 1)
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
-        if self.history is not None:
-            self.history.add(token)
 
     def extend_hashes(self, num_tokens: int) -> None:
         """Have the hash chain cover the full blocks of the first num_tokens tokens, where its start is known."""

@@ -62,18 +62,26 @@ def can_fork(sequence: Sequence) -> bool:
     return leader.num_computed >= num_tokens and np.array_equal(leader.tokens[:num_tokens], sequence.tokens)
 
 
-def publish(pool: PagePool, sequence: Sequence) -> None:
-    """Enter the full pages that are computed into the prefix cache. Where the cache has a page of the same contents, the sequence takes that."""
+def publish(pool: PagePool, sequence: Sequence) -> list[int]:
+    """Enter the full pages that are computed into the prefix cache. Where the cache has a page of the same contents, the sequence takes that.
+
+    Returns pages with one owner too many, for the caller to release: a step in flight may read them by the table that it was given.
+    """
     num_full = sequence.num_computed // pool.page_tokens
+    kept_for_step: list[int] = []
     if num_full == sequence.num_published:
-        return
+        return kept_for_step
     sequence.extend_hashes(sequence.num_computed)
     width = pool.page_tokens // pool.block_tokens * HASH_BYTES
     for index in range(sequence.num_published, min(num_full, len(sequence.hashes) // width)):
         start = index * width
         page = int(sequence.pages[index])
         parent = bytes(sequence.hashes[start - HASH_BYTES : start]) if index else None
+        if sequence.num_in_flight:
+            pool.acquire((page,))
+            kept_for_step.append(page)
         kept = pool.publish(page, bytes(sequence.hashes[start : start + width]), parent)
         if kept != page:
             sequence.replace_page(index, kept)
         sequence.num_published += 1
+    return kept_for_step

@@ -56,8 +56,6 @@ class Job:
         self.prompt_logprobs += result.prompt_logprobs
         if result.token is not None:
             self.tokens.append(result.token)
-            if self.history is not None:
-                self.history.add(result.token)
         if result.logprobs is not None:
             self.logprobs.append(result.logprobs)
 

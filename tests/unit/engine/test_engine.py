@@ -178,11 +178,13 @@ def test_a_step_beyond_max_len_is_refused(engine: Engine) -> None:
         engine.step(StepPlan((row([1], start=512, pages=list(range(64))),)))
 
 
-def test_a_second_launch_before_collect_is_a_bug(engine: Engine) -> None:
-    engine.launch(StepPlan((row(),)))
+def test_a_third_launch_before_collect_is_a_bug(engine: Engine) -> None:
+    for _ in range(2):
+        engine.launch(StepPlan((row(),)))
     with pytest.raises(IntegrityError, match="in flight"):
         engine.launch(StepPlan((row(),)))
-    engine.collect(timeout=30)
+    for _ in range(2):
+        engine.collect(timeout=30)
 
 
 def test_collect_without_launch_is_a_bug(engine: Engine) -> None:

@@ -59,6 +59,8 @@ class FakeEngine:
     def __init__(self, num_pages: int, page_tokens: int) -> None:
         self.page_tokens = page_tokens
         self.memory = np.full((num_pages, page_tokens), EMPTY, np.int64)
+        self.drawn: dict[str, int | None] = {}
+        """The tokens of the last step, for the step that follows it."""
 
     def write(self, pages: list[int], start: int, entries: list[int]) -> None:
         """KV entries of positions start…, as a transfer would bring them."""
@@ -78,11 +80,13 @@ class FakeEngine:
             pages = row.pages.tolist()
             last = 17 if row.start == 0 else self.read(pages, row.start)[-1]
             entries = []
-            for token in row.tokens.tolist():
+            for token in [self.drawn[row.request]] if row.follows else row.tokens.tolist():
                 last = (last * 31 + token * 7 + 3) % _PRIME
                 entries.append(last)
             self.write(pages, row.start, entries)
-        return StepResult(tuple(self._result(row) for row in plan.rows), forward_s=0.001)
+        result = StepResult(tuple(self._result(row) for row in plan.rows), forward_s=0.001)
+        self.drawn = {answer.request: answer.token for answer in result.rows}
+        return result
 
     def _result(self, row: Row) -> RowResult:
         end = row.start + len(row.tokens)

@@ -1,4 +1,4 @@
-"""The scheduler under random histories: tiny pools, cancels, preemptions, slots, replays, late writes.
+"""The scheduler under random histories: tiny pools, cancels, preemptions, slots, replays, late writes, steps planned ahead.
 
 The engine's tokens depend on every KV entry a row attends to, so any page that is shared wrongly, reused too early or published too soon changes
 somebody's output. Whatever happens, every request gets exactly one end, and if it ends well, the tokens of an undisturbed run.
@@ -6,7 +6,8 @@ somebody's output. Whatever happens, every request gets exactly one end, and if 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from pdcluster.lifecycle import Residence
 from pdcluster.messages import HASH_BYTES, Sampling
 from pdcluster.scheduler.scheduler import Limits, Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import StepPlan
+from pdcluster.step import StepPlan, StepResult
 
 EOS = frozenset({0})
 MAX_LEN = 30
@@ -71,7 +72,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.stale: list[Slot] = []
         """Slots that were dropped while their writer may still write."""
         self.readers: list[tuple[list[int], list[list[int]]]] = []
-        self.plan: StepPlan | None = None
+        self.plans: deque[StepPlan] = deque()
+        """In flight, oldest first."""
+        self.taken: deque[StepPlan] = deque()
+        """The same with their page tables as they were at the launch, by which the engine may go."""
+        self.results: deque[StepResult] = deque()
+        """Of those that the engine is done with."""
+        self.is_void = False
+        """The step in flight was to take tokens from one that failed."""
+        self.counts: Counter[str] = Counter()
         self.index: set[bytes] = set()
         self.build(6, 1, 5, 3)
 
@@ -200,29 +209,63 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ the node's loop
 
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: not self.plans)
     @rule(budget=st.integers(1, 9))
     def launch(self, budget: int) -> None:
-        self.plan = self.scheduler.schedule(budget)
-        if self.plan is not None:
-            assert len({row.request for row in self.plan.rows}) == len(self.plan.rows)
-            lengths = [len(row.tokens) for row in self.plan.rows]
-            assert lengths.count(1) == sum(length == 1 for length in lengths[: lengths.count(1)]), "rows of one token come first"
-            assert all(self.scheduler.find(row.request).state is not Residence.HELD for row in self.plan.rows)
+        plan = self.scheduler.schedule(budget)
+        if plan is not None:
+            self.fly(plan)
+            assert not any(row.follows for row in plan.rows)
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: len(self.plans) == 1)
+    @rule()
+    def look_ahead(self) -> None:
+        before = self.scheduler.num_preemptions
+        plan = self.scheduler.look_ahead()
+        assert self.scheduler.num_preemptions == before, "looking ahead takes nothing from anybody"
+        if plan is None:
+            return
+        assert not self.is_void
+        self.counts["ahead"] += 1
+        following = {row.request for row in plan.rows if row.follows}
+        assert following <= {row.request for row in self.plans[0].rows if row.sampling is not None}
+        for row in plan.rows:
+            sequence = self.scheduler.find(row.request)
+            assert len(row.tokens) == 1 and row.output_index + sequence.num_prompt < sequence.max_total, "no row is launched that surely ended"
+        self.fly(plan)
+
+    def fly(self, plan: StepPlan) -> None:
+        assert len({row.request for row in plan.rows}) == len(plan.rows)
+        lengths = [len(row.tokens) for row in plan.rows]
+        assert lengths.count(1) == sum(length == 1 for length in lengths[: lengths.count(1)]), "rows of one token come first"
+        assert all(self.scheduler.find(row.request).state is not Residence.HELD for row in plan.rows)
+        self.plans.append(plan)
+        self.taken.append(StepPlan(tuple(replace(row, pages=row.pages.copy()) for row in plan.rows), copies=plan.copies))
+
+    @precondition(lambda self: len(self.results) < len(self.plans) and not self.is_void)
+    @rule()
+    def compute(self) -> None:
+        """The engine goes from one step to the next by itself, whether or not anybody took in the results of the first."""
+        self.results.append(self.engine.run(self.taken[len(self.results)]))
+
+    @precondition(lambda self: self.plans and not self.is_void)
     @rule()
     def collect(self) -> None:
-        assert self.plan is not None
-        plan, self.plan = self.plan, None
-        for update in self.scheduler.update(plan, self.engine.run(plan)):
+        if not self.results:
+            self.compute()
+        plan, _, result = self.plans.popleft(), self.taken.popleft(), self.results.popleft()
+        updates = self.scheduler.update(plan, result)
+        self.counts["wasted"] += len(plan.rows) - len(updates)
+        for update in updates:
             self.take(update)
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.plans and not self.results)
     @rule()
     def fail_step(self) -> None:
-        self.plan = None
+        self.plans.popleft()
+        self.taken.popleft()
         self.scheduler.drop_step()
+        self.is_void = any(row.follows for plan in self.plans for row in plan.rows)
 
     @rule()
     def report(self) -> None:
@@ -240,13 +283,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Let everything come to its end: nothing may be left, and nobody may be without an answer."""
         for _ in range(2000):
-            if self.plan is not None:
-                self.collect()
+            while self.plans:
+                if self.is_void:
+                    self.fail_step()
+                else:
+                    self.collect()
             self.settle_others()
-            self.plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule()
             self.scheduler.check_integrity()
-            if self.plan is None and not self.parked:
+            if plan is None and not self.parked:
                 break
+            if plan is not None:
+                self.fly(plan)
+                self.look_ahead()
         assert self.scheduler.is_idle(), f"stuck: {self.scheduler.load()}"
         assert self.pool.num_used == self.pool.num_quarantined == self.pool.num_writers == 0
         for request in self.requests.values():
@@ -344,9 +393,32 @@ def test_a_busy_node_gives_every_request_the_tokens_of_an_undisturbed_run():
         base = BASES[random.integers(3)][: random.integers(1, 12)]
         machine.add([*base, int(random.integers(13))], {"max_tokens": int(random.integers(1, 12))}, remote=False)
         machine.launch(9)
-        if machine.plan is not None:
+        if machine.plans:
             machine.collect()
         machine.books_agree()
     machine.teardown()
     assert machine.scheduler.num_preemptions > 20
     assert sum(request.ends[0] in ("eos", "length") for request in machine.requests.values()) > 300
+
+
+def test_a_node_that_looks_ahead_gives_every_request_the_tokens_of_an_undisturbed_run():
+    """One long seeded history in which steps are planned ahead, computed before anybody hears of the one before, and rows wasted on ends."""
+    random = np.random.default_rng(6)
+    machine = SchedulerMachine()
+    machine.build(num_pages=24, blocks=1, reserve_tokens=0, max_rows=4)
+    for _ in range(1500):
+        if random.random() < 0.1:
+            base = BASES[random.integers(3)][: random.integers(1, 12)]
+            machine.add([*base, int(random.integers(13))], {"max_tokens": int(random.integers(1, 15))}, remote=False)
+        if not machine.plans:
+            machine.launch(9)
+        if len(machine.plans) == 1:
+            machine.look_ahead()
+        for _ in range(random.integers(3)):
+            if len(machine.results) < len(machine.plans):
+                machine.compute()
+        if machine.plans:
+            machine.collect()
+        machine.books_agree()
+    machine.teardown()
+    assert machine.counts["ahead"] > 300 and machine.counts["wasted"] > 20, machine.counts
