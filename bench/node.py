@@ -60,9 +60,9 @@ def mark_seams(mark: Marks) -> None:
     launch = NodeLoop._launch
 
     def marked_launch(loop: NodeLoop) -> None:
-        was_running = loop._running is not None
+        before = len(loop._in_flight)
         launch(loop)
-        if not was_running and loop._running is not None:
+        if len(loop._in_flight) > before:
             mark("launched")
 
     NodeLoop._launch = marked_launch  # type: ignore[method-assign,assignment]

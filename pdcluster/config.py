@@ -163,6 +163,7 @@ class SchedulerConfig:
     token_budget: int = key(512, integer(1, 2**20), "most tokens computed in one step")
     max_rows: int = key(64, integer(1, 4096), "most requests in the running batch")
     max_waiting: int = key(1024, integer(1, 2**20), "most requests waiting for the batch")
+    look_ahead: Literal["auto", "on", "off"] = key("off", choice("auto", "on", "off"), "plan a decode step while one runs; auto: on several cores")
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,8 +490,7 @@ def _flatten(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, ob
 
 def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
     """Where compiled kernels are kept between runs: the user's cache directory."""
-    environ = os.environ if environ is None else environ
-    base = environ.get("XDG_CACHE_HOME")
+    base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pdcluster"
 
 

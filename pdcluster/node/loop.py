@@ -3,7 +3,7 @@ step, report.
 
 One thread runs it and owns everything it touches (scheduler, pages, both sides, hub). It never blocks but in `_wait`, which ends when a socket, the
 engine, a backend or the stop signal has something, or when the next clock runs out. While a step runs in the engine's own thread, messages are
-handled.
+handled; with `looks_ahead` the results of the step before it, too: the engine then has its next step before it is done with one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -69,12 +70,17 @@ LONGEST_WAIT_S = 0.1
 
 
 class NodeLoop:
-    def __init__(self, parts: NodeParts, *, report_s: float, drain_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, parts: NodeParts, *, report_s: float, drain_s: float, clock: Callable[[], float], looks_ahead: bool = False) -> None:
+        """looks_ahead: plan the next step of rows that decode before the tokens of the running one are known."""
         self._parts = parts
+        self._looks_ahead = looks_ahead
         self._drain_s = drain_s
         self._clock = clock
         self._reporter = Reporter(parts.pages, self._load, interval_s=report_s, clock=clock, seen=parts.hub.last_received)
-        self._running: StepPlan | None = None
+        self._in_flight: deque[StepPlan] = deque()
+        """Launched and not collected, oldest first."""
+        self._is_behind_failure = False
+        """The step in flight stands behind one that failed."""
         self._steps = 0
         self._failures = 0
         self._drain_until: float | None = None
@@ -303,26 +309,31 @@ class NodeLoop:
         if not self._bell.poll(0):
             return
         os.eventfd_read(engine.layer_fd)
-        if self._running is not None:
+        if self._in_flight:
             self._parts.prefill.on_layers(engine.layers_done)
 
     def _collect(self) -> None:
         """Take in the results of a step that is done."""
-        plan, parts = self._running, self._parts
-        if plan is None or not self._done.poll(0):
+        parts = self._parts
+        if not self._in_flight or not self._done.poll(0):
             return
+        plan = self._in_flight[0]
         try:
             result = parts.engine.collect(COLLECT_S)
         except DeadlineExceeded:
             logger.error("the engine said that a step is done, but gave no result for %g s; waiting on", COLLECT_S)
             return
         except Exception as error:  # the top of the engine's work: its rows are told, the node goes on unless it keeps failing
-            self._running = None
+            self._in_flight.popleft()
             self._fail_step(plan, error)
             return
-        self._running = None
+        self._in_flight.popleft()
         parts.stopwatch.done(plan)
+        if self._in_flight:  # the engine went on with it by itself
+            parts.stopwatch.ready()
+            parts.stopwatch.launched()
         self._failures = 0
+        self._is_behind_failure = False
         self._steps += 1
         for update in parts.scheduler.update(plan, result):
             if update.error is not None:
@@ -340,8 +351,10 @@ class NodeLoop:
         self._parts.decode.fail(key, error.reason, retryable=error.retryable)
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
-        """The step computed nothing: all its requests may try another node. Raises when the engine fails again and again."""
-        self._failures += 1
+        """The step computed nothing: all its requests may try another node. Raises when the engine fails again and again; a step fails with the one
+        before it."""
+        self._failures += not self._is_behind_failure
+        self._is_behind_failure = bool(self._in_flight)
         logger.error("a step of %d rows failed", len(plan.rows), exc_info=error)
         if self._failures >= MAX_FAILURES:
             raise error
@@ -351,15 +364,26 @@ class NodeLoop:
             self._parts.decode.fail(row.request, f"the engine failed: {error}")
 
     def _launch(self) -> None:
-        if self._running is not None:
-            return
+        if not self._in_flight:
+            self._launch_next()
+        if self._looks_ahead and len(self._in_flight) == 1 and not self._is_behind_failure:
+            self._launch_ahead()
+
+    def _launch_next(self) -> None:
         self._parts.stopwatch.ready()
         plan = self._parts.scheduler.schedule()
         if plan is not None:
             self._parts.stopwatch.launched()
             self._parts.engine.launch(replace(plan, bells=self._parts.prefill.bells(plan)))
-            self._running = plan
+            self._in_flight.append(plan)
             self._parts.prefill.on_launch(plan)
+
+    def _launch_ahead(self) -> None:
+        """Behind the step that runs. It has no prefill rows, and so no bells, and nobody leaves the queue for it."""
+        plan = self._parts.scheduler.look_ahead()
+        if plan is not None:
+            self._parts.engine.launch(plan)
+            self._in_flight.append(plan)
 
     # ------------------------------------------------------------ transfers and clocks
 
@@ -395,7 +419,7 @@ class NodeLoop:
     def _is_idle(self) -> bool:
         parts = self._parts
         legs = parts.prefill.num_legs + parts.decode.num_legs + parts.fetch.num_open + len(parts.grammars)
-        return self._running is None and not (legs or self._num_pinned or parts.pages.num_quarantined)
+        return not self._in_flight and not (legs or self._num_pinned or parts.pages.num_quarantined)
 
     def _check_idle(self) -> None:
         """When nothing ran for a while the allocators must add up; a leak is found here, not days later. Not at every pause: a recount visits

@@ -33,10 +33,14 @@ async def test_a_remote_request_gives_the_tokens_of_one_process(length: int) -> 
         await cluster.until_idle()
 
 
-async def test_local_mode_gives_the_same_tokens() -> None:
+@pytest.mark.parametrize("looks_ahead", [True, False])
+async def test_local_mode_gives_the_same_tokens(looks_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalCluster, "looks_ahead", looks_ahead)
     async with LocalCluster({"m0": "mixed"}) as cluster:
         tokens, done = await cluster.run(prompt_of(30), 12)
         assert tokens == reference(prompt_of(30), 12) and done.route.mode == "local"
+        num_ahead = cluster.nodes["m0"].engine.num_ahead
+        assert num_ahead > 5 if looks_ahead else num_ahead == 0
         await cluster.until_idle()
 
 

@@ -117,7 +117,7 @@ class LocalNode:
         )
         limits = Limits(token_budget=kit.token_budget, max_rows=8, max_waiting=64, max_len=kit.max_len, reserve_tokens=kit.reserve_tokens)
         self.parts = assemble(wiring, kit.shape, self.engine, limits, NoFiles(), self.neighbours, cluster.clock)
-        self.loop = NodeLoop(self.parts, report_s=cluster.report_s, drain_s=5.0, clock=cluster.clock)
+        self.loop = NodeLoop(self.parts, report_s=cluster.report_s, drain_s=5.0, clock=cluster.clock, looks_ahead=cluster.looks_ahead)
         self.is_alive = True
         self.is_paused = False
         self.task = self._begin()
@@ -186,6 +186,9 @@ class LocalCluster:
     """Use as `async with`. force: the mode of every request; auto may find that prefill beside decode is cheaper. group_s: next to nothing
     makes one group of each layer. make_backend: the medium of every node; default: scripted ones by these names, whose faults are
     `networks[name].plan`."""
+
+    looks_ahead = True
+    """Whether nodes plan a step before the tokens of the one before are known."""
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import mmap
 import os
+from collections import deque
 
 from pdcluster.step import Row, RowResult, StepPlan, StepResult
 from pdcluster.transfer.base import Region
@@ -45,7 +46,8 @@ def reference(prompt: list[int], num_tokens: int, width: int = 1, choice: int = 
 class OracleEngine:
     """Implements loop.StepEngine. A page is [layer][token][width × LAYER_BYTES]; a step's layers are written one bell at a time, at `tick`.
 
-    A step without bells is done when it is launched, unless `hold` is set; then when `finish` is called."""
+    A step without bells is done when it is launched, unless `hold` is set; then when `finish` is called. One launched behind another starts when
+    that is done."""
 
     def __init__(self, num_pages: int, page_tokens: int, width: int = 1) -> None:
         self.page_tokens = page_tokens
@@ -57,55 +59,85 @@ class OracleEngine:
         self.memory = mmap.mmap(self._fd, num_pages * self.page_bytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.region = Region(0, address, num_pages * self.page_bytes, self._fd)
-        self.done_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.done_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self.layer_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.layers_done = 0
         self.hold = False
         self.num_bells = 0
         self.fail_steps = 0
         """That many of the next steps raise instead of computing."""
+        self.num_ahead = 0
+        """Steps that were launched behind another."""
         self._plan: StepPlan | None = None
+        """The step that is computed."""
+        self._next: StepPlan | None = None
+        self._outcomes: deque[StepResult | RuntimeError] = deque()
+        self._drawn: dict[str, int | None] | None = None
         self._fresh: list[tuple[Row, list[bytes]]] = []
 
     def launch(self, plan: StepPlan) -> None:
-        assert self._plan is None, "a step was launched while another runs"
+        in_flight = len(self._outcomes) + (self._plan is not None) + (self._next is not None)
+        assert in_flight < 2, "a step was launched while two are in flight"
+        assert not (in_flight and plan.bells), "a step with bells was launched behind another"
+        self.num_ahead += in_flight
+        if self._plan is not None:
+            self._next = plan
+        else:
+            self._start(plan)
+
+    def _start(self, plan: StepPlan) -> None:
         self._plan = plan
         self.layers_done = 0
+        self._is_failing = self.fail_steps > 0 or (self._drawn is None and any(row.follows for row in plan.rows))
+        self.fail_steps -= self.fail_steps > 0
         for source, target in plan.copies:
             begin = source * self.page_bytes
             self.memory[target * self.page_bytes : (target + 1) * self.page_bytes] = self.memory[begin : begin + self.page_bytes]
-        self._fresh = [(row, self._kv_of_row(row)) for row in plan.rows]
+        self._fresh = [] if self._is_failing else [(row, self._kv_of_row(row)) for row in plan.rows]
         if not self.hold:
             self.finish()
 
     def finish(self) -> None:
         if self._plan is not None and not self._plan.bells:
             self._write(NUM_LAYERS)
-            os.eventfd_write(self.done_fd, 1)
+            self._end()
 
     def tick(self) -> None:
         """A step with bells gets on: to its next bell, or to its end."""
-        if self._plan is None or not self._plan.bells or self.hold or self.layers_done == NUM_LAYERS:
+        if self._plan is None or not self._plan.bells or self.hold:
             return
         self._write(next((bell for bell in self._plan.bells if bell > self.layers_done), NUM_LAYERS))
         if self.layers_done == NUM_LAYERS:
-            os.eventfd_write(self.done_fd, 1)
+            self._end()
         else:
             self.num_bells += 1
             os.eventfd_write(self.layer_fd, 1)
 
-    def collect(self, timeout: float | None = None) -> StepResult:
-        os.eventfd_read(self.done_fd)
+    def _end(self) -> None:
         plan, self._plan = self._plan, None
         assert plan is not None
-        if self.fail_steps:
-            self.fail_steps -= 1
-            raise RuntimeError("the oracle has no answer")
-        return StepResult(tuple(self._answer(row) for row in plan.rows), 0.0)
+        if self._is_failing:
+            self._drawn = None
+            self._outcomes.append(RuntimeError("the oracle has no answer"))
+        else:
+            rows = tuple(self._answer(row) for row in plan.rows)
+            self._drawn = {row.request: row.token for row in rows}
+            self._outcomes.append(StepResult(rows, 0.0))
+        os.eventfd_write(self.done_fd, 1)
+        after, self._next = self._next, None
+        if after is not None:
+            self._start(after)
+
+    def collect(self, timeout: float | None = None) -> StepResult:
+        os.eventfd_read(self.done_fd)
+        outcome = self._outcomes.popleft()
+        if isinstance(outcome, RuntimeError):
+            raise outcome
+        return outcome
 
     def _kv_of_row(self, row: Row) -> list[bytes]:
         fresh = [self._read(row.pages, row.start - 1) if row.start else b""]
-        for token in row.tokens.tolist():
+        for token in [self._drawn[row.request]] if row.follows else row.tokens.tolist():
             fresh.append(kv_of(fresh[-1], token, self.width))
         return fresh[1:]
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 
 from local_cluster import EngineKit, LocalCluster, LocalNode, oracle_kit
-from oracle import NUM_LAYERS, OracleEngine
+from oracle import OracleEngine
 from virtual_time import VirtualLoop
 from virtual_wire import Context, Wire
 
@@ -41,8 +41,10 @@ class TimedOracle(OracleEngine):
         self.due: float | None = None
 
     def launch(self, plan: StepPlan) -> None:
+        is_next = self._plan is not None
         super().launch(plan)
-        self.due = self._clock() + STEP_S
+        if not is_next:
+            self.due = self._clock() + STEP_S
 
     def advance(self) -> None:
         if self.due is None or self._clock() < self.due or self._plan is None:
@@ -53,7 +55,7 @@ class TimedOracle(OracleEngine):
         else:
             self.finish()
         self.hold = True
-        self.due = None if self.layers_done == NUM_LAYERS else self._clock() + STEP_S
+        self.due = None if self._plan is None else self._clock() + STEP_S
 
 
 class Watch:

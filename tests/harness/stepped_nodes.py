@@ -81,7 +81,7 @@ class SteppedNode(LocalNode):
         writer = self.parts.writer  # that measures with chunks of any size, so that tickets are written over several media
         writer.paths = Paths(tuple(self.backends), cluster.clock, measure=MeasureSettings(smallest_bytes=0))
         writer.ladder = Ladder(writer.paths, cluster.transfer.trials)
-        self.loop = NodeLoop(self.parts, report_s=1e9, drain_s=5.0, clock=cluster.clock)
+        self.loop = NodeLoop(self.parts, report_s=1e9, drain_s=5.0, clock=cluster.clock, looks_ahead=cluster.looks_ahead)
 
     def _begin(self) -> None:  # type: ignore[override]
         return None
@@ -105,6 +105,8 @@ class SteppedNode(LocalNode):
 class SteppedNodes:
     """Stands where a node looks for its LocalCluster. letters: what was sent and not delivered yet. networks: the media by name, best
     first."""
+
+    looks_ahead = True
 
     def __init__(self, roles: dict[str, Role], networks: dict[str, FakeNetwork], *, num_pages: int, group_s: float = 0.0004) -> None:
         self.clock = next(iter(networks.values())).clock

@@ -29,6 +29,12 @@ OUTPUT = 24
 PAIR = {"p0": "prefill", "d0": "decode"}
 
 
+@pytest.fixture(autouse=True, params=[pytest.param(True, id="ahead"), pytest.param(False, id="in-turn", marks=pytest.mark.full)])
+def looks_ahead(request, monkeypatch) -> None:
+    """Steps planned before the tokens of the last one are known, and steps that wait for them."""
+    monkeypatch.setattr(LocalCluster, "looks_ahead", request.param)
+
+
 @pytest.fixture(scope="module")
 def model():
     torch.set_num_threads(1)
@@ -171,7 +177,7 @@ async def test_a_loop_that_is_late_for_a_bell_sends_only_what_was_computed(direc
 
     def late_watch(loop: NodeLoop) -> None:
         watch(loop)
-        if loop._running is not None and late.random() < 0.5:
+        if loop._in_flight and late.random() < 0.5:
             time.sleep(0.01)
 
     monkeypatch.setattr(NodeLoop, "_watch_layers", late_watch)
