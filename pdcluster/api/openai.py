@@ -310,7 +310,10 @@ def _packed(prompt: Sequence[object]) -> Sequence[int] | None:
 
 
 def stops_of(request: Common) -> tuple[str, ...]:
-    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    stop = request.stop
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def messages_of(messages: list[ChatMessage]) -> list[dict[str, object]]:
@@ -331,14 +334,18 @@ def _check_unsupported(request: Common, fields: Sequence[str], n: int | None) ->
         raise BadRequest(f"{name} is {validate.shown(value)}, but {name} is not supported yet; leave it out", name)
 
 
-def _check_common(request: Common) -> None:
-    stops = stops_of(request)
+def _check_stops(stops: Sequence[str]) -> None:
     if len(stops) > MAX_STOPS:
         raise BadRequest(f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed", "stop")
     if not all(stops):
         raise BadRequest("stop has an empty string, which would match everywhere; leave it out", "stop")
     if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARACTERS:
         raise BadRequest(f"stop has a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are allowed, send how it begins", "stop")
+
+
+def _check_common(request: Common) -> None:
+    if request.stop is not None:
+        _check_stops(stops_of(request))
     if request.prompt_logprobs is not None and request.stream:
         raise BadRequest("prompt_logprobs is set and stream is true; they come with whole replies only, set stream to false", "prompt_logprobs")
     if request.stream_options is not None and not request.stream:

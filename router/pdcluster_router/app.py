@@ -94,21 +94,27 @@ class App:
         """What can be told from the head alone: who asks, whether there is a place, and whether the body is worth waiting for."""
         self._metrics.http_requests_open.inc()
         try:
-            _, methods = self._route(exchange.path)
-            if exchange.method not in methods:
-                raise MethodNotAllowed(f"{exchange.method} {exchange.path} is not possible; use {' or '.join(methods)}")
-            if exchange.path in self._post:
+            is_work = exchange.path in self._post
+            if not is_work or exchange.method != "POST":
+                self._check_method(exchange)
+            if is_work:
                 exchange.tenant = self._places.take(exchange.header(AUTHORIZATION))
                 _check_media_type(exchange)
                 self._check_declared_length(exchange)
         except Exception as error:  # the top of a request
             fail(exchange, error, self._metrics)
 
+    def _check_method(self, exchange: Exchange) -> None:
+        _, methods = self._route(exchange.path)
+        if exchange.method not in methods:
+            raise MethodNotAllowed(f"{exchange.method} {exchange.path} is not possible; use {' or '.join(methods)}")
+
     def complete(self, exchange: Exchange) -> None:
         try:
             if exchange.is_too_large:
                 raise too_large(exchange.body_bytes, self.settings.max_body_bytes)
-            self._route(exchange.path)[0](exchange)
+            handler = self._post.get(exchange.path) or self._route(exchange.path)[0]
+            handler(exchange)
         except Exception as error:  # the top of a request: a bug of ours must not take the others with it
             fail(exchange, error, self._metrics)
 
@@ -218,8 +224,10 @@ class App:
     def _terms(self, exchange: Exchange) -> Terms:
         tenant = exchange.tenant
         assert tenant is not None  # taken with the head
-        deadline_s = deadline_of(exchange.header(DEADLINE), self.settings.deadline_s)
-        mode = mode_of(exchange.header(MODE))
+        headers, deadline_s = exchange.headers, self.settings.deadline_s
+        if DEADLINE in headers:
+            deadline_s = deadline_of(exchange.header(DEADLINE), deadline_s)
+        mode = mode_of(exchange.header(MODE)) if MODE in headers else None
         return Terms(exchange.id, exchange.arrived, self.settings.max_choices, deadline_s, tenant, mode, exchange.client_id)
 
     # ------------------------------------------------ tokens
@@ -296,6 +304,9 @@ def _card(model: ModelInfo) -> ModelCard:
 
 
 def _check_media_type(exchange: Exchange) -> None:
+    headers = exchange.headers
+    if headers.get(b"content-type") == b"application/json" and b"content-encoding" not in headers:
+        return
     given = exchange.header(b"content-type")
     if given is not None and given != "application/json" and given.partition(";")[0].strip().lower() not in ("application/json", ""):
         raise UnsupportedMediaType(f"content-type is {given[:100]}; send JSON with content-type: application/json")

@@ -343,15 +343,15 @@ class Cluster:
             self._view = self._view.replaced({}, found, is_told=True)
 
     def _replacements(self, changed: set[str]) -> dict[str, NodeView]:
-        found = {}
-        for incarnation in changed | self._reported:
-            node = self._view.find(incarnation)
-            if node is None:
+        found, reported, ledger = {}, self._reported, self.ledger
+        nodes, row_of = self._view.nodes, self._view.roster.row_of
+        for incarnation in changed | reported if reported else changed:
+            if incarnation not in row_of:
                 continue  # a leg on a node that left, or one whose link stands no longer
-            if incarnation in self._reported:
+            if incarnation in reported:
                 found[incarnation] = self._view_of(self._nodes[incarnation])
             else:
-                found[incarnation] = node.sent(self.ledger.in_flight(incarnation), self.ledger.pending.of(incarnation))
+                found[incarnation] = nodes[row_of[incarnation]].sent(ledger.in_flight(incarnation), ledger.pending.of(incarnation))
         return found
 
     def _view_of(self, state: NodeState) -> NodeView:

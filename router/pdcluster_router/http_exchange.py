@@ -69,7 +69,8 @@ class Exchange:
     when it is over before its time (with what it ends by), and when the client reads again."""
 
     __slots__ = (
-        "_is_chunked", "_line", "arrived", "body_bytes", "finished", "headers", "id", "is_complete", "is_http_1_0", "is_too_large", "keeps_alive",
+        "_is_chunked", "_is_named",
+        "_line", "arrived", "body_bytes", "finished", "headers", "id", "is_complete", "is_http_1_0", "is_too_large", "keeps_alive",
         "method", "on_gone", "on_resume", "parts", "path", "started", "status", "tenant", "trace",
     )  # fmt: skip
 
@@ -79,6 +80,7 @@ class Exchange:
         self.keeps_alive, self.is_http_1_0 = asked.keeps_alive, asked.is_http_1_0
         self.arrived = monotonic()
         self.id = id_prefix + draw().hex()
+        self._is_named = False
         self.trace = self._trace_id()
         self.tenant: Tenant | None = None
         self.status = 0
@@ -96,15 +98,16 @@ class Exchange:
     @property
     def client_id(self) -> str:
         """What the client calls this request, "" when it did not say."""
-        trace = self.trace.decode("ascii")
-        return trace if trace != self.id else ""
+        return self.trace.decode("ascii") if self._is_named else ""
 
     def _trace_id(self) -> bytes:
         """x-request-id: the client's own when it is short and plain, else ours. Echoed, and explained by; inside, `id` names the request."""
         given = self.headers.get(b"x-request-id")
+        own = self.id.encode()
         if given and len(given) <= 128 and given.isascii() and given.decode("ascii").isprintable():
+            self._is_named = given != own
             return given
-        return self.id.encode()
+        return own
 
     def keep(self, data: bytes) -> None:
         """A part of its body, unless it has its answer. Many parts become one: a client may send each byte in a chunk of its own."""

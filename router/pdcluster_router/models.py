@@ -57,11 +57,12 @@ class Models:
         self._tokenizer = tokenizer
         self._marks = tool_format, reasoning
         self._loaded: dict[str, Loaded] = {}
+        self._infos: tuple[ModelInfo, ...] = ()
 
     # ------------------------------------------------------------ what dispatch and HTTP ask
 
     def models(self) -> Sequence[ModelInfo]:
-        return [loaded.info for loaded in self._loaded.values()]
+        return self._infos
 
     def text(self, model: str) -> TextModel:
         return self._find(model).text
@@ -103,6 +104,7 @@ class Models:
             return
         info = ModelInfo(card.model, int(time.time()), card.max_len, card.vocab_size, card.eos_ids)
         self._loaded[card.model] = Loaded(info, text)
+        self._infos = tuple(loaded.info for loaded in self._loaded.values())
         logger.info("serving model %s", card.model)
 
     async def _files(self, card: NodeCard) -> dict[str, bytes]:

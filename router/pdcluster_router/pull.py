@@ -37,12 +37,15 @@ class PullRule:
         held = query.cached if query.held is None else query.held
         if not held or (len(held) == 1 and node.incarnation in held):
             return None
+        worth, own = max(self.min_tokens, node.block_tokens), query.cached_on(node)
+        if max(held.values()) - own < worth:
+            return None  # whoever has most
         able = [each for each in map(view.find, held) if each is not None and _can_give(each, node, query)]
         best = min(able, key=lambda each: (-query.held_on(each), each.num_requests, each.name), default=None)
         if best is None:
             return None
-        saved = min(query.held_on(best), query.num_tokens - 1) - query.cached_on(node)
-        return best if saved >= max(self.min_tokens, node.block_tokens) else None
+        saved = min(query.held_on(best), query.num_tokens - 1) - own
+        return best if saved >= worth else None
 
 
 BY_TOKENS = PullRule()

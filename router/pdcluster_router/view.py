@@ -234,9 +234,10 @@ class Roster:
     @staticmethod
     def holds_for(former: NodeView, now: NodeView) -> bool:
         """Whether a node that changed leaves the roster as it is."""
-        return (
-            former.role == now.role and former.accepts_work == now.accepts_work and former.max_len == now.max_len and former.backends == now.backends
-        )
+        is_alike = former.role == now.role and former.max_len == now.max_len and former.backends == now.backends
+        if former.load is now.load and former.is_cordoned is now.is_cordoned:
+            return is_alike  # it was only sent something
+        return is_alike and former.accepts_work == now.accepts_work
 
 
 class ClusterView:

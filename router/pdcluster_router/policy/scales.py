@@ -151,7 +151,8 @@ class FewWeights:
 
     def __init__(self, values: Mapping[int, Values], stations: Sequence[Station[float]]) -> None:
         self._values = values
-        self._costs = {row: sum(terms) for row, terms in values.items()}
+        self._costs = {row: sum(terms) for row, terms in values.items()} if len(values) > 1 else {}
+        """Of rows among which there is a choice."""
         self._stations = stations
 
     def best(self, pool: Pool) -> int:

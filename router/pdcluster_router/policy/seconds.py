@@ -49,8 +49,9 @@ class Pick(msgspec.Struct, frozen=True):
 
     @classmethod
     def best(cls, ranked: Ranked) -> Pick:
-        row = ranked.best()
-        return cls(ranked, row, ranked.values(row))
+        weights = ranked.weights
+        row = weights.best(ranked.pool)
+        return cls(ranked, row, weights.values(row))
 
     @property
     def cost(self) -> float:
