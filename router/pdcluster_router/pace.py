@@ -94,6 +94,8 @@ def _depth(work: Work) -> float:
 
 def is_known(cost: NodeCost) -> bool:
     """Whether both halves were fitted to enough of the node's own steps."""
+    if cost.prefill.samples >= SURE_SAMPLES and cost.decode.samples >= SURE_SAMPLES:
+        return True  # as after a minute
     return _is_sure(cost.prefill) and _is_sure(cost.decode)
 
 
