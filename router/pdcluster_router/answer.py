@@ -219,8 +219,9 @@ class _Stream:
     def add(self, index: int, piece: Piece) -> None:
         data = b"" if index in self._opened else self._open(index)
         if piece.text or piece.tokens or piece.finish or piece.prompt_token_ids is not None:
-            data += self._format.chunk(index, piece)
-        if data:
+            chunk = self._format.chunk(index, piece)
+            self._exchange.write(data + chunk if data else chunk)
+        elif data:
             self._exchange.write(data)
 
     def _open(self, index: int) -> bytes:

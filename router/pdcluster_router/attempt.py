@@ -270,8 +270,9 @@ class Attempt:
         if isinstance(body, Refused) and body.leg == "deliver":
             from_writer = self._prefill is not None and self._prefill.endpoint.incarnation == incarnation
             return self._decode if from_writer and self._decode is not None and self._decode.attempt == body.attempt else None
+        attempt = attempt_of(body)
         for leg in (self._prefill, self._decode):
-            if leg is not None and leg.endpoint.incarnation == incarnation and attempt_of(body) in (None, leg.attempt):
+            if leg is not None and leg.endpoint.incarnation == incarnation and (attempt is None or attempt == leg.attempt):
                 return leg
         return None
 

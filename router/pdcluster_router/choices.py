@@ -150,7 +150,9 @@ def advance(choice: Choice, event: Chunk | Done) -> Piece:
 
 
 def _advance(choice: Choice, chunk: Chunk) -> Piece:
-    _check_ids(choice, chunk.token_ids)
+    token_ids = chunk.token_ids
+    if token_ids and max(token_ids) >= choice.vocab_size:
+        _check_ids(choice, token_ids)
     if chunk.logprobs or chunk.prompt_logprobs:
         for entry in (*chunk.logprobs, *chunk.prompt_logprobs):
             _check_ids(choice, entry.top_ids)
@@ -162,13 +164,13 @@ def _advance(choice: Choice, chunk: Chunk) -> Piece:
     if text.num_tokens != chunk.position:
         raise IntegrityError(f"{choice.generation.request}: tokens at position {chunk.position} came after {text.num_tokens} tokens")
     if choice.generation.sampling.logprobs is None:
-        for token_id in chunk.token_ids:
+        for token_id in token_ids:
             text.push(token_id, None, piece)
             if text.stopped:
                 break
         return piece
     logprobs: Sequence[TokenLogprobs] = chunk.logprobs
-    for token_id, logprob in zip(chunk.token_ids, logprobs, strict=True):
+    for token_id, logprob in zip(token_ids, logprobs, strict=True):
         text.push(token_id, logprob, piece)
         if text.stopped:
             break

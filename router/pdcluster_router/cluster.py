@@ -247,7 +247,11 @@ class Cluster:
                 self.unmatched["TokenRow"] += 1
 
     def _on_answer(self, state: NodeState, message: Scheduled | Delivered | Finished) -> None:
-        self._deliver(message.request, state.card.incarnation, message)
+        read = self.ledger.reader_of(message.request)
+        if read is not None:
+            read(state.card.incarnation, message)
+        else:
+            self.unmatched[type(message).__name__] += 1
 
     def _on_refusal(self, state: NodeState, message: Refused | Failed) -> None:
         self._expect_no_more(state.card.incarnation, message)
@@ -314,10 +318,7 @@ class Cluster:
         return self._clock()
 
     def _deliver(self, request: str, incarnation: str, body: Body) -> None:
-        read = self.ledger.reader_of(request)
-        if read is not None:
-            read(incarnation, body)
-        else:
+        if not self.ledger.deliver(request, incarnation, body):
             self.unmatched[type(body).__name__] += 1
 
     # ------------------------------------------------------------ what the rest of the router asks

@@ -40,8 +40,11 @@ class PendingWork:
 
     def enter(self, incarnation: str, request: str, sent: Sent) -> None:
         """A newer attempt on the same node takes the place of the older one."""
-        self.leave(incarnation, request)
-        self._sent[incarnation][request] = sent
+        there = self._sent[incarnation]
+        if request in there:
+            self.leave(incarnation, request)
+            there = self._sent[incarnation]
+        there[request] = sent
         self._uncounted[incarnation][request] = sent
         self._totals[incarnation] = _plus(self.of(incarnation), sent.work)
         self.changed.add(incarnation)

@@ -179,8 +179,8 @@ class FewWeighed:
 
     def __init__(self, scales: FewScales, ask: Ask[float], source: int | None) -> None:
         self._scales, self._ask, self.source = scales, ask, source
-        self._prompts: dict[int, Prompt[float]] = {}
-        self._rows: dict[int, Row[float]] = {}
+        self._prompts: dict[int, one_by_one.Prompt] = {}
+        self._rows: dict[int, one_by_one.Row] = {}
         self._fetched: set[int] = set()
 
     def prefill(self, pool: Pool) -> Ranked:
@@ -203,12 +203,12 @@ class FewWeighed:
         return Ranked(leg, names, pool, FewWeights(values, scales.stations), scales.view.nodes, scales.cached)
 
     def tpot_s(self, row: int) -> float:
-        return self._rows[row].tpot_s
+        return self._rows[row][0]
 
     def is_fetched(self, row: int) -> bool:
         return row in self._fetched
 
-    def _prompts_of(self, pool: Pool) -> Mapping[int, Prompt[float]]:
+    def _prompts_of(self, pool: Pool) -> Mapping[int, one_by_one.Prompt]:
         found, scales = self._prompts, self._scales
         missing = [row for row in pool.rows if row not in found] if found else pool.rows
         found.update(one_by_one.own_prompts(self._ask, scales.stations, scales.cached, missing))
@@ -226,7 +226,7 @@ class FewWeighed:
             self._prompts.update(copies)
             self._fetched.update(copies)
 
-    def _rows_of(self, pool: Pool) -> Mapping[int, Row[float]]:
+    def _rows_of(self, pool: Pool) -> Mapping[int, one_by_one.Row]:
         found, scales = self._rows, self._scales
         missing = [row for row in pool.rows if row not in found] if found else pool.rows
         found.update(one_by_one.rows_on(self._ask, scales.stations, scales.cached, missing))
