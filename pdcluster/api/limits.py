@@ -14,7 +14,7 @@ from pdcluster.errors import BadRequest
 from pdcluster.grammar import Grammar
 from pdcluster.sampling import Sampling, Shaping
 
-FEW = 40
+FEW = 256
 """Ids that are looked at sooner than numpy is called."""
 
 DEFAULT_COMPLETION_TOKENS = 16

@@ -68,7 +68,8 @@ class Models:
         return self._find(model).text
 
     def chain(self, model: str, salt: bytes) -> HashChain:
-        self._find(model)
+        if model not in self._loaded:
+            self._find(model)
         for card in self._nodes.cards():
             if card.model == model:
                 return _chain(card.hash_block_tokens, salt, card.weights)
