@@ -18,6 +18,7 @@ import math
 from asyncio import BaseTransport, Event, Protocol, Transport, get_running_loop
 from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
 from time import monotonic
 from typing import Protocol as Seam
 from typing import cast
@@ -33,6 +34,7 @@ MAX_HEAD_BYTES = 64 * 1024
 DISCARD_FACTOR = 8
 MAX_AHEAD_BYTES = 64 * 1024
 FRAMING = (b"content-length", b"transfer-encoding", b"connection")
+USUAL_URL_BYTES = 64
 MOST_POSTED_BYTES = 16 * 1024
 """What is posted beyond that is sent at once, so that the transport says when its client does not read."""
 
@@ -232,12 +234,14 @@ class Connection(Protocol):
     def on_headers_complete(self) -> None:
         parser = self._parser
         method = parser.get_method().decode("ascii")
-        self._is_wish = parser.should_upgrade() and method != "CONNECT"
+        wants_other = parser.should_upgrade()
+        self._is_wish = wants_other and method != "CONNECT"
         if self._is_wish:
             return
-        keeps_alive = parser.should_keep_alive() and not parser.should_upgrade() and not self._ends_soon
+        keeps_alive = parser.should_keep_alive() and not wants_other and not self._ends_soon
         is_http_1_0 = parser.get_http_version() == "1.0"
-        exchange = Exchange(self, Asked(method, _path(self._url), self._headers, keeps_alive, is_http_1_0), self._limits.id_prefix)
+        path = _usual_path(self._url) if len(self._url) <= USUAL_URL_BYTES else _path(self._url)
+        exchange = Exchange(self, Asked(method, path, self._headers, keeps_alive, is_http_1_0), self._limits.id_prefix)
         self._parsing = exchange
         self._bare_bytes = 0
         if self._current is None and not self.is_paused:
@@ -432,3 +436,7 @@ def _path(url: bytes) -> str:
             return url.decode("latin-1")
     path = url.partition(b"?")[0].partition(b"#")[0].decode("latin-1")
     return unquote(path) if "%" in path else path
+
+
+_usual_path = lru_cache(maxsize=256)(_path)
+"""There are few that are asked for."""

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = 10.0
 MAX_FILE_BYTES = 256 << 20
 RETRY_S = 0.5
+MOST_CHAINS = 1024
+"""Kept until the nodes change: clients may name as many salts as they like."""
 
 
 class Nodes(Protocol):
@@ -58,6 +60,9 @@ class Models:
         self._marks = tool_format, reasoning
         self._loaded: dict[str, Loaded] = {}
         self._infos: tuple[ModelInfo, ...] = ()
+        self._chains: dict[tuple[str, bytes], HashChain] = {}
+        """As long as the nodes are at the version that was seen."""
+        self._seen = -1
 
     # ------------------------------------------------------------ what dispatch and HTTP ask
 
@@ -68,8 +73,16 @@ class Models:
         return self._find(model).text
 
     def chain(self, model: str, salt: bytes) -> HashChain:
-        if model not in self._loaded:
-            self._find(model)
+        if self._nodes.version != self._seen or len(self._chains) >= MOST_CHAINS:
+            self._seen = self._nodes.version
+            self._chains.clear()
+        found = self._chains.get((model, salt))
+        if found is None:
+            found = self._chains[model, salt] = self._chain_of(model, salt)
+        return found
+
+    def _chain_of(self, model: str, salt: bytes) -> HashChain:
+        self._find(model)
         for card in self._nodes.cards():
             if card.model == model:
                 return _chain(card.hash_block_tokens, salt, card.weights)
