@@ -25,6 +25,8 @@ class Tokens(Protocol):
 def shaping_of(request: Common, defaults: SamplingDefaults, text: Tokens, vocab_size: int) -> Shaping | None:
     """Raises BadRequest naming the field, the value and what it may be."""
     repetition = defaults.repetition_penalty if request.repetition_penalty is None else request.repetition_penalty
+    if repetition == NEUTRAL.repetition and not (request.presence_penalty or request.frequency_penalty or request.logit_bias or request.bad_words):
+        return None  # as mostly
     shaping = Shaping(
         repetition=repetition,
         presence=request.presence_penalty or 0.0,

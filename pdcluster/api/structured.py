@@ -76,6 +76,8 @@ def _is_text(source: str) -> bool:
 
 def asked_of(request: Asking) -> Grammar | None:
     """Of a request that asks for nothing beside it; None for any text."""
+    if request.response_format is None and request.structured_outputs is None:
+        return None
     form = form_of(request.response_format, request.structured_outputs)
     if form is None:
         return None

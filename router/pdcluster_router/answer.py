@@ -180,14 +180,19 @@ class _Whole:
 
     def __init__(self, exchange: Exchange, prepared: Prepared) -> None:
         self._exchange, self._prepared = exchange, prepared
-        self._collected = [Piece() for _ in prepared.choices]
+        self._collected: list[Piece | None] = [None] * len(prepared.choices)
+        """Of each choice its first piece, and what came after it but for its text."""
         self._texts: list[list[str]] = [[] for _ in prepared.choices]
         self._thoughts: list[list[str]] = [[] for _ in prepared.choices]
 
     def add(self, index: int, piece: Piece) -> None:
         whole = self._collected[index]
         self._texts[index].append(piece.text)
-        self._thoughts[index].append(piece.reasoning)
+        if piece.reasoning:
+            self._thoughts[index].append(piece.reasoning)
+        if whole is None:
+            self._collected[index] = piece
+            return
         whole.calls += piece.calls
         whole.tokens += piece.tokens
         whole.echo += piece.echo
@@ -199,12 +204,14 @@ class _Whole:
 
     def finish(self) -> None:
         prepared = self._prepared
-        for whole, texts, thoughts in zip(self._collected, self._texts, self._thoughts, strict=True):
+        pieces = [piece or Piece() for piece in self._collected]
+        for whole, texts, thoughts in zip(pieces, self._texts, self._thoughts, strict=True):
             whole.text, whole.reasoning = "".join(texts), "".join(thoughts)
-        num_each = len(self._collected) // prepared.num_prompts
-        for index, whole in enumerate(self._collected):
-            whole.prompt_logprobs = self._collected[index - index % num_each].prompt_logprobs  # told once for all choices of a prompt
-        body = prepared.format.whole(self._collected, usage_of(prepared))
+        num_each = len(pieces) // prepared.num_prompts
+        if num_each > 1:
+            for index, whole in enumerate(pieces):
+                whole.prompt_logprobs = pieces[index - index % num_each].prompt_logprobs  # told once for all choices of a prompt
+        body = prepared.format.whole(pieces, usage_of(prepared))
         self._exchange.reply(200, body, (JSON, *_route_headers(prepared.choices[0].route)))
 
 

@@ -115,6 +115,9 @@ class Totals(msgspec.Struct, frozen=True, gc=False):
     tpot_rows: float = 0.0
 
 
+NOBODY = Totals()
+
+
 class FewStations:
     """Implements Stations for a handful of nodes."""
 
@@ -131,6 +134,8 @@ class FewStations:
         return replaced
 
     def totals(self, pool: Pool) -> Totals:
+        if not pool.rows:
+            return NOBODY
         least, prompts, backlog, rows, context, tpot_rows = np.inf, 0.0, 0.0, 0.0, 0.0, 0.0
         for row in pool.rows:
             station = self.stations[row]
@@ -141,7 +146,7 @@ class FewStations:
             rows += station.rows
             context += station.context_tokens
             tpot_rows += station.tpot_s * station.rows
-        return Totals(len(pool.rows), least, prompts, backlog, rows, context, tpot_rows) if pool.rows else Totals()
+        return Totals(len(pool.rows), least, prompts, backlog, rows, context, tpot_rows)
 
 
 class ManyStations:
@@ -166,7 +171,7 @@ class ManyStations:
 
     def totals(self, pool: Pool) -> Totals:
         if not pool:
-            return Totals()
+            return NOBODY
         held = Station(*self._matrix[:, pool.index])
         return Totals(
             len(pool),
