@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -38,6 +39,8 @@ _ALONE_TYPES = frozenset(ALONE)
 _NUMBERS = struct.Struct(">BQBI")
 """msgpack's forms of an envelope's sequence (uint 64) and of the number of its messages (array 32)."""
 _UINT64, _ARRAY32, _ARRAY_OF_6 = 0xCF, 0xDD, b"\x96"
+FEW_BYTES = 4096
+"""Of packed ids that are looked at sooner than numpy is called."""
 MAX_TAIL_BYTES = _NUMBERS.size + DIGEST_BYTES
 """Of a frame, beside its head and its messages."""
 
@@ -182,7 +185,9 @@ def _multiple(name: str, packed: bytes, item_bytes: int) -> int:
 
 def _packed_ids(name: str, packed: bytes) -> int:
     count = _multiple(name, packed, 4)
-    if count and int(np.frombuffer(packed, "<i4").min()) < 0:
+    # the sign is the highest bit of a number's last byte, and no character of ASCII has that
+    has_negative = not packed[3::4].isascii() if len(packed) <= FEW_BYTES else int(np.frombuffer(packed, "<i4").min()) < 0
+    if has_negative:
         raise ProtocolError(f"{name} holds a negative id")
     return count
 
@@ -205,8 +210,12 @@ def _check_work(work: m.Work) -> None:
     _check_sampling(work.sampling)
 
 
+_check_address = lru_cache(maxsize=1024)(parse_address)
+"""Every ticket names its two nodes."""
+
+
 def _check_endpoint(endpoint: m.Endpoint) -> None:
-    parse_address(endpoint.address)
+    _check_address(endpoint.address)
     _count("adverts", endpoint.adverts, 64)
     for name, advert in endpoint.adverts:
         _identifier("backend", name)

@@ -239,3 +239,14 @@ def test_a_grammar_of_no_or_too_many_characters_is_refused(size: int) -> None:
     work = msgspec.structs.replace(WORK, sampling=msgspec.structs.replace(SAMPLING, grammar=Grammar("x" * size)))
     with pytest.raises(ProtocolError, match="length"):
         decode(encode(m.Envelope(m.PROTOCOL_VERSION, "a", "b", "c", 1, (m.Prefill(work, True),)), max_bytes=1 << 20))
+
+
+@given(st.integers(1, 3000), st.data())
+def test_a_negative_id_anywhere_in_a_prompt_is_refused(size: int, data: st.DataObject) -> None:
+    """Short prompts are looked at in another way than long ones."""
+    tokens = [2**31 - 1] * size
+    work = msgspec.structs.replace(WORK, num_prompt=1, hashes=b"")
+    assert decode(encode(envelope(m.Prefill(msgspec.structs.replace(work, token_ids=m.pack_tokens(tokens)), False))))
+    tokens[data.draw(st.integers(0, size - 1))] = data.draw(st.integers(-(2**31), -1))
+    with pytest.raises(ProtocolError, match="negative"):
+        decode(encode(envelope(m.Prefill(msgspec.structs.replace(work, token_ids=m.pack_tokens(tokens)), False))))
