@@ -14,7 +14,8 @@ class Limits:
     """token_budget: tokens computed in one step at most; max_rows: rows of the running batch and slots together; max_waiting: bound of the queue
     (preempted rows come on top); max_len: prompt and output tokens of one request; reserve_tokens: output tokens of a row for which
     admission keeps pages available; max_overtakes: how many smaller requests may pass one that waits for pages; retry_after_s: what a refusal
-    says about coming back while nothing was measured yet.
+    says about coming back while nothing was measured yet; logprob_tokens: prompt positions in one step whose logprobs are wanted, each of which takes
+    milliseconds where the vocabulary is large, for all rows of the step.
     """
 
     token_budget: int
@@ -25,6 +26,7 @@ class Limits:
     eos_token_ids: frozenset[int] = frozenset()
     max_overtakes: int = 8
     retry_after_s: float = 0.5
+    logprob_tokens: int = 64
 
     def __post_init__(self) -> None:
         for name, value in (("token_budget", self.token_budget), ("max_rows", self.max_rows), ("max_waiting", self.max_waiting)):

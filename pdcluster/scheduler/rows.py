@@ -112,18 +112,24 @@ def finish(sequence: Sequence, token: int, eos_token_ids: frozenset[int]) -> tup
 
 
 class Draft:
-    """A plan in the making. Rows of one token come first."""
+    """A plan in the making. Rows of one token come first. logprobs_left: of positions whose logprobs somebody wants."""
 
-    def __init__(self, left: int) -> None:
+    def __init__(self, left: int, logprobs_left: int) -> None:
         self.left = left
+        self._logprobs_left = logprobs_left
         self.copies: tuple[tuple[int, int], ...] = ()
         self._singles: list[Sequence] = []
         self._chunks: list[Sequence] = []
         self._single_rows: list[Row] = []
         self._chunk_rows: list[Row] = []
 
+    def room(self, sequence: Sequence) -> int:
+        """How many of its tokens may be computed in this step."""
+        return min(sequence.num_pending, self.left, self._logprobs_left if sequence.wants_prompt_logprobs else self.left)
+
     def take(self, sequence: Sequence, count: int) -> None:
         self.left -= count
+        self._logprobs_left -= count if sequence.wants_prompt_logprobs else 0
         (self._singles if count == 1 else self._chunks).append(sequence)
         (self._single_rows if count == 1 else self._chunk_rows).append(make_row(sequence, count))
 

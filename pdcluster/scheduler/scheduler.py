@@ -153,7 +153,7 @@ class Scheduler:
         """The next step, or None when there is nothing to compute. token_budget: a smaller one for this step; decode rows run whatever it is."""
         if self._flights:
             raise IntegrityError("schedule was called while a step is in flight; call update or drop_step first")
-        step = Draft(min(token_budget or self._limits.token_budget, self._limits.token_budget))
+        step = Draft(min(token_budget or self._limits.token_budget, self._limits.token_budget), self._limits.logprob_tokens)
         preemptions_before = self.num_preemptions
         self._take_decodes(step)
         step.left = max(step.left, 1)
@@ -208,8 +208,8 @@ class Scheduler:
         for sequence in self._running:
             if step.left == 0:
                 return
-            if sequence.num_pending > 1:
-                step.take(sequence, min(sequence.num_pending, step.left))
+            if sequence.num_pending > 1 and (room := step.room(sequence)):
+                step.take(sequence, room)
 
     def _admit(self, step: Draft) -> None:
         """Admit waiting sequences in order. When one finds no pages, smaller ones may pass it, but only max_overtakes times, so that it cannot
@@ -221,8 +221,10 @@ class Scheduler:
                 return
             if blocked is not None and (blocked.num_preempted or blocked.num_overtaken >= self._limits.max_overtakes):
                 return
+            if not step.room(sequence):
+                continue
             if self._try_admit(sequence):
-                step.take(sequence, min(sequence.num_pending, step.left))
+                step.take(sequence, step.room(sequence))
                 if blocked is not None:
                     blocked.num_overtaken += 1
             elif blocked is None:

@@ -397,6 +397,21 @@ def test_prompt_logprobs_are_of_every_position_whatever_is_cached_and_however_it
     assert node.step()["b"].prompt_logprobs == ()
 
 
+def test_prompts_that_want_logprobs_share_a_smaller_part_of_the_step_and_others_pass_them():
+    node = Node(token_budget=16, logprob_tokens=4, max_rows=4)
+    for key, wanted in (("a", 0), ("b", 0), ("c", None)):
+        node.add(key, LONG, prompt_logprobs=wanted, max_tokens=1)
+    assert shape(node.plan()) == [("a", 0, 4), ("c", 0, 12)]
+    node.scheduler.drop_step()
+    reports = {}
+    while len(node.ended) < 3:
+        plan = node.plan()
+        assert sum(len(row.tokens) for row in plan.rows if row.prompt_logprobs is not None) <= 4
+        reports |= {update.key: update.prompt_logprobs for update in node.finish_step(plan) if update.prompt_logprobs}
+    assert {key: len(found) for key, found in reports.items()} == {"a": 19, "b": 19}
+    assert node.tokens["a"] == node.tokens["b"] == node.tokens["c"] == node.expected(LONG, max_tokens=1) and node.is_clean()
+
+
 def test_only_prompt_rows_that_need_them_ask_for_prompt_logprobs():
     node = Node(token_budget=15)
     node.add("a", LONG, prompt_logprobs=3)
