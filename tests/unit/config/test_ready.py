@@ -17,8 +17,9 @@ def test_what_is_announced_is_what_is_parsed() -> None:
     assert parse(line) == {"ready": True, "address": "127.0.0.1:1", "name": "decode-0", "transfer": "shm"}
 
 
-def test_without_a_descriptor_nothing_happens() -> None:
+def test_without_a_descriptor_nothing_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     announce(None, "127.0.0.1:1")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_parent_that_left_is_no_error_and_the_descriptor_is_closed() -> None:

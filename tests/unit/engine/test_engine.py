@@ -252,6 +252,7 @@ def test_a_sliding_window_is_refused_unless_no_sequence_can_reach_beyond_it(tmp_
 def test_warmup_works_on_the_smallest_pool(config: EngineConfig) -> None:
     engine = Engine(replace(config, num_pages=1, max_len=1))
     engine.warmup()
+    assert engine.progress == 3 * engine.config.num_layers
     engine.close()
 
 

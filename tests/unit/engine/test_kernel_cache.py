@@ -65,8 +65,11 @@ def test_one_that_takes_too_long_is_not_waited_for(tmp_path: Path, caplog: pytes
 
 
 def test_a_place_that_can_not_be_locked_is_no_reason_to_stop(tmp_path: Path) -> None:
-    with filling(tmp_path / "missing", "pairs"):
-        pass
+    was_filled = None
+    with pytest.raises(FileNotFoundError, match="what the block does there"), filling(tmp_path / "missing", "pairs"):
+        was_filled = (tmp_path / "missing").exists()
+        raise FileNotFoundError("what the block does there is its own affair")
+    assert was_filled is False and not (tmp_path / "missing").exists()
 
 
 def test_machines_of_other_kinds_have_other_places(tmp_path: Path) -> None:
