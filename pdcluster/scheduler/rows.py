@@ -114,7 +114,7 @@ def finish(sequence: Sequence, token: int, eos_token_ids: frozenset[int]) -> tup
 class Draft:
     """A plan in the making. Rows of one token come first. logprobs_left: of positions whose logprobs somebody wants."""
 
-    def __init__(self, left: int, logprobs_left: int) -> None:
+    def __init__(self, left: int, logprobs_left: int = 0) -> None:
         self.left = left
         self._logprobs_left = logprobs_left
         self.copies: tuple[tuple[int, int], ...] = ()
