@@ -3,7 +3,8 @@ hold queue is full (429). Pure; a refusal carries the wait that is predicted.
 
 Without a service level (`Slo.ttft_s` None) only the bounds refuse. With one, a request is refused when its predicted time to first token, and the
 margin, is more than it may be. Long prompts have a floor; short ones, which fit in a little longer, would keep them out for ever in an overload:
-  1. a prompt is taken to need at least EVEN_SHARE of the level, so that up to there all are refused at the same length of the queue;
+  1. a prompt is taken to need at least EVEN_SHARE of the level, so that up to there all are refused at the same length of the queue; but not of a
+     tenant that has nothing waiting while others have: it keeps nobody out;
   2. one so long that it could hardly meet the level alone is measured by LONG_FACTOR times its own time on an empty cluster.
 """
 
@@ -32,11 +33,13 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a request has to expect, in seconds: in the hold queue, then on a node before its turn, then its own prompt."""
+    """What a request has to expect, in seconds: in the hold queue, then on a node before its turn, then its own prompt. is_modest: others wait, and
+    nobody of its tenant."""
 
     wait_s: float
     backlog_s: float
     prefill_s: float
+    is_modest: bool = False
 
     @property
     def ttft_s(self) -> float:
@@ -48,7 +51,8 @@ def check_service(outlook: Outlook, slo: Slo) -> None:
     if slo.ttft_s is None:
         return
     limit_s = max(slo.ttft_s, LONG_FACTOR * outlook.prefill_s)
-    judged_s = outlook.wait_s + outlook.backlog_s + max(outlook.prefill_s, EVEN_SHARE * slo.ttft_s)
+    least_s = 0.0 if outlook.is_modest else EVEN_SHARE * slo.ttft_s
+    judged_s = outlook.wait_s + outlook.backlog_s + max(outlook.prefill_s, least_s)
     if judged_s * (1.0 + slo.margin) > limit_s:
         message = f"the first token is predicted after {outlook.ttft_s:.2f} s, too near to the {limit_s:.2f} s that are promised"
         raise refusal("slo", message, outlook.wait_s)

@@ -4,7 +4,8 @@ time inside a tenant. Pure: no clock, no waiting; the same calls in the same ord
 1. Tiers. The most urgent tier goes first. The others that wait share `floor` of the work that goes before them, and each goes as soon as its part
    pays for its next request: urgent work delays the rest, it cannot starve it.
 2. Tenants. Deficit round robin (Shreedhar and Varghese 1995): each visit credits a tenant quantum × weight, and what it releases is charged. While
-   two tenants wait, their work ÷ weight differs by at most one quantum and the largest request of each ÷ its weight.
+   two tenants wait, their work ÷ weight differs by at most one quantum, the largest request of each ÷ its weight, and `burst`: so much a tenant has
+   in hand that took less than its share before. Without it one that asks now and then would wait behind as much of a flood's work as it brings.
 3. Requests of one tenant go by due time, then in the order they came.
 
 `peek` changes nothing, so that a request may be looked at as often as its nodes report; only `take` credits and charges. What `peek` is told to
@@ -72,6 +73,30 @@ class Flow:
         return sum(place.held.charge for place in takewhile(lambda place: place.due <= due, self.places))
 
 
+class Savings:
+    """Work ÷ weight that tenants have in hand who begin to wait behind others: at most `burst`, less what they used of it before. Who has nothing
+    waiting earns it back while others are served, as if it had waited with them."""
+
+    def __init__(self, burst: float) -> None:
+        self._burst = burst
+        self._spent: dict[str, float] = {}
+        """Of tenants that have less than all."""
+
+    def of(self, tenant: str) -> float:
+        return self._burst - self._spent.get(tenant, 0.0)
+
+    def withdraw(self, tenant: str) -> float:
+        in_hand = self.of(tenant)
+        self._spent[tenant] = self._burst
+        return in_hand
+
+    def deposit(self, tenant: str, left: float) -> None:
+        self._spent[tenant] = max(self._burst - left, 0.0)
+
+    def earn(self, each: float) -> None:
+        self._spent = {tenant: spent - each for tenant, spent in self._spent.items() if spent > each}
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What goes next. visits: how many visits of the round it takes to get there, with the tenants that are in it, in their order."""
@@ -86,8 +111,9 @@ class Turn:
 class Tier:
     """Deficit round robin over the tenants of one priority. owed: work that more urgent tiers released past it and did not pay for yet."""
 
-    def __init__(self, priority: int, quantum: float) -> None:
+    def __init__(self, priority: int, quantum: float, savings: Savings) -> None:
         self.priority = priority
+        self._savings = savings
         self.owed = 0.0
         self._quantum = quantum
         self._flows: dict[str, Flow] = {}
@@ -102,7 +128,8 @@ class Tier:
     def add(self, held: Held, due: float, sequence: int) -> None:
         flow = self._flows.get(held.tenant)
         if flow is None:
-            flow = self._flows[held.tenant] = Flow(held.tenant, held.weight)
+            in_hand = self._savings.withdraw(held.tenant) if self._flows else 0.0
+            flow = self._flows[held.tenant] = Flow(held.tenant, held.weight, deficit=in_hand * held.weight)
             self._ring.insert(len(self._ring) - (self._serving is not None), held.tenant)
         flow.weight = held.weight
         insort(flow.places, Place(due, sequence, held))
@@ -114,6 +141,7 @@ class Tier:
             raise IntegrityError(f"request {held.request} is not where its tenant's queue should have it")
         del flow.places[index]
         if not flow.places:
+            self._savings.deposit(held.tenant, flow.deficit / flow.weight)
             del self._flows[held.tenant]
             self._ring.remove(held.tenant)
             if self._serving == held.tenant:
@@ -145,6 +173,7 @@ class Tier:
             flow.deficit += num_visits * self._quantum * flow.weight
         flow = self._flows[turn.held.tenant]
         flow.deficit = max(flow.deficit - turn.held.charge, 0.0)
+        self._savings.earn(turn.held.charge / sum(each.weight for each in self._flows.values()))
         if turn.visits:
             at = self._ring.index(turn.held.tenant) + 1
             self._ring = self._ring[at:] + self._ring[:at]
@@ -164,11 +193,13 @@ class Tier:
 
 
 class FairQueue:
-    """quantum: work that a visit credits a tenant of weight 1; floor: share of the work that goes past other tiers which they are owed."""
+    """quantum: work that a visit credits a tenant of weight 1; floor: share of the work that goes past other tiers which they are owed; burst: see
+    Savings."""
 
-    def __init__(self, quantum: float, floor: float) -> None:
+    def __init__(self, quantum: float, floor: float, burst: float = 0.0) -> None:
         self._quantum = quantum
         self._floor = floor
+        self._savings = Savings(burst)
         self._tiers: dict[int, Tier] = {}
         self._where: dict[str, tuple[Held, float, int]] = {}
         self._num_added = 0
@@ -186,12 +217,15 @@ class FairQueue:
     def all(self) -> Iterator[Held]:
         return (held for held, _, _ in self._where.values())
 
+    def has_any_of(self, tenant: str) -> bool:
+        return any(tenant in tier.flows for tier in self._tiers.values())
+
     def add(self, held: Held, due: float) -> None:
         if held.request in self._where:
             raise IntegrityError(f"request {held.request} waits already")
         tier = self._tiers.get(held.priority)
         if tier is None:
-            tier = self._tiers[held.priority] = Tier(held.priority, self._quantum)
+            tier = self._tiers[held.priority] = Tier(held.priority, self._quantum, self._savings)
         self._num_added += 1
         self._where[held.request] = held, due, self._num_added
         tier.add(held, due, self._num_added)
@@ -237,7 +271,8 @@ class FairQueue:
             return total
         flows = tier.flows
         own = flows[new.tenant].work_until(due) if new.tenant in flows else 0.0
-        per_weight = (own + new.work) / new.weight
+        in_hand = flows[new.tenant].deficit / new.weight if new.tenant in flows else self._savings.of(new.tenant)
+        per_weight = max((own + new.work) / new.weight - in_hand, 0.0)
         return total + own + sum(min(flow.work, per_weight * flow.weight) for name, flow in flows.items() if name != new.tenant)
 
     def check_integrity(self) -> None:

@@ -156,7 +156,8 @@ class Gate:
         bound = self.queue.lacks_room(held)
         if bound is not None:
             raise refusal(f"hold_{bound}", f"{len(self.queue)} requests of {self.queue.num_bytes} bytes wait for a node, no more may", wait_s)
-        check_service(Outlook(wait_s, min(least_s, self._headroom.backlog_s), held.work), self._slo)
+        is_modest = len(self.queue) > 0 and not self.queue.has_any_of(held.tenant)
+        check_service(Outlook(wait_s, min(least_s, self._headroom.backlog_s), held.work, is_modest), self._slo)
 
     def _late(self, expired: Expired, now: float) -> errors.PdclusterError:
         held = expired.held

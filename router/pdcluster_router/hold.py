@@ -31,8 +31,8 @@ Reason = Literal["deadline", "age"]
 @dataclass(frozen=True, slots=True)
 class HoldLimits:
     """age_s: longest wait; urgency: times its own work until a request is due, None: first come, first served; patience_s: until it is due at the
-    latest; look_ahead: how many that cannot use a place may be passed over for one that can. quantum and floor: see `fairness`. is_shared: several
-    tenants may come, so none may fill the queue."""
+    latest; look_ahead: how many that cannot use a place may be passed over for one that can. quantum, floor, burst: see `fairness`. is_shared:
+    several tenants may come, so none may fill the queue."""
 
     count: int = 1024
     size_bytes: int = 256 * 2**20
@@ -42,6 +42,7 @@ class HoldLimits:
     look_ahead: int = 16
     quantum: float = 0.05
     floor: float = 0.05
+    burst: float = 1.0
     is_shared: bool = False
 
 
@@ -68,7 +69,7 @@ class HoldQueue:
 
     def __init__(self, limits: HoldLimits) -> None:
         self._limits = limits
-        self._queue = FairQueue(limits.quantum, limits.floor)
+        self._queue = FairQueue(limits.quantum, limits.floor, limits.burst)
         greed = GREED if limits.is_shared else None
         self._places = Shares(limits.count, greed)
         self._bytes = Shares(limits.size_bytes, greed)
@@ -87,6 +88,9 @@ class HoldQueue:
     def waiting(self) -> list[Held]:
         """All of them, in the order they came."""
         return list(self._queue.all())
+
+    def has_any_of(self, tenant: str) -> bool:
+        return self._queue.has_any_of(tenant)
 
     # ------------------------------------------------------------ in and out
 

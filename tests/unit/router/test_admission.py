@@ -76,3 +76,9 @@ def test_a_queue_that_does_not_drain_has_a_long_wait() -> None:
         drain.is_held(True, moment)
         rates.append(drain.rate(2.0))
     assert rates == sorted(rates, reverse=True) and rates[0] == 2.0 and rates[3] < 0.01 and rates[4] == pytest.approx(1e-6)
+
+
+def test_a_short_prompt_of_a_tenant_that_keeps_nobody_out_is_taken_at_its_own_length() -> None:
+    check_service(Outlook(0.9, 0.0, 0.01, is_modest=True), Slo(ttft_s=1.0, margin=0.0))
+    with pytest.raises(errors.Overloaded):
+        check_service(Outlook(0.9, 0.0, 0.01), Slo(ttft_s=1.0, margin=0.0))

@@ -13,8 +13,8 @@ from pdcluster_router.fairness import FairQueue, Held
 QUANTUM = 4.0
 
 
-def make_queue(floor: float = 0.1) -> FairQueue:
-    return FairQueue(QUANTUM, floor)
+def make_queue(floor: float = 0.1, burst: float = 0.0) -> FairQueue:
+    return FairQueue(QUANTUM, floor, burst)
 
 
 def held(request: str, tenant: str = "a", work: float = 1.0, *, weight: float = 1.0, priority: int = 0) -> Held:
@@ -137,6 +137,46 @@ def test_work_before_a_new_request_counts_what_will_really_pass_it() -> None:
     assert queue.work_before(held("new", "b", work=2.0, weight=2.0), 1.0) == 11.0, "half as much with twice the weight"
     assert queue.work_before(held("new", "b", priority=-1), 1.0) == 1.0
     assert queue.work_before(held("new", "b", priority=7), 1.0) == 30.0
+
+
+def flooded(burst: float, others_before: int = 40) -> FairQueue:
+    """A tenant waits with a lot of work, and has long used what it had in hand."""
+    queue = make_queue(burst=burst)
+    for number in range(200):
+        queue.add(held(f"flood{number}", "flood"), 1.0)
+    for _ in range(others_before):
+        take(queue)
+    return queue
+
+
+def test_who_asks_now_and_then_goes_before_a_flood_as_far_as_it_took_less_than_its_share() -> None:
+    queue = flooded(burst=20.0)
+    new = held("small", "other", work=15.0)
+    assert queue.work_before(new, 1.0) == 0.0
+    queue.add(new, 1.0)
+    assert drain(queue).index("small") <= QUANTUM + 1, "what the flood's visit is good for goes on"
+
+
+def test_what_was_in_hand_is_used_up_and_earned_back_while_others_are_served() -> None:
+    queue = flooded(burst=20.0)
+    queue.add(held("first", "other", work=20.0), 1.0)
+    while "first" in queue:
+        take(queue)
+    assert queue.work_before(held("second", "other", work=20.0), 1.0) >= 20.0 - QUANTUM, "as much of the flood's as it brings"
+    for _ in range(40):
+        take(queue)
+    assert queue.work_before(held("second", "other", work=20.0), 1.0) == 0.0
+
+
+def test_an_empty_queue_forgets_nobody_who_took_more_than_its_share() -> None:
+    queue = make_queue(burst=20.0)
+    for number in range(20):
+        queue.add(held(f"early{number}", "flood"), 1.0)
+    drain(queue)
+    for number in range(50):
+        queue.add(held(f"flood{number}", "flood"), 1.0)
+    queue.add(held("small", "other", work=10.0), 1.0)
+    assert drain(queue).index("small") <= QUANTUM
 
 
 def test_a_request_may_wait_once_only() -> None:
