@@ -234,17 +234,18 @@ def _warm(where: tuple[str, int], model: str, floor: Floor) -> None:
         asyncio.run(turn(where, model, requests(0.4 * floor.rate, 4.0, 10_000), way))
 
 
-RISE_S = 8.0
-"""Of each turn while the rate rises."""
+RISE_REQUESTS, RISE_S = 24, 8.0
+"""Of each turn while the rate rises, at least: a share of few requests would say little."""
 
 
 def rate_to_miss(where: tuple[str, int], model: str, floor: Floor, seed: int) -> float:
     """The first rate at which the better static way begins to miss."""
     for number, share in enumerate(SHARES):
-        asked = requests(share * floor.rate, RISE_S, 1000 * seed + number)
+        seconds = max(RISE_S, RISE_REQUESTS / (share * floor.rate))
+        asked = requests(share * floor.rate, seconds, 1000 * seed + number)
         found = {way: _turn(where, model, floor, unseen(asked, f"rise {seed} {number} {way}"), way) for way in STATIC}
         attained = ", ".join(f"{NAMES[way]} {each.num_good / len(asked):.0%}" for way, each in found.items())
-        print(f"{len(asked) / RISE_S:.1f} requests a second: in time {attained}", flush=True)
+        print(f"{len(asked) / seconds:.1f} requests a second: of {len(asked)} in time {attained}", flush=True)
         if max(each.num_good for each in found.values()) < ATTAINED * len(asked):
             return share * floor.rate
     raise RuntimeError(f"both static ways are in time at {SHARES[-1]} of {floor.rate:.1f}/s: the floors that the rate is told from are too slow")
