@@ -28,8 +28,12 @@ SUM_PLACES = np.argsort(np.array(SUMS_ORDER))
 """Where the sum of each of 32 dimensions stands."""
 AHEAD = 2048
 """Bytes by which weights are asked for before they are read."""
+NEAR_BYTES = 24 << 10
+"""Of rows that are read again and again: three quarters of a usual first cache."""
 
-dots_4x1, dots_4x2, dots_4x3, dots_4x4 = (dots_of(4, rows, native=NATIVE) for rows in (1, 2, 3, 4))
+dots_4x1, dots_4x2, dots_4x3, dots_4x4, dots_4x5, dots_4x6 = (dots_of(4, rows, native=NATIVE) for rows in (1, 2, 3, 4, 5, 6))
+half_4x3, half_4x4, half_4x5, half_4x6 = (dots_of(4, rows, native=NATIVE, asked=2) for rows in (3, 4, 5, 6))
+dots_2x7, dots_2x8 = (dots_of(2, rows, native=NATIVE) for rows in (7, 8))
 dots_8x1, dots_8x2 = (dots_of(8, rows, native=NATIVE) for rows in (1, 2))
 weigh_1x1, weigh_2x1, weigh_3x1, weigh_4x1 = (weigh_pairs_of(rows, 1, native=NATIVE) for rows in (1, 2, 3, 4))
 weigh_1x2, weigh_2x2, weigh_3x2, weigh_4x2 = (weigh_pairs_of(rows, 2, native=NATIVE) for rows in (1, 2, 3, 4))
@@ -41,23 +45,36 @@ def linear_rows(x, weight, bias, out, lo, hi):
 
     One stream of loads does not fill the memory bus, so the weights are cut in four runs that are read side by side: task i computes the i-th
     weight of every run. Where the number of weights does not divide, runs overlap. At least four weights.
+
+    What is multiplied at once fits the registers: four weights by up to six rows, or two by eight where these stay in the first cache; more rows
+    are cut in equal blocks, of which the first two share the asking for what comes next.
     """
     num_rows, step = x.shape[0], weight.shape[0] // 4
     row_bytes = 2 * weight.shape[1]
+    run = step * row_bytes
     first, inputs = address(weight), address(x)
-    sums = np.empty(16, np.float32)
+    sums = np.empty(4 * 8, np.float32)
     at = address(sums)
+    blocks = 1 if num_rows in (7, 8) and num_rows * row_bytes <= NEAR_BYTES else (num_rows + 5) // 6
     for n in range(lo, hi):
         begin = first + n * row_bytes
-        for r in range(0, num_rows, 4):
-            count = min(4, num_rows - r)
+        r = 0
+        for block in range(blocks):
+            count = (num_rows - r + blocks - block - 1) // (blocks - block)
             rows = inputs + r * row_bytes
-            coming = begin + (AHEAD if r == 0 else 0)
-            dots(count, begin, step * row_bytes, coming, rows, row_bytes, at)
+            if count > 6:
+                for half in range(2):
+                    weights = begin + 2 * half * run
+                    dots_by_two(count, weights, run, weights + AHEAD, rows, row_bytes, at + 8 * half)
+            elif blocks == 1:
+                dots(count, begin, run, begin + AHEAD, rows, row_bytes, at)
+            else:
+                dots_of_block(count, begin, run, begin + AHEAD + 2 * block * run if block < 2 else begin, rows, row_bytes, at)
             for i in range(count):
                 for j in range(4):
                     place = n + j * step
                     out[r + i, place] = narrow(sums[4 * i + j] + bias[place], out[r + i, place])
+            r += count
 
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")
@@ -68,8 +85,32 @@ def dots(count, weights, weight_step, coming, rows, row_bytes, out):
         dots_4x2(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
     elif count == 3:
         dots_4x3(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
-    else:
+    elif count == 4:
         dots_4x4(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
+    elif count == 5:
+        dots_4x5(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
+    else:
+        dots_4x6(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
+
+
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")
+def dots_of_block(count, weights, weight_step, coming, rows, row_bytes, out):
+    if count == 3:
+        half_4x3(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
+    elif count == 4:
+        half_4x4(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
+    elif count == 5:
+        half_4x5(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
+    else:
+        half_4x6(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
+
+
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")
+def dots_by_two(count, weights, weight_step, coming, rows, row_bytes, out):
+    if count == 7:
+        dots_2x7(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
+    else:
+        dots_2x8(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
 
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)

@@ -196,12 +196,12 @@ def address(typing_context, array):
     return types.int64(array), build
 
 
-def dots_of(num_weights, num_rows, *, native, exact=False):
+def dots_of(num_weights, num_rows, *, native, exact=False, asked=None):
     """A block for dots(weights, weight_step, coming, rows, row_step, row_bytes, out, out_step): out[i, j] = row i · weight j, in float32.
 
     Weights and rows are bfloat16, row_bytes (a multiple of 64) long and so many bytes apart as the steps say. coming: weights that are read next,
-    and are asked for now: with several rows the loop is too long for the CPU to look far enough ahead itself. exact: in a caller without fastmath
-    one product's order of sums is the same in blocks of any size.
+    and are asked for now: with several rows the loop is too long for the CPU to look far enough ahead itself. asked: only so many of them are.
+    exact: in a caller without fastmath one product's order of sums is the same in blocks of any size.
     """
 
     @intrinsic
@@ -211,7 +211,7 @@ def dots_of(num_weights, num_rows, *, native, exact=False):
             weight_at, coming_at = ([builder.add(at, builder.mul(weight_step, bytes_of(j))) for j in range(num_weights)] for at in (weights, coming))
             row_at = [builder.add(rows, builder.mul(row_step, bytes_of(i))) for i in range(num_rows)]
             with Loop(builder, row_bytes, 2 * PAIR, [zeros()] * (num_weights * num_rows)) as loop:
-                for at in coming_at:
+                for at in coming_at[:asked]:
                     prefetch(builder, at, loop.index)
                 w = [load(builder, at, loop.index, WORDS) for at in weight_at]
                 totals = []

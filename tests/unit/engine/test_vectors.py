@@ -28,7 +28,7 @@ def wide(bits: NDArray[Any]) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("is_native", WAYS)
-@pytest.mark.parametrize(("num_weights", "num_rows"), [(4, 1), (4, 3), (8, 2), (4, 4)])
+@pytest.mark.parametrize(("num_weights", "num_rows"), [(4, 1), (4, 3), (8, 2), (4, 4), (4, 6), (2, 8)])
 def test_dots_of_rows(is_native: bool, num_weights: int, num_rows: int) -> None:
     dots = dots_of(num_weights, num_rows, native=is_native)
 
