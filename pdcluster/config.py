@@ -163,7 +163,7 @@ class SchedulerConfig:
     token_budget: int = key(512, integer(1, 2**20), "most tokens computed in one step")
     max_rows: int = key(64, integer(1, 4096), "most requests in the running batch")
     max_waiting: int = key(1024, integer(1, 2**20), "most requests waiting for the batch")
-    look_ahead: Literal["auto", "on", "off"] = key("off", choice("auto", "on", "off"), "plan a decode step while one runs; auto: on several cores")
+    look_ahead: bool = key(False, boolean, "plan the next step of decodes while one runs; measured slower on two cores, not run on a GPU; tp 1 only")
 
 
 @dataclass(frozen=True, slots=True)

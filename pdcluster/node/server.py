@@ -80,7 +80,7 @@ def run(config: NodeConfig) -> int:
         for each in parts.backends:
             stack.callback(each.shutdown)
         stack.callback(parts.hub.close)
-        loop = NodeLoop(parts, report_s=config.report_s, drain_s=config.drain_s, clock=clock, looks_ahead=looks_ahead(config))
+        loop = NodeLoop(parts, report_s=config.report_s, drain_s=config.drain_s, clock=clock, looks_ahead=config.scheduler.look_ahead)
         on_signals(loop.stop)
         card = card_of(config, me, engine.local, parts, files, tuple(backends), model_dir)
         agent.start(card, registered=lambda: announce_ready(config, card))
@@ -119,10 +119,8 @@ def check(config: NodeConfig) -> None:
         raise ConfigError(f"node.role is {config.role} on {config.device}, but KV in device memory cannot be moved yet; use role mixed")
     if config.deterministic and config.device != "cpu":
         raise ConfigError(f"node.deterministic is set, but its kernels are for CPUs and node.device is {config.device}; leave one of them out")
-    if config.scheduler.look_ahead == "on" and config.tp > 1:
-        raise ConfigError(
-            f"node.scheduler.look_ahead is on and node.tp is {config.tp}, but ranks above 0 do not know what rank 0 draws; use auto or off"
-        )
+    if config.scheduler.look_ahead and config.tp > 1:
+        raise ConfigError(f"node.scheduler.look_ahead is set and node.tp is {config.tp}, but only rank 0 knows what it draws; leave one of them out")
     page_tokens, block_tokens = config.kv.page_tokens, config.kv.hash_block_tokens
     if page_tokens % block_tokens:
         raise ConfigError(f"node.kv.page_tokens {page_tokens} must be a multiple of node.kv.hash_block_tokens {block_tokens}; use equal values")
@@ -144,13 +142,6 @@ def media_of_all(backends: dict[str, Backend], links: Sequence[RankLink]) -> dic
         logger.warning("this node goes on without %s, which not all of its ranks could start", name)
         backends.pop(name).shutdown()
     return backends
-
-
-def looks_ahead(config: NodeConfig) -> bool:
-    """Whether the loop plans a step while one runs. On a single core its work and the engine's take turns whatever it does."""
-    if config.scheduler.look_ahead != "auto":
-        return config.scheduler.look_ahead == "on"
-    return config.tp == 1 and (config.device != "cpu" or len(os.sched_getaffinity(0)) > 1)
 
 
 def limits_of(config: NodeConfig, engine: Engine) -> Limits:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 
 import pytest
@@ -13,31 +12,19 @@ from oracle import VOCAB, reference
 from pdcluster.config import NodeConfig, SchedulerConfig
 from pdcluster.errors import ConfigError
 from pdcluster.node.loop import MAX_FAILURES
-from pdcluster.node.server import check, looks_ahead
+from pdcluster.node.server import check
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [random.Random(seed * 1000 + length).randrange(VOCAB) for _ in range(length)]
 
 
-def config(look_ahead: str = "auto", **fields: object) -> NodeConfig:
-    return NodeConfig(scheduler=SchedulerConfig(look_ahead=look_ahead), role="mixed", **fields)  # type: ignore[arg-type]
-
-
-def test_auto_is_on_where_the_loop_has_a_core_beside_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, expected in (({0}, False), ({0, 1}, True)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores)
-        assert looks_ahead(config()) is expected
-        assert looks_ahead(config("on")) and not looks_ahead(config("off"))
-        assert looks_ahead(config(device="cuda")), "a GPU computes without a core"
-    assert not looks_ahead(config(tp=2))
-
-
 def test_ranks_cannot_look_ahead_and_say_so() -> None:
-    with pytest.raises(ConfigError, match="do not know what rank 0 draws"):
-        check(config("on", tp=2))
-    check(config("off", tp=2))
-    check(config("auto", tp=2))
+    ahead = SchedulerConfig(look_ahead=True)
+    with pytest.raises(ConfigError, match="only rank 0 knows what it draws"):
+        check(NodeConfig(scheduler=ahead, role="mixed", tp=2))
+    check(NodeConfig(scheduler=ahead, role="mixed"))
+    check(NodeConfig(role="mixed", tp=2))
 
 
 async def test_a_step_behind_one_that_failed_does_not_count_as_another_failure() -> None:
