@@ -3,6 +3,7 @@
     python -m bench.engine [--quick] [--json FILE] [--model DIR] [--threads N] [--core N]
     python -m bench.engine --python-share                 how much of a decode step of 32 rows is not spent in kernels
     python -m bench.engine --deterministic                what the batch-invariant mode costs
+    python -m bench.engine --quantization                 what weights of eight bits win, and what they lose in quality
     python -m bench.engine --compare vllm llama.cpp       beside rivals, where these are installed (bench/README.md)
 
 Without --model a random Qwen3-shaped bfloat16 checkpoint of 30M parameters is made once and kept in the cache directory. With n tokens, batch B,
@@ -26,10 +27,11 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -38,6 +40,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from bench.engine_compare import VENVS, compare
+from bench.engine_quantization import SCHEMES, quality
 from bench.report import Row as Figure
 from bench.report import print_rows, row, write_json
 from pdcluster.engine.engine import Engine, EngineConfig
@@ -121,7 +124,10 @@ def main() -> None:
         decodes = [(batch, context) for context in plan.contexts for batch in plan.batches]
         figures = compare(arguments.compare, arguments.rivals, model_dir, core, plan.prefills, decodes, repeats=3)
     elif arguments.deterministic:
-        figures = cost_of_determinism(model_dir, plan, arguments.threads)
+        figures = beside_default(model_dir, plan, arguments.threads, {"deterministic": {"deterministic": True}})
+    elif arguments.quantization:
+        figures = quality(CACHE / "kernels", quick=arguments.quick)
+        figures += beside_default(model_dir, plan, arguments.threads, {scheme: {"quantization": scheme} for scheme in SCHEMES})
     else:
         figures = own_figures(model_dir, plan, arguments.threads, python_only=arguments.python_share)
     print_rows(figures)
@@ -140,30 +146,30 @@ def own_figures(model_dir: Path, plan: Plan, threads: int, *, python_only: bool)
         engine.close()
 
 
-def cost_of_determinism(model_dir: Path, plan: Plan, threads: int) -> list[Figure]:
-    """Milliseconds in the batch-invariant mode against those without it, in turns; the ratio is the slowdown."""
+def beside_default(model_dir: Path, plan: Plan, threads: int, modes: Mapping[str, Mapping[str, Any]]) -> list[Figure]:
+    """Milliseconds of other modes (by name: what is set) against those of the default one, in turns; the ratio is the slowdown."""
     tokens = max(plan.batches) * (max(plan.contexts) + PAGE_TOKENS)
     config = EngineConfig(model_dir, CACHE / "kernels", dtype="bfloat16", page_tokens=PAGE_TOKENS, num_pages=tokens // PAGE_TOKENS, threads=threads)
-    default, invariant = engines = Engine(config), Engine(replace(config, deterministic=True))
+    default, others = Engine(config), {name: Engine(replace(config, **changes)) for name, changes in modes.items()}
     try:
         cases = [("prefill", f"{count} tokens", prefill_plan(default, count)) for count in plan.prefills]
         for context in plan.contexts:
             cases += [("decode step", f"batch {batch}, context {context}", decode_plan(default, batch, context)) for batch in plan.batches]
-        return [_slowdown(plan, default, invariant, *case) for case in cases]
+        return [figure for case in cases for figure in _slowdowns(plan, default, others, *case)]
     finally:
-        for engine in engines:
+        for engine in (default, *others.values()):
             engine.close()
 
 
-def _slowdown(plan: Plan, default: Engine, invariant: Engine, metric: str, case: str, step: StepPlan) -> Figure:
-    samples: dict[Engine, list[float]] = {default: [], invariant: []}
+def _slowdowns(plan: Plan, default: Engine, others: Mapping[str, Engine], metric: str, case: str, step: StepPlan) -> list[Figure]:
+    samples: dict[Engine, list[float]] = {engine: [] for engine in (default, *others.values())}
     for engine in samples:
         engine.step(step)
     for _ in range(plan.repeats):
         for engine, found in samples.items():
             found.append(1e3 * min(_seconds(lambda engine=engine: engine.step(step)) for _ in range(plan.tries)))  # type: ignore[misc]
     against = statistics.median(samples[default])
-    return row(f"{metric}, deterministic", case, samples[invariant], "ms", against="default mode", against_value=against)
+    return [row(f"{metric}, {name}", case, samples[engine], "ms", against="default mode", against_value=against) for name, engine in others.items()]
 
 
 def python_share(engine: Engine, plan: Plan, batch: int) -> Figure:
@@ -323,6 +329,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--core", type=int, help="the one core to run on (default: the last one there is)")
     parser.add_argument("--python-share", action="store_true", help="only what a decode step spends outside kernels")
     parser.add_argument("--deterministic", action="store_true", help="only what the batch-invariant mode costs")
+    parser.add_argument("--quantization", action="store_true", help="only what weights of eight bits win and lose")
     parser.add_argument("--compare", nargs="+", choices=sorted(VENVS), default=[], help="beside these engines")
     parser.add_argument("--rivals", type=Path, default=Path.home() / ".cache" / "pdcluster" / "rivals", help="where their virtual environments are")
     return parser.parse_args()

@@ -41,7 +41,6 @@ from pdcluster.messages import Role
 T = TypeVar("T")
 
 BackendName = Literal["auto", "shm", "tcp", "mooncake", "nixl"]
-DTypeName = Literal["auto", "float32", "bfloat16"]
 Mode = Literal["auto", "remote", "local"]
 Fallback = Literal["deny", "on-failure", "conditional"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -197,7 +196,8 @@ class NodeConfig(Section):
     advertise: str | None = key(None, text, "host that others reach this node by; default: the host of --listen")
     model: Path | None = key(None, path, "Hugging Face model directory; default: the bundled model")
     served_model_name: str | None = key(None, text, "the model's name in the API; default: the directory's name")
-    dtype: DTypeName = key("auto", choice("auto", "float32", "bfloat16"), "computing type; auto: float32 on cpu, bfloat16 on cuda")
+    dtype: Literal["auto", "float32", "bfloat16"] = key("auto", choice("auto", "float32", "bfloat16"), "computing type; auto: the stored one")
+    quantization: Literal["none", "int8", "w8a8_int8"] = key("none", choice("none", "int8", "w8a8_int8"), "8-bit weights, or w8a8: activations too")
     device: Literal["cpu", "cuda"] = key("cpu", choice("cpu", "cuda"), "cpu or cuda")
     tp: int = key(1, integer(1, 64), "ranks that share the model's heads (tensor parallel), each a process of its own")
     threads: int | None = key(None, integer(1, 1024), "compute threads of one rank; default: its share of the cores the node may use")

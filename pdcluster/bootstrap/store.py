@@ -125,7 +125,8 @@ class Store:
         if found:
             raise ConfigError(
                 f"node {card.node!r} does not fit the cluster of node {other.node!r}: {'; '.join(found)}; "
-                "start it with the same model, weights, dtype and hash block size, --deterministic on all or none, or in a cluster of its own"
+                "start it with the same model, weights, dtype and hash block size, --deterministic on all or none, "
+                "the same --quantization, or in a cluster of its own"
             )
 
     def _remember_replaced(self, peer: Peer) -> None:

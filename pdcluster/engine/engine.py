@@ -25,6 +25,7 @@ from pdcluster.engine.collective import Alone, Collective, InOrder
 from pdcluster.engine.constraint import Constraints, unbound
 from pdcluster.engine.following import NOTHING_FED, Fed, Following
 from pdcluster.engine.grammar import Grammars, vocabulary_of
+from pdcluster.engine.int8 import Quantization, int8_ops
 from pdcluster.engine.invariant import invariant_ops
 from pdcluster.engine.model_config import ModelConfig, read_config
 from pdcluster.engine.models.base import Model, Progress
@@ -53,7 +54,8 @@ LOGPROB_BLOCK = 128
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """num_pages or kv_bytes sizes the pool (num_pages wins; kv_bytes is shared by all ranks); max_len None is what the model and the pool allow;
-    cache_dir keeps compiled kernels; deterministic: a request's tokens are the same bits whatever else is computed (`invariant`)."""
+    cache_dir keeps compiled kernels; deterministic: a request's tokens are the same bits whatever else is computed (`invariant`);
+    quantization: of the weights (`int8`)."""
 
     model_dir: Path
     cache_dir: Path
@@ -65,6 +67,7 @@ class EngineConfig:
     max_len: int | None = None
     threads: int = 1
     deterministic: bool = False
+    quantization: Quantization = "none"
 
 
 class Engine:
@@ -219,6 +222,10 @@ class Engine:
 
 
 def _ops_of(config: EngineConfig, dtype: DType) -> Ops:
+    if config.quantization != "none":
+        if config.deterministic:
+            raise ConfigError(f"quantization {config.quantization} is not supported with deterministic; leave one of them out")
+        return int8_ops(config.quantization, config.device, dtype, config.threads, config.cache_dir)
     if config.deterministic:
         return invariant_ops(config.device, dtype, config.threads, config.cache_dir)
     return select_ops(config.device, dtype, config.threads, config.cache_dir)

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 WAIT_S = 180.0
 """For another process that compiles; it takes some 20 s where nothing else runs."""
 LOOK_S = 0.05
-SOURCES = ("kernels", "pair_kernels", "chunk_kernels", "layer_kernels", "invariant_kernels", "vectors")
+SOURCES = ("kernels", "pair_kernels", "chunk_kernels", "layer_kernels", "invariant_kernels", "int8_kernels", "vectors")
 
 
 def place_of(cache_dir: Path) -> Path:

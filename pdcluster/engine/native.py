@@ -60,6 +60,16 @@ class InvariantKernels(Protocol):
     group_tokens: Callable[[int], int]
 
 
+class Int8Kernels(Protocol):
+    """The functions of `engine.int8_kernels`. NATIVE: whether the CPU multiplies bytes."""
+
+    NATIVE: bool
+    multiply: Kernel
+    quantize: Kernel
+    finish: Kernel
+    dequantize: Kernel
+
+
 def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
     """The kernels, compiled for `dtype` or loaded from cache_dir; None (and a warning) when numba does not work on this machine."""
     try:
@@ -115,6 +125,23 @@ def load_invariant_kernels() -> InvariantKernels:
             _compile_invariant(kernels)
     except (NumbaError, OSError, RuntimeError) as error:
         raise ConfigError(f"deterministic: numba cannot compile the kernels that it needs ({error}); leave it out") from error
+    return kernels
+
+
+def load_int8_kernels() -> Int8Kernels | None:
+    """The kernels for weights of eight bits, once `load_kernels` found that numba works; None (and a warning) when these do not compile here."""
+    import numba
+    from numba.core.errors import NumbaError
+
+    try:
+        with filling(Path(numba.config.CACHE_DIR), "int8"):  # type: ignore[attr-defined]
+            from pdcluster.engine import int8_kernels as module
+
+            kernels = cast(Int8Kernels, module)
+            _compile_int8(kernels)
+    except (NumbaError, OSError, RuntimeError) as error:
+        log.warning("numba cannot compile the CPU kernels for int8 (%s); the engine does without them, which is slower", error)
+        return None
     return kernels
 
 
@@ -199,3 +226,13 @@ def _compile_invariant(kernels: InvariantKernels) -> None:
     kernels.angles(zeros, cos[0], np.float32(1.0), cos, cos.copy(), 0, 1)
     pool = np.zeros((1, 1, 2, 1, 8, 32), np.uint16)
     kernels.attend(one[None], pool, 0, zeros, zeros, ones, zeros, zeros, np.float32(1.0), one[None].copy(), 0, 1)
+
+
+def _compile_int8(kernels: Int8Kernels) -> None:
+    """Planes are a plain number, so one kernel serves both."""
+    x, out, scales = np.zeros((1, 64), np.uint16), np.zeros((1, 4), np.uint16), np.zeros(1, np.float32)
+    weight, four = np.zeros((4, 64), np.int8), np.zeros(4, np.float32)
+    kernels.multiply(x, 2, weight, four, np.zeros(4, np.int32), four, out, 0, 1)
+    kernels.quantize(x, 1, np.zeros((1, 64), np.uint8), scales, 0, 1)
+    kernels.finish(four[None], scales, four, four, out, 0, 1)
+    kernels.dequantize(weight, four, x.repeat(4, axis=0), 0, 4)

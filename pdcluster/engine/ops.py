@@ -36,6 +36,9 @@ class Ops(Protocol):
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
         """One product for weights that share their input."""
 
+    def head(self, weight: Tensor) -> Linear:
+        """The product that gives logits, whose weights are never quantised."""
+
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         """Attention over the pool's tensor."""
 
@@ -74,6 +77,9 @@ class TorchOps:
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
         return PlainLinear(weights, biases)
 
+    def head(self, weight: Tensor) -> Linear:
+        return self.linear([weight], [None])
+
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         return ReferenceAttention(shape, pages)
 
@@ -111,6 +117,9 @@ class CpuOps:
         if self._pairs is None or not takes_rows(weights):
             return many
         return RowsLinear(weights, biases, self._pairs, self._parallel, many)
+
+    def head(self, weight: Tensor) -> Linear:
+        return self.linear([weight], [None])
 
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         return CpuAttention(shape, pages, self._kernels, self._pairs, self._parallel)

@@ -10,6 +10,8 @@ Addresses are plain integers (`address`): a block reads and writes what its call
 
 from __future__ import annotations
 
+from functools import partial
+
 from llvmlite import ir
 from numba import types
 from numba.core.registry import cpu_target
@@ -136,8 +138,10 @@ def prefetch(builder, address, offset_bytes):
 
 
 def lane_sums(builder, totals, *, exact=False):
-    """The sums over the lanes of up to 16 vectors, in the first lanes of one; exact: in the order in which it stands here, whatever is beside."""
+    """The sums over the lanes of up to 16 vectors, in the first lanes of one; exact: in the order in which it stands here, whatever is beside.
+    Vectors of whole numbers have one sum."""
     width, flags = LANES, () if exact else ("reassoc",)
+    plus = builder.add if totals[0].type == WORDS else partial(builder.fadd, flags=flags)
     while width > 1:
         half = width // 2
         starts = range(0, LANES, width)
@@ -145,7 +149,7 @@ def lane_sums(builder, totals, *, exact=False):
         both = [low + [LANES + lane for lane in low], [lane + half for lane in low] + [LANES + lane + half for lane in low]]
         masks = [ir.Constant(WORDS, lanes) for lanes in both]
         pairs = [(totals[i], totals[min(i + 1, len(totals) - 1)]) for i in range(0, len(totals), 2)]
-        totals = [builder.fadd(builder.shuffle_vector(a, b, masks[0]), builder.shuffle_vector(a, b, masks[1]), flags=flags) for a, b in pairs]
+        totals = [plus(builder.shuffle_vector(a, b, masks[0]), builder.shuffle_vector(a, b, masks[1])) for a, b in pairs]
         width = half
     return totals[0]
 

@@ -76,6 +76,7 @@ def engine_config(config: NodeConfig, model_dir: Path) -> EngineConfig:
         kv_bytes=config.kv.memory_bytes,
         max_len=config.max_len,
         deterministic=config.deterministic,
+        quantization=config.quantization,
         threads=config.threads or max(1, len(os.sched_getaffinity(0)) // config.tp),
     )
 

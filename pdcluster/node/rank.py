@@ -22,6 +22,7 @@ from pdcluster import log
 from pdcluster.config import LogConfig, LogFormat, LogLevel
 from pdcluster.engine.collective import Ranks, join_store
 from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.engine.int8 import Quantization
 from pdcluster.engine.weights import DTypeChoice
 from pdcluster.node.rank_channel import Here, Media, Plan, RankChannel, Ready, Start, frame, unpack_plan
 from pdcluster.node.rank_endpoint import RankEndpoint
@@ -106,6 +107,7 @@ def start_engine(start: Start) -> Engine:
         max_len=start.max_len,
         threads=start.threads,
         deterministic=start.deterministic,
+        quantization=cast(Quantization, start.quantization),
     )
     return Engine(config, group=group)
 

@@ -62,6 +62,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
     cores: tuple[int, ...] = ()
     media: Media | None = None
     deterministic: bool = False
+    quantization: str = "none"
 
 
 class Here(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -281,4 +281,5 @@ def _start_message(rank: int, config: EngineConfig, settings: RankSettings, stor
         cores=settings.cores[rank] if settings.cores else (),
         media=msgspec.structs.replace(settings.media, region=settings.media.region + rank) if settings.media is not None else None,
         deterministic=own.deterministic,
+        quantization=own.quantization,
     )

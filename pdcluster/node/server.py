@@ -22,6 +22,7 @@ from pdcluster.bootstrap.card import NodeCard
 from pdcluster.bundled_model import path as bundled_model
 from pdcluster.config import NodeConfig
 from pdcluster.engine.engine import Engine
+from pdcluster.engine.int8 import int8_arithmetic
 from pdcluster.engine.invariant import invariant_arithmetic
 from pdcluster.errors import ConfigError
 from pdcluster.kv.layout import DEFAULT_ARITHMETIC, Fingerprint
@@ -121,6 +122,9 @@ def check(config: NodeConfig) -> None:
         raise ConfigError(f"node.deterministic is set, but its kernels are for CPUs and node.device is {config.device}; leave one of them out")
     if config.scheduler.look_ahead and config.tp > 1:
         raise ConfigError(f"node.scheduler.look_ahead is set and node.tp is {config.tp}, but only rank 0 knows what it draws; leave one of them out")
+    if config.quantization != "none" and (config.device != "cpu" or config.deterministic):
+        other = "node.deterministic is set" if config.deterministic else f"its kernels are for CPUs and node.device is {config.device}"
+        raise ConfigError(f"node.quantization is {config.quantization}, but {other}; leave one of them out")
     page_tokens, block_tokens = config.kv.page_tokens, config.kv.hash_block_tokens
     if page_tokens % block_tokens:
         raise ConfigError(f"node.kv.page_tokens {page_tokens} must be a multiple of node.kv.hash_block_tokens {block_tokens}; use equal values")
@@ -214,6 +218,8 @@ def card_of(
 
 
 def arithmetic_of(config: NodeConfig) -> str:
+    if config.quantization != "none":
+        return int8_arithmetic(config.quantization, config.tp)
     return invariant_arithmetic(config.tp) if config.deterministic else DEFAULT_ARITHMETIC
 
 

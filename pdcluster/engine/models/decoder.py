@@ -30,7 +30,7 @@ class Decoder:
         self._eps = config.rms_norm_eps
         self._embedding = weights.embedding
         self._norm = weights.norm
-        self._head = ops.linear([weights.head], [None])
+        self._head = ops.head(weights.head)
         self._rope = ops.rope(config.rope, config.head_dim)
         shape = AttentionShape(share.num_heads, share.num_kv_heads, config.head_dim, config.rms_norm_eps)
         attention = ops.attention(shape, pages)
