@@ -213,20 +213,20 @@ class Scheduler:
 
     def _admit(self, step: Draft) -> None:
         """Admit waiting sequences in order. When one finds no pages, smaller ones may pass it, but only max_overtakes times, so that it cannot
-        starve; a preempted one, whose client has seen tokens, is never passed."""
+        starve; a preempted one, whose client has seen tokens, is never passed. Those that the step has no room for are no part of that."""
+        if step.left == 0 or self._num_free_rows == 0:
+            return
         blocked: Sequence | None = None
-        waiting = (each for each in self._waiting.values() if each.state is Residence.WAITING and (self.admit_remote or not each.remote))
-        for sequence in list(islice(waiting, self._num_free_rows + _LOOKAHEAD)):
-            if step.left == 0 or self._num_free_rows == 0:
-                return
+        waiting = (each for each in list(self._waiting.values()) if each.state is Residence.WAITING and (self.admit_remote or not each.remote))
+        for sequence in islice(filter(step.room, waiting), self._num_free_rows + _LOOKAHEAD):
             if blocked is not None and (blocked.num_preempted or blocked.num_overtaken >= self._limits.max_overtakes):
                 return
-            if not step.room(sequence):
-                continue
             if self._try_admit(sequence):
                 step.take(sequence, step.room(sequence))
                 if blocked is not None:
                     blocked.num_overtaken += 1
+                if step.left == 0 or self._num_free_rows == 0:
+                    return
             elif blocked is None:
                 blocked = sequence
 

@@ -412,6 +412,16 @@ def test_prompts_that_want_logprobs_share_a_smaller_part_of_the_step_and_others_
     assert node.tokens["a"] == node.tokens["b"] == node.tokens["c"] == node.expected(LONG, max_tokens=1) and node.is_clean()
 
 
+def test_any_number_of_prompts_that_want_logprobs_lets_others_pass_while_rows_are_free():
+    node = Node(num_pages=256, token_budget=16, logprob_tokens=4, max_rows=4, max_waiting=64)
+    for number in range(30):
+        node.add(f"scored-{number}", LONG, prompt_logprobs=0, max_tokens=1)
+    node.add("plain", [1, 2, 3], max_tokens=1)
+    assert node.step()["plain"].finished == "length"
+    node.run()
+    assert len(node.ended) == 31 and node.is_clean()
+
+
 def test_only_prompt_rows_that_need_them_ask_for_prompt_logprobs():
     node = Node(token_budget=15)
     node.add("a", LONG, prompt_logprobs=3)
