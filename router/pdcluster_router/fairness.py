@@ -61,6 +61,8 @@ class Flow:
     weight: float
     places: list[Place] = field(default_factory=list)
     deficit: float = 0.0
+    unused: float = 0.0
+    """Work ÷ weight that it had in hand, began without, as nobody else waited, and has not taken since."""
 
     def head(self, skip: Container[str]) -> Held | None:
         return next((place.held for place in self.places if place.held.request not in skip), None)
@@ -128,8 +130,9 @@ class Tier:
     def add(self, held: Held, due: float, sequence: int) -> None:
         flow = self._flows.get(held.tenant)
         if flow is None:
-            in_hand = self._savings.withdraw(held.tenant) if self._flows else 0.0
-            flow = self._flows[held.tenant] = Flow(held.tenant, held.weight, deficit=in_hand * held.weight)
+            in_hand = self._savings.withdraw(held.tenant)
+            flow = Flow(held.tenant, held.weight, deficit=in_hand * held.weight) if self._flows else Flow(held.tenant, held.weight, unused=in_hand)
+            self._flows[held.tenant] = flow
             self._ring.insert(len(self._ring) - (self._serving is not None), held.tenant)
         flow.weight = held.weight
         insort(flow.places, Place(due, sequence, held))
@@ -141,7 +144,7 @@ class Tier:
             raise IntegrityError(f"request {held.request} is not where its tenant's queue should have it")
         del flow.places[index]
         if not flow.places:
-            self._savings.deposit(held.tenant, flow.deficit / flow.weight)
+            self._savings.deposit(held.tenant, max(flow.deficit / flow.weight, flow.unused))
             del self._flows[held.tenant]
             self._ring.remove(held.tenant)
             if self._serving == held.tenant:
@@ -173,6 +176,7 @@ class Tier:
             flow.deficit += num_visits * self._quantum * flow.weight
         flow = self._flows[turn.held.tenant]
         flow.deficit = max(flow.deficit - turn.held.charge, 0.0)
+        flow.unused = max(flow.unused - turn.held.charge / flow.weight, 0.0)
         self._savings.earn(turn.held.charge / sum(each.weight for each in self._flows.values()))
         if turn.visits:
             at = self._ring.index(turn.held.tenant) + 1

@@ -168,6 +168,16 @@ def test_what_was_in_hand_is_used_up_and_earned_back_while_others_are_served() -
     assert queue.work_before(held("second", "other", work=20.0), 1.0) == 0.0
 
 
+def test_who_waits_while_nobody_else_does_uses_of_what_it_has_in_hand_no_more_than_its_work() -> None:
+    queue = make_queue(burst=20.0)
+    queue.add(held("alone", "other", work=2.0), 1.0)
+    drain(queue)
+    for number in range(50):
+        queue.add(held(f"flood{number}", "flood"), 1.0)
+    assert queue.work_before(held("small", "other", work=18.0), 1.0) == 0.0
+    assert queue.work_before(held("large", "other", work=19.0), 1.0) == 1.0
+
+
 def test_an_empty_queue_forgets_nobody_who_took_more_than_its_share() -> None:
     queue = make_queue(burst=20.0)
     for number in range(20):
