@@ -24,11 +24,13 @@ SOURCES = ("kernels", "pair_kernels", "chunk_kernels", "layer_kernels", "invaria
 
 
 def place_of(cache_dir: Path) -> Path:
-    """For these sources and this CPU. numba looks at a function's own file only, but kernels are also made of what stands in the others; and
-    machines of several kinds may share the directory."""
+    """For these sources, where they lie, this numba and this CPU. numba looks at a function's own file only, but kernels are also made of what
+    stands in the others; machines of several kinds may share the directory; and what another installation of the same sources, or another numba,
+    filled, numba does not find, so it must not count as filled."""
+    import numba
     from numba.core.registry import cpu_target
 
-    digest = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(repr((os.path.abspath(Path(__file__).parent), numba.__version__)).encode(), digest_size=8)
     for name in SOURCES:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
     digest.update(repr(cpu_target.target_context.codegen().magic_tuple()).encode())

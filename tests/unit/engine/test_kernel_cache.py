@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster.engine.kernel_cache import filling, place_of
+from pdcluster.engine import kernel_cache
+from pdcluster.engine.kernel_cache import SOURCES, filling, place_of
 
 
 def test_a_second_one_waits_until_the_first_has_filled_it(tmp_path: Path) -> None:
@@ -77,3 +79,19 @@ def test_machines_of_other_kinds_have_other_places(tmp_path: Path) -> None:
     done = subprocess.run(["env", "NUMBA_CPU_NAME=generic", sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert Path(done.stdout).parent == tmp_path
     assert Path(done.stdout) != place_of(tmp_path)
+
+
+def test_other_installations_of_the_same_sources_have_other_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba keeps the kernels of each apart, so what one has filled is not there for the other."""
+    here, own = tmp_path / "other" / "engine", place_of(tmp_path)
+    here.mkdir(parents=True)
+    for name in SOURCES:
+        shutil.copy(Path(kernel_cache.__file__).parent / f"{name}.py", here)
+    monkeypatch.setattr(kernel_cache, "__file__", str(here / "kernel_cache.py"))
+    assert place_of(tmp_path) != own
+
+
+def test_what_another_numba_filled_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = place_of(tmp_path)
+    monkeypatch.setattr("numba.__version__", "0.0")
+    assert place_of(tmp_path) != own
