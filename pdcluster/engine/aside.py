@@ -102,6 +102,8 @@ class _Helper(Generic[Answer]):
         self._leaving = threading.Lock()
         self._is_left = False
         self._began_s = 0.0
+        self._ended_s = math.inf
+        """What it had used of a CPU since its start when a job answered that was left: the system says nothing of a thread that ended."""
         self.used_s = 0.0
         """On a CPU, of the job that was late."""
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -118,7 +120,7 @@ class _Helper(Generic[Answer]):
                 with self._leaving:
                     self._is_left = self._answers.empty()
                 if self._is_left:
-                    self.used_s = _cpu_s(self.thread) - self._began_s
+                    self.used_s = min(_cpu_s(self.thread), self._ended_s) - self._began_s
                     break
                 answers.append(self._answers.get())  # it came at the last moment
         return answers
@@ -130,11 +132,12 @@ class _Helper(Generic[Answer]):
     def _work(self) -> None:
         while not self._is_left:
             for job in self._jobs.get():
-                self._began_s = time.thread_time()
                 answer = job()
                 with self._leaving:
                     if self._is_left:
+                        self._ended_s = time.thread_time()
                         return
+                    self._began_s = time.thread_time()  # of the next job, which may get no CPU to begin with
                     self._answers.put(answer)
 
 

@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 
+from pdcluster.engine import aside as aside_module
 from pdcluster.engine.aside import TURNED_AWAY, Aside, Late
 
 LATE = Late(is_starved=True)
@@ -78,6 +79,23 @@ def test_a_job_that_computes_is_told_from_one_that_gets_no_cpu():
 
     try:
         assert aside.run([computes, lambda: may_end.wait(60), lambda: True]) == [Late(is_starved=False), LATE, True]
+    finally:
+        may_end.set()
+        aside.close()
+
+
+def test_a_starved_job_that_ends_just_when_it_is_left_is_told_by_what_it_used(monkeypatch):
+    may_end, told = threading.Event(), aside_module._cpu_s
+
+    def told_late(thread: threading.Thread) -> float:
+        may_end.set()
+        thread.join(60)
+        return told(thread)
+
+    monkeypatch.setattr(aside_module, "_cpu_s", told_late)
+    aside = Aside[bool]("test", 0.2)
+    try:
+        assert aside.run([lambda: may_end.wait(60)]) == [LATE]
     finally:
         may_end.set()
         aside.close()
