@@ -2,7 +2,8 @@
 # As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
 """A whole layer for rows that decode, as one call: what `kernels` and `pair_kernels` do one after the other, without Python or a new array between.
 
-Import it through `native`. Every step rounds where the separate calls round, so that both give the same.
+Import it through `native`. Every step rounds where the separate calls round, so that both give the same. `lo` goes along to every step, though it is
+0: for a literal 0 numba would compile each of them again, as a kernel whose sums the compiler may order otherwise.
 """
 
 from __future__ import annotations
@@ -61,28 +62,28 @@ def decode_layer(
     if hi == 0:
         return
     x, qkv, queries, attended, gate_up, active = x[:hi], qkv[:hi], queries[:hi], attended[:hi], gate_up[:hi], active[:hi]
-    rms_norm(hidden, input_norm, eps, x, 0, hi)
+    rms_norm(hidden, input_norm, eps, x, lo, hi)
     keys = q_weight.shape[0]
     values = keys + k_weight.shape[0]
-    project(x, q_weight, q_bias, qkv[:, :keys])
-    project(x, k_weight, k_bias, qkv[:, keys:values])
-    project(x, v_weight, v_bias, qkv[:, values:])
-    store_kv(qkv, q_norm, k_norm, normed, eps, cos, sin, slot_pages, slot_offsets, pool, layer, queries, 0, hi)
-    attend_rows(queries, pool, layer, pages, first_page, lengths, scale, attended, 0, hi * pool.shape[3])
-    project(attended.reshape(hi, o_weight.shape[1]), o_weight, o_bias, x)
+    project(x, q_weight, q_bias, qkv[:, :keys], lo)
+    project(x, k_weight, k_bias, qkv[:, keys:values], lo)
+    project(x, v_weight, v_bias, qkv[:, values:], lo)
+    store_kv(qkv, q_norm, k_norm, normed, eps, cos, sin, slot_pages, slot_offsets, pool, layer, queries, lo, hi)
+    attend_rows(queries, pool, layer, pages, first_page, lengths, scale, attended, lo, hi * pool.shape[3])
+    project(attended.reshape(hi, o_weight.shape[1]), o_weight, o_bias, x, lo)
     add_to(hidden, x)
-    rms_norm(hidden, post_norm, eps, x, 0, hi)
+    rms_norm(hidden, post_norm, eps, x, lo, hi)
     inner = gate_weight.shape[0]
-    project(x, gate_weight, gate_bias, gate_up[:, :inner])
-    project(x, up_weight, up_bias, gate_up[:, inner:])
-    silu_mul(gate_up, active, 0, hi)
-    project(active, down_weight, down_bias, x)
+    project(x, gate_weight, gate_bias, gate_up[:, :inner], lo)
+    project(x, up_weight, up_bias, gate_up[:, inner:], lo)
+    silu_mul(gate_up, active, lo, hi)
+    project(active, down_weight, down_bias, x, lo)
     add_to(hidden, x)
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
-def project(x, weight, bias, out):
-    linear_rows(x, weight, bias, out, 0, weight.shape[0] - 3 * (weight.shape[0] // 4))
+def project(x, weight, bias, out, lo):
+    linear_rows(x, weight, bias, out, lo, weight.shape[0] - 3 * (weight.shape[0] // 4))
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
