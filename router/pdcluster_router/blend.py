@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from pdcluster.bounds import MAX_SECONDS
 from pdcluster.cost import CostError, DecodeCost, PrefillCost
 
 Vector = NDArray[np.float64]
@@ -46,16 +47,27 @@ def blended_decode(own: DecodeCost, typical: DecodeCost) -> DecodeCost:
 def _blended(
     own: tuple[float, float, float], own_error: CostError, typical: tuple[float, float, float], typical_error: CostError
 ) -> tuple[float, float, float]:
+    """`typical` where a node's report has numbers that cannot be weighed: each is allowed, but not beside the others."""
     mine, theirs = np.array(own), np.array(typical)
-    own_root, typical_root = _root(own_error), _root(typical_error)
+    try:
+        with np.errstate(all="ignore"):
+            found = _weighed(mine, _root(own_error), theirs, _root(typical_error))
+    except np.linalg.LinAlgError:
+        return typical
+    if not (found <= MAX_SECONDS).all():
+        return typical
+    first, second, third = found.tolist()
+    return first, second, third
+
+
+def _weighed(mine: Vector, own_root: Vector, theirs: Vector, typical_root: Vector) -> Vector:
     largest = np.maximum(mine, theirs)
     errors = np.maximum(np.linalg.norm(own_root, axis=0), np.linalg.norm(typical_root, axis=0))  # the size of what both found to be 0
     unit = np.maximum(np.where(largest > 0, largest, errors), np.finfo(float).tiny)
     differ = np.diag((DIFFER * theirs / unit) ** 2 + TINY) + _covariance(typical_root / unit)
     gain = np.linalg.solve(differ + _covariance(own_root / unit), differ).T
-    found = np.maximum(theirs + unit * (gain @ ((mine - theirs) / unit)), 0.0)
-    first, second, third = found.tolist()
-    return first, second, third
+    found: Vector = np.maximum(theirs + unit * (gain @ ((mine - theirs) / unit)), 0.0)
+    return found
 
 
 def _root(error: CostError) -> Vector:

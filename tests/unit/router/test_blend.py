@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from pdcluster.bounds import MAX_SECONDS
 from pdcluster.cost import CostError, DecodeCost, NodeCost, PrefillCost, num_pairs
 from pdcluster.fit import Fit, Step
 from pdcluster_router.blend import blended_decode, blended_prefill
@@ -62,3 +65,22 @@ def test_a_coefficient_that_both_found_to_be_nothing_stays_nothing_however_unsur
     unsure = CostError(0.5, 1.0, (1e-3, 0.0, 1e-4, 1e-5, 0.0, 1e-6))
     blend = blended_decode(DecodeCost(2e-3, 1e-4, 0.0, 9, unsure), DecodeCost(1e-3, 2e-4, 0.0, 300, unsure))
     assert blend.context_s == 0.0 and 1e-3 <= blend.fixed_s <= 2e-3
+
+
+COEFFICIENTS = st.tuples(*[st.one_of(st.just(0.0), st.floats(0.0, MAX_SECONDS))] * 3)
+ROOTS = st.tuples(*[st.floats(-MAX_SECONDS, MAX_SECONDS)] * 6)
+SINGULAR = (1e9, -1.5e-7, 0.0, -1e9, -1e-3, 0.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(COEFFICIENTS, ROOTS, COEFFICIENTS, ROOTS)
+@example((0.0, 1.0, 1e-18), (-1e-300, -6e-6, -4e-15, -1e-3, -1e-30, 1e-3), (1e-30, 5e-324, 1.0), SINGULAR)
+@example((1e-9, 0.0, 1.0), (-1.0, -1.0, -1e-300, -1e-300, 1e-3, -12.0), (0.0, 1e-9, 0.0), (1e-300, 1e-9, -5e-324, -1e-300, -5e-324, 1e-300))
+def test_whatever_a_node_may_report_makes_a_cost(
+    own_s: tuple[float, ...], own_root: tuple[float, ...], typical_s: tuple[float, ...], typical_root: tuple[float, ...]
+) -> None:
+    """One report of which nothing can be made would fail every request of the router."""
+    reported = DecodeCost(*own_s, 9, CostError(0.5, 1.0, own_root))  # type: ignore[arg-type, misc]
+    typical = DecodeCost(*typical_s, 300, CostError(0.5, 1.0, typical_root))  # type: ignore[arg-type, misc]
+    blend = blended_decode(reported, typical)
+    assert all(0.0 <= each <= MAX_SECONDS for each in (blend.fixed_s, blend.row_s, blend.context_s))
