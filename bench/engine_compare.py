@@ -28,7 +28,8 @@ PREFILL_GOAL = {"vllm": 1.0}
 BATCH_1_GOAL = {"vllm": 1.6, "llama.cpp": 1.2}
 BATCH_GOAL = {"vllm": 1.3}
 START_GOAL = {"vllm": 10.0}
-STEPS = 8
+STEPS = 32
+"""Enough that what a process has to fetch anew after the others ran is of no weight."""
 MOST_CONTEXT = 4096
 """Tokens of all contexts of a case: filling them is not measured, but takes its time."""
 
