@@ -1,6 +1,7 @@
 """Steps of few rows that all decode, on one thread of one rank in bfloat16: a kernel call per layer (`layer_kernels`) on scratch made once.
 
-What does not fit (prompts, more rows, tensor parallel, other types, layers of other shapes) takes the separate calls, which give the same.
+What does not fit (prompts, more rows, tensor parallel, other types, layers of other shapes) takes the separate calls, which give the same but for
+the order of sums.
 """
 
 from __future__ import annotations

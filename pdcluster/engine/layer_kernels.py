@@ -2,8 +2,9 @@
 # As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
 """A whole layer for rows that decode, as one call: what `kernels` and `pair_kernels` do one after the other, without Python or a new array between.
 
-Import it through `native`. Every step rounds where the separate calls round, so that both give the same. `lo` goes along to every step, though it is
-0: for a literal 0 numba would compile each of them again, as a kernel whose sums the compiler may order otherwise.
+Import it through `native`. Every step rounds where the separate calls round, so that both give the same but for the order of sums, which is the
+compiler's where it builds one kernel into another. `lo` goes along to every step, though it is 0: for a
+literal 0 numba would compile each of them again, as a kernel whose sums the compiler may order otherwise.
 """
 
 from __future__ import annotations

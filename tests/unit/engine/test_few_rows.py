@@ -1,4 +1,4 @@
-"""Rows that decode together: one kernel call per layer gives, bit for bit, what the separate calls give."""
+"""Rows that decode together: one kernel call per layer gives what the separate calls give, but for how the compiler orders sums."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ from pdcluster.step import Row, StepPlan
 
 PAGE, PAGES, VOCABULARY = 8, 200, 97
 LIMITS = Limits(VOCABULARY, PAGES, PAGE, 512)
+ROUNDING = 2.0**-6
+"""Two steps of bfloat16. Kernels may add up in any order (fastmath), and a compiler that builds one into another may choose anew: of one key in
+thousands the last bit then differs, which was seen once in some runs of the whole suite and never alone."""
 SHAPES = {
     "norms of heads": Shape("qwen3", hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=VOCABULARY, num_layers=3),
     "biases": Shape("qwen2", hidden_size=64, intermediate_size=160, head_dim=32, vocab_size=VOCABULARY, num_layers=2),
@@ -85,8 +88,12 @@ def test_a_layer_as_one_call_gives_what_the_separate_calls_give(model: tuple[Mod
         progress.close()
     (hidden, pages), (expected_hidden, expected_pages) = found
     assert hidden.abs().max() > 0
-    assert torch.equal(hidden, expected_hidden)
-    assert torch.equal(pages.view(torch.int16), expected_pages.view(torch.int16))
+    torch.testing.assert_close(hidden, expected_hidden, rtol=ROUNDING, atol=ROUNDING)
+    written = torch.zeros(pages.shape, dtype=torch.bool)
+    slots = batch(contexts)
+    written[slots.slot_pages, :, :, :, slots.slot_offsets] = True
+    assert torch.equal(pages[~written], expected_pages[~written])
+    torch.testing.assert_close(pages[written], expected_pages[written], rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_prompts_and_many_rows_take_the_separate_calls(model: tuple[ModelConfig, Weights], ops: CpuOps) -> None:
