@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fake_engine import make_sequence
-from test_scheduler import LONG, Node, shape
+from scheduler_node import LONG, Node, shape
 
 from pdcluster.errors import Overloaded
 from pdcluster.lifecycle import IllegalTransition, Residence
