@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
+from fault_matrix import Sums, joined, table_of
 
-TABLE = "fault table: "
+TABLE, PART = "fault table: ", "part of the fault table: "
 
 
 @pytest.fixture
@@ -15,9 +16,24 @@ def show_table(record_property: Callable[[str, object], None]) -> Callable[[str,
     return lambda title, text: record_property(TABLE + title, text)
 
 
+@pytest.fixture
+def add_to_table(record_property: Callable[[str, object], None]) -> Callable[[str, Sums], None]:
+    """Call it with the title of a table that several tests fill and with what this one adds to it."""
+    return lambda title, sums: record_property(PART + title, {cell: dict(counts) for cell, counts in sums.items()})
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
-    for name, text in (each for report in reports for each in report.user_properties):
+    parts: dict[str, list[Mapping[str, Mapping[str, int]]]] = {}
+    for name, value in (each for report in reports for each in report.user_properties):
         if name.startswith(TABLE):
-            terminalreporter.section(name.removeprefix(TABLE))
-            terminalreporter.write_line(text)
+            _show(terminalreporter, name.removeprefix(TABLE), value)
+        elif name.startswith(PART):
+            parts.setdefault(name.removeprefix(PART), []).append(value)
+    for title, each in parts.items():
+        _show(terminalreporter, f"{title}, {len(each)} parts", table_of(joined(each)))
+
+
+def _show(terminalreporter: pytest.TerminalReporter, title: str, text: str) -> None:
+    terminalreporter.section(title)
+    terminalreporter.write_line(text)

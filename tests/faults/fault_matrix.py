@@ -17,7 +17,7 @@ import sys
 import traceback
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -252,26 +252,46 @@ class Scenario:
 # ---------------------------------------------------------------- the table
 
 
-def table(outcomes: Iterable[Outcome]) -> str:
-    """fault × step → runs of the cell, and its requests that were right / ended with an error / left; then the totals that must be 0."""
-    sums: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    total: Counter[str] = Counter()
+Sums = dict[str, Counter[str]]
+"""By "fault, step"."""
+
+
+def summed(outcomes: Iterable[Outcome]) -> Sums:
+    sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for outcome in outcomes:
-        counts = Counter(
+        sums[f"{outcome.cell.fault}, {outcome.cell.step}"] += Counter(
             runs=1, fired=bool(outcome.fired), right=outcome.right, errors=outcome.errors, cancelled=outcome.cancelled,
             wrong=len(outcome.wrong), leaked=len(outcome.leaked), hung=len(outcome.hung), broken=len(outcome.broken),
         )  # fmt: skip
-        sums[outcome.cell.fault, outcome.cell.step] += counts
-        total += counts
-    lines = ["fault × step: runs, requests right/error/left".ljust(14), " " * 12 + "".join(f"{step:>19}" for step in STEPS)]
+    return dict(sums)
+
+
+def joined(parts: Iterable[Mapping[str, Mapping[str, int]]]) -> Sums:
+    """Sums of several parts of a matrix, which may have been plain dicts on their way between processes."""
+    whole: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for part in parts:
+        for cell, counts in part.items():
+            whole[cell] += Counter(counts)
+    return dict(whole)
+
+
+def table(outcomes: Iterable[Outcome]) -> str:
+    return table_of(summed(outcomes))
+
+
+def table_of(sums: Sums) -> str:
+    """fault × step → runs of the cell, and its requests that were right / ended with an error / left; then the totals that must be 0."""
+    total = sum(sums.values(), Counter())
+    lines = ["fault × step: runs, requests right/error/left", " " * 12 + "".join(f"{step:>19}" for step in STEPS)]
     for fault in FAULTS:
-        row = [sums[fault, step] for step in STEPS]
+        row = [sums.get(f"{fault}, {step}", Counter[str]()) for step in STEPS]
         lines.append(f"{fault:<12}" + "".join(f"{c['runs']:>5} {c['right']}/{c['errors']}/{c['cancelled']}".rjust(19) for c in row))
     lines.append(
         f"{total['runs']} runs, their own fault fired in {total['fired']}; requests: {total['right']} right, {total['errors']} with a clear error, "
         f"{total['cancelled']} left; wrong tokens {total['wrong']}, leaks {total['leaked']}, hangs {total['hung']}, broken rules {total['broken']}"
     )
-    return "\n".join(lines)
+    never = [cell for cell, counts in sums.items() if not counts["fired"]]
+    return "\n".join([*lines, *(["the fault never happened in: " + "; ".join(never)] if never else [])])
 
 
 def main(arguments: list[str]) -> int:
