@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from pdcluster import flags, log
-from pdcluster.config import SECTIONS, BootstrapConfig, Key, Loaded, NodeConfig, Section, UpConfig, keys, load
+from pdcluster.config import SECTIONS, BootstrapConfig, Loaded, NodeConfig, UpConfig, keys, load
+from pdcluster.keys import Key, Section
 
 app = typer.Typer(
     help="LLM serving with prefill and decode on separate nodes.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False

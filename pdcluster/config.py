@@ -14,13 +14,13 @@ import hashlib
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Generic, Literal, TypeVar, cast
 
 from pdcluster.errors import ConfigError
+from pdcluster.keys import ENV_PREFIX, Key, Section, built, key, keys_below, parsed
 from pdcluster.kinds import (
-    Kind,
     address,
     address_or_none,
     addresses,
@@ -38,53 +38,14 @@ from pdcluster.kinds import (
 )
 from pdcluster.messages import Role
 
-T = TypeVar("T")
-
 BackendName = Literal["auto", "shm", "tcp", "mooncake", "nixl"]
 Mode = Literal["auto", "remote", "local"]
 Fallback = Literal["deny", "on-failure", "conditional"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 
-ENV_PREFIX = "PDCLUSTER_"
 FILE_VARIABLE = "PDCLUSTER_CONFIG"
-MASK = "********"
 MIN_SECRET_BYTES = 16
-
-
-# ---------------------------------------------------------------- keys
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """What the outside knows about one field. path is dotted and starts with the section."""
-
-    path: str
-    flag: str
-    help: str
-    kind: Kind[Any]
-    default: Any
-    secret: bool
-    flag_only: bool
-
-    @property
-    def variable(self) -> str:
-        return ENV_PREFIX + self.path.replace(".", "_").upper()
-
-    def show(self, value: object) -> str:
-        """The value as `config check` prints it."""
-        if value is None or value == ():
-            return "-"
-        if self.secret:
-            return MASK
-        if isinstance(value, tuple):
-            return ",".join(str(item) for item in value)
-        return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def key(default: T, kind: Kind[T], help: str, *, flag: str = "", secret: bool = False, flag_only: bool = False) -> T:
-    """Declare a dataclass field that the three sources can set."""
-    return field(default=default, repr=not secret, metadata={"kind": kind, "help": help, "flag": flag, "secret": secret, "flag_only": flag_only})
 
 
 def backend(raw: object) -> BackendName:
@@ -94,12 +55,6 @@ def backend(raw: object) -> BackendName:
 
 
 # ---------------------------------------------------------------- parts
-
-
-class Section:
-    """A part that is a section of the file, with keys of its own."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,8 +355,8 @@ def load(cls: type[S], flags: Mapping[str, object] | None = None, file: Path | N
     for found in keys(cls):
         origins[found.path] = next((name for name, given in sources.items() if found.path in given), "default")
         given = sources.get(origins[found.path], {})
-        values[found.path] = _parse(found, given[found.path], origins[found.path]) if found.path in given else found.default
-    return Loaded(_build(cls, section_of(cls), values), values, origins, flags or {}, file)
+        values[found.path] = parsed(found, given[found.path], origins[found.path]) if found.path in given else found.default
+    return Loaded(built(cls, section_of(cls), values), values, origins, flags or {}, file)
 
 
 def section_of(cls: type[Section]) -> str:
@@ -411,36 +366,7 @@ def section_of(cls: type[Section]) -> str:
 def keys(cls: type[Section]) -> list[Key]:
     """Every key of a section, in the order of the fields."""
     section = section_of(cls)
-    return list(_walk(cls, section, section))
-
-
-def _walk(cls: type, prefix: str, section: str) -> Iterator[Key]:
-    for part in fields(cls):
-        where = f"{prefix}.{part.name}"
-        if is_dataclass(part.default_factory):
-            yield from _walk(cast(type, part.default_factory), where, section)
-            continue
-        meta = part.metadata
-        flag = "--" + (meta["flag"] or where.removeprefix(section + ".").replace(".", "-").replace("_", "-"))
-        yield Key(where, flag, meta["help"], meta["kind"], part.default, meta["secret"], meta["flag_only"])
-
-
-def _build(cls: type[Any], prefix: str, values: Mapping[str, object]) -> Any:
-    arguments: dict[str, object] = {}
-    for part in fields(cls):
-        where = f"{prefix}.{part.name}"
-        nested = part.default_factory
-        arguments[part.name] = _build(cast(type, nested), where, values) if is_dataclass(nested) else values[where]
-    return cls(**arguments)
-
-
-def _parse(found: Key, raw: object, origin: str) -> object:
-    name = {"flag": found.flag, "environment": found.variable}.get(origin, f"{found.path} in {origin.removeprefix('file ')}")
-    shown = MASK if found.secret else repr(raw)
-    try:
-        return found.kind(raw)
-    except ValueError as error:
-        raise ConfigError(f"{name} is {shown}, but {error}") from error
+    return list(keys_below(cls, section))
 
 
 def _from_flags(flags: Mapping[str, object], known: Mapping[str, Key]) -> dict[str, object]:

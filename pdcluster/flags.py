@@ -14,8 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
-from pdcluster.config import Key, Loaded, S, keys, load
+from pdcluster.config import Loaded, S, keys, load
 from pdcluster.errors import ConfigError, PdclusterError
+from pdcluster.keys import Key
 from pdcluster.kinds import boolean
 
 FILE_HELP = "TOML file with sections node, router, bootstrap and up"

@@ -15,7 +15,8 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
-from pdcluster.config import MASK, LogConfig, LogFormat
+from pdcluster.config import LogConfig, LogFormat
+from pdcluster.keys import MASK
 
 SECRET_WORDS = ("secret", "password", "api_key", "cluster_key", "authorization")
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}

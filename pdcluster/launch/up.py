@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from pdcluster import bundled_model
-from pdcluster.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, Section, UpConfig, cache_directory, keys, load, section_of
+from pdcluster.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, UpConfig, cache_directory, keys, load, section_of
 from pdcluster.errors import ConfigError, PdclusterError, Unavailable
+from pdcluster.keys import Section
 from pdcluster.kinds import split_address
 from pdcluster.launch.supervisor import Facts, Spec, Supervisor
 from pdcluster.log import resolve_format

@@ -19,6 +19,7 @@ LEVELS: dict[str, float] = {
     # 1: plain services everyone may use
     "pdcluster.bundled_model": 1,
     "pdcluster.kinds": 0.5,
+    "pdcluster.keys": 0.8,
     "pdcluster.config": 1,
     "pdcluster.cost": 1,
     "pdcluster.fit": 1.5,

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from pdcluster.config import (
-    MASK,
     SECTIONS,
     BootstrapConfig,
     KVConfig,
@@ -18,6 +17,7 @@ from pdcluster.config import (
     load,
 )
 from pdcluster.errors import ConfigError
+from pdcluster.keys import MASK
 
 ALL_KEYS = [key for section in SECTIONS.values() for key in keys(section)]
 

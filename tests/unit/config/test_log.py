@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdcluster.config import MASK, LogConfig
+from pdcluster.config import LogConfig
+from pdcluster.keys import MASK
 from pdcluster.log import Log, configure, resolve_format
 
 
