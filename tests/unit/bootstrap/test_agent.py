@@ -23,6 +23,7 @@ from pdcluster.bootstrap.server import SERVICE, serve, serving
 from pdcluster.bootstrap.store import StoreSettings
 from pdcluster.config import BootstrapConfig
 from pdcluster.errors import ConfigError
+from pdcluster.kinds import split_address
 from pdcluster.ready import parse
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import bootstrap_pb2_grpc as stubs
@@ -260,10 +261,13 @@ async def test_serve_announces_its_address_and_ends_with_its_event(tmp_path: Pat
         async with asyncio.timeout(LIMIT_S):
             while not ready.read_bytes():
                 await asyncio.sleep(0.01)
-        async with watching(str(parse(ready.read_bytes())["address"])) as view:
+        address = str(parse(ready.read_bytes())["address"])
+        async with watching(address) as view:
             await view.until(lambda: view.last is not None)
         stop.set()
         await serving_task
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(split_address(address))
 
 
 def test_an_agent_without_a_bootstrap_address_is_refused() -> None:
@@ -274,7 +278,11 @@ def test_an_agent_without_a_bootstrap_address_is_refused() -> None:
 def test_stopping_twice_or_before_the_start_is_fine() -> None:
     agent = NodeAgent(("127.0.0.1:1",))
     agent.stop()
-    agent.stop()
+    with pytest.raises(OSError):
+        os.fstat(agent.wakeup_fd)
+    with open(os.devnull) as other:  # takes the number of the descriptor that was closed
+        agent.stop()
+        assert os.fstat(other.fileno())
 
 
 def test_pauses_grow_to_their_bound_and_start_again_after_a_success() -> None:

@@ -73,10 +73,11 @@ def test_logprobs_that_no_frame_can_hold_are_refused_with_the_limit_and_the_way_
         factory.make(work(300_000, max_tokens=1, prompt_logprobs=20, logprobs=20), remote=False)
     with pytest.raises(BadRequest, match="MiB"):
         factory.make(work(10, max_tokens=1 << 20, logprobs=20), remote=False)
-    factory.make(work(300_000, max_tokens=1, prompt_logprobs=0), remote=False)
-    factory.make(work(300_000, max_tokens=100), remote=False)
+    assert factory.make(work(300_000, max_tokens=1, prompt_logprobs=0), remote=False).wants_prompt_logprobs
+    assert not factory.make(work(300_000, max_tokens=100), remote=False).wants_prompt_logprobs
 
 
 def test_the_longest_outputs_are_those_that_the_node_gives_and_not_those_that_were_asked_for() -> None:
     factory = SequenceFactory(vocab_size=100, block_tokens=4, max_len=4096, clock=lambda: 0.0)
-    factory.make(work(10, max_tokens=1 << 30, logprobs=20), remote=False)
+    taken = factory.make(work(10, max_tokens=1 << 30, logprobs=20), remote=False)
+    assert taken.num_tokens == 10, "4,096 positions fit, a billion would not"

@@ -44,6 +44,7 @@ def test_an_endpoint_whose_node_died_while_it_said_something_ends_quietly(ends: 
     near.send(frame(MESSAGE)[:50])
     near.shutdown()
     endpoint.run()
+    assert far.receive(1.0) is None, "it read to the end"
 
 
 def test_what_is_no_message_is_told_from_an_end(ends: tuple[RankChannel, RankChannel]) -> None:
@@ -87,3 +88,4 @@ def test_an_endpoint_whose_node_ends_before_it_has_its_answer_ends_quietly(ends:
     near.send(frame(Mark(8)))
     near.shutdown()  # the answer breaks the pipe
     RankEndpoint(far, {}, memoryview(bytearray(8))).run()
+    assert far.receive(1.0) is None, "it read to the end"

@@ -262,7 +262,8 @@ async def test_a_client_that_leaves_cancels_the_generation(client: api.AsyncClie
     outputs = client.generate("hi", max_tokens=50)
     await anext(outputs)
     await outputs.aclose()
-    await until(lambda: len(dispatcher.cancelled) == 1)
+    await until(lambda: dispatcher.cancelled)
+    assert dispatcher.cancelled == [each.request for each in dispatcher.started] and not dispatcher.ended
 
 
 async def test_a_deadline_cancels_the_generation(client: api.AsyncClient, dispatcher: ScriptedDispatcher) -> None:

@@ -101,7 +101,8 @@ async def test_a_client_that_sent_more_requests_early_is_seen_to_leave(wire, dis
         writer.write(HEALTH * num)
         await until(lambda: writer.transport.get_write_buffer_size() == 0)
     writer.close()
-    await until(lambda: len(dispatcher.cancelled) == 1)
+    await until(lambda: dispatcher.cancelled)
+    assert dispatcher.cancelled == [dispatcher.started[0].request] and not dispatcher.ended
 
 
 class ByHand:
@@ -479,4 +480,5 @@ async def test_a_client_that_is_too_far_behind_is_given_up(dispatcher: ScriptedD
     dispatcher.script = lambda _: words
     async with served(dispatcher) as url, opened(url) as (_, writer):
         writer.write(request(json.dumps({"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": len(words)}).encode()))
-        await until(lambda: len(dispatcher.cancelled) == 1)
+        await until(lambda: dispatcher.cancelled)
+    assert len(dispatcher.cancelled) == 1 and not dispatcher.ended

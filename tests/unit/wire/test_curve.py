@@ -24,6 +24,7 @@ def test_holders_of_the_cluster_key_talk(make_node: Make, other_context: Context
     pump(lambda: b.messages(m.Release), a, b)
     b.hub.send(a.me, m.Release("back"))
     pump(lambda: a.messages(m.Release), a, b)
+    assert (a.messages(m.Release), b.messages(m.Release)) == ([m.Release("back")], [m.Release("r")])
 
 
 @pytest.mark.parametrize("key", [OTHER_KEY, None], ids=["another key", "no key"])

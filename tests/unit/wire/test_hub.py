@@ -275,6 +275,7 @@ def test_garbage_is_dropped_and_counted_and_harms_nobody(node: Node, router: Cal
     pump(lambda: node.hub.dropped["malformed"] == 6, node)
     router.say(m.Release("fine"))
     pump(lambda: node.messages(m.Release), node)
+    assert node.messages(m.Release) == [m.Release("fine")]
     raw.close()
     stranger.close(0)
 
@@ -410,6 +411,7 @@ def test_nodes_talk_over_ipv6_where_the_machine_has_it(make_node: Make) -> None:
     a, b = make_node("prefill-0", listen="[::1]:0"), make_node("decode-0", listen="[::1]:0")
     a.hub.send(b.endpoint, m.Release("r"))
     pump(lambda: b.messages(m.Release), a, b)
+    assert b.messages(m.Release) == [m.Release("r")] and a.hub.address.startswith("[::1]")
 
 
 def test_a_forgotten_node_is_silent_without_an_event(make_node: Make) -> None:

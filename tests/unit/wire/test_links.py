@@ -105,6 +105,7 @@ async def test_answers_arrive_while_requests_are_being_sent(node: Node, router: 
         node.hub.send(ME, m.Scheduled("r", number))
     node.hub.flush()
     await until(lambda: len(router.messages) == 300)
+    assert router.messages == [m.Scheduled("r", number) for number in range(300)]
 
 
 async def test_the_hello_names_the_open_attempts(context: Context, node: Node) -> None:
@@ -133,6 +134,7 @@ async def test_a_node_that_dies_loses_its_link(node: Node, router: Router) -> No
     await until(lambda: router.states, node)
     node.hub.close()
     await until(lambda: router.states[-1] is LinkState.LOST)
+    assert router.states[0] is LinkState.UP and router.link.lost_because
 
 
 async def test_what_a_node_said_before_it_hung_up_is_heard(node: Node, router: Router) -> None:
@@ -169,6 +171,7 @@ async def test_a_restart_on_the_same_address_ends_as_lost_and_a_new_link_works(c
     again = Router(context, new.endpoint)
     again.link.send(m.Release("r"))
     await until(lambda: new.messages(m.Release), new)
+    assert new.messages(m.Release) == [m.Release("r")] and not node.messages(m.Release)
     again.link.close()
 
 
