@@ -20,7 +20,6 @@ from pdcluster.transfer.geometry import PageShape
 logger = logging.getLogger(__name__)
 
 EXIT_RANK_LOST = 70
-LOG_FLUSH_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)

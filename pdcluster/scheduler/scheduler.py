@@ -445,10 +445,6 @@ class Scheduler:
         """No sequence is here and no step in flight."""
         return not self._live and not self._flights
 
-    def has_work(self) -> bool:
-        """Some sequence waits or runs, so that `schedule` is worth calling."""
-        return bool(self._waiting or self._running)
-
     def load(self) -> Occupancy:
         return Occupancy(
             len(self._waiting),

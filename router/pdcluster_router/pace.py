@@ -60,11 +60,6 @@ class Pace(msgspec.Struct, frozen=True):
         steps = max(new / self.prefill.chunk_tokens, 1.0) if self.prefill.chunk_tokens else 1.0
         return max(self.prefill.seconds(new, cached) - steps * self.decode.fixed_s, 0.0)
 
-    def busy_tpot_s(self, share: float, row_s: float) -> float:
-        """Of a row that adds row_s to each step, when prompts are computed for that share of the time."""
-        quiet, busy = self.tpot_s + row_s, self.prompt_step_s + row_s
-        return 1.0 / ((1.0 - share) / quiet + share / busy) if quiet > 0 else 0.0
-
 
 def pace(cost: NodeCost, work: Work) -> Pace:
     prefill, decode = cost.prefill, cost.decode

@@ -6,6 +6,7 @@ import checkpoints
 import numpy as np
 import pytest
 import torch
+from bundled_prompts import PROMPTS, Prompt
 from checkpoints import KERNEL_CACHE
 from driver import Driver, greedy
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -13,7 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from pdcluster import bundled_model
 from pdcluster.api.text import TextModel
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.launch.prompts import PROMPTS, Prompt
 
 NUM_TOKENS = 24
 GAP = 1e-3

@@ -134,10 +134,6 @@ def at_load(trace: Trace, layout: Layout, known: Oracle, load: float) -> Trace:
     return trace.at_speed(load * layout.num_computing * trace.span_s / known.work_s)
 
 
-def with_cache(layout: Layout, cache_tokens: int) -> Layout:
-    return replace(layout, cache_tokens=cache_tokens)
-
-
 def of_cost(layout: Layout, cost: NodeCost) -> Layout:
     """The same with nodes as a real one was measured, whose chunks they take, whatever their role."""
     chunk_tokens = cost.prefill.chunk_tokens or COST.prefill.chunk_tokens

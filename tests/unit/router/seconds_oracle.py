@@ -114,9 +114,15 @@ def strained(station: Station, query: Query, share: float) -> tuple[float, float
     pace = station.pace
     row_s = pace.row_s(query.num_tokens + query.expected_output / 2)
     now = min(pace.wait_s / max(query.expected_output * (pace.tpot_s + row_s), 1e-9), 1.0)
-    tpot_s = pace.busy_tpot_s(max(share, now), row_s)
+    tpot_s = busy_tpot_s(pace, max(share, now), row_s)
     limit_s = query.itl_s or COMFORT * (pace.decode.fixed_s + row_s)
     return tpot_s, 1.0 + STRAIN * max(tpot_s / limit_s - 1.0, 0.0) if limit_s > 0 else 1.0
+
+
+def busy_tpot_s(pace: Pace, share: float, row_s: float) -> float:
+    """Of a row that adds row_s to each step, when prompts are computed for that share of the time."""
+    quiet, busy = pace.tpot_s + row_s, pace.prompt_step_s + row_s
+    return 1.0 / ((1.0 - share) / quiet + share / busy) if quiet > 0 else 0.0
 
 
 def price_on(station: Station, market: Market) -> float:

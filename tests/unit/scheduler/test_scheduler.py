@@ -29,7 +29,7 @@ def test_a_prompt_is_computed_and_then_decoded_token_by_token():
 def test_nothing_to_do_gives_no_plan():
     node = Node()
     assert node.scheduler.schedule() is None
-    assert node.scheduler.is_idle() and not node.scheduler.has_work()
+    assert node.scheduler.is_idle()
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_the_token_budget_and_only_the_last_one_samples():

@@ -22,7 +22,7 @@ def test_a_remote_prefill_is_parked_after_its_first_token_and_freed_by_release()
         progress.append((sequence.num_computed, update.token is None, update.parked))
     assert progress == [(8, True, False), (16, True, False), (20, False, True)]
     assert node.engine.read(sequence.pages.tolist(), 20) == kv_of(LONG)
-    assert node.scheduler.schedule() is None and not node.scheduler.has_work() and not node.scheduler.is_idle()
+    assert node.scheduler.schedule() is None and not node.scheduler.is_idle()
     assert node.scheduler.release("a") is sequence
     assert node.scheduler.release("a") is None
     assert node.is_clean() and node.pool.num_cached == 5

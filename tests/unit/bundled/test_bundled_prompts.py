@@ -1,12 +1,12 @@
-"""The demo's prompts suit the bundled model: short enough for it, and its chat answers end by themselves."""
+"""Prompts for tests of the bundled model suit it: short enough for it, and its chat answers end by themselves."""
 
 import pytest
 import torch
+from bundled_prompts import PROMPTS, Prompt
 
 from pdcluster import bundled_model
 from pdcluster.api.files import read_text_files
 from pdcluster.api.text import TextModel
-from pdcluster.launch.prompts import PROMPTS, Prompt
 
 TRAINED_WINDOW = 512
 CHATS = [prompt for prompt in PROMPTS if prompt.kind == "chat"]
