@@ -34,6 +34,7 @@ from pdcluster.scheduler.forecast import Forecast
 from pdcluster.scheduler.limits import Limits, longest
 from pdcluster.scheduler.rows import Draft, Occupancy, Update, can_be_followed, finish
 from pdcluster.scheduler.sequence import Sequence
+from pdcluster.scheduler.shares import PageShares
 from pdcluster.scheduler.sharing import Forks, can_fork, publish
 from pdcluster.step import Row, RowResult, StepPlan, StepResult
 
@@ -59,7 +60,7 @@ class Scheduler:
         """Oldest first, whenever they were admitted; so the newest row is the last one."""
         self._num_reserved = 0
         self._num_parked = 0
-        self._credit = 0
+        self._shares = PageShares(pages, limits.reserve_tokens)
         self._forks = Forks(pages)
         self._num_arrived = 0
         self._flights = Flights(pages)
@@ -97,7 +98,7 @@ class Scheduler:
         if not self._take_pages(sequence, sequence.num_tokens // self._pool.page_tokens):
             spare = self.num_spare_pages
             num_pages = self._pool.pages_for(sequence.num_tokens)
-            missing = num_pages + self._growth(sequence, num_pages) - spare
+            missing = num_pages + self._shares.growth(sequence, num_pages) - spare
             raise Overloaded(
                 f"no room for {sequence.num_tokens} tokens: {spare} KV pages are spare; retry later", forecast.pages_free_s(running, missing)
             )
@@ -173,7 +174,7 @@ class Scheduler:
                 return None
             if sequence.num_in_flight and sequence.num_tokens + 1 >= sequence.max_total:
                 continue  # it ends with the token that is on its way
-            if not self._grow(sequence, sequence.num_tokens + sequence.num_in_flight):
+            if not self._shares.grow(sequence, sequence.num_tokens + sequence.num_in_flight):
                 return None
             step.take(sequence, 1)
         return self._launch(step)
@@ -234,7 +235,7 @@ class Scheduler:
         # Rule 5; and prompt logprobs need the logits of every prompt position.
         usable_tokens = 0 if sequence.wants_prompt_logprobs else sequence.num_tokens - 1
         is_fork = can_fork(sequence)
-        if not (self._take_fork(sequence) if is_fork else self._take_pages(sequence, usable_tokens // self._pool.page_tokens)):
+        if not (self._shares.take_fork(sequence, self._forks) if is_fork else self._take_pages(sequence, usable_tokens // self._pool.page_tokens)):
             return False
         del self._waiting[sequence.key]
         sequence.advance("admit")
@@ -293,78 +294,26 @@ class Scheduler:
     # ------------------------------------------------------------ pages
 
     def _take_pages(self, sequence: Sequence, max_cached: int) -> bool:
-        """Pages for all tokens of the sequence: the longest cached prefix of at most max_cached pages, and fresh ones. All or nothing (rule 1)."""
-        pool = self._pool
-        sequence.extend_hashes(sequence.num_tokens)
-        num_cached = pool.match_length(sequence.hashes, max_cached)
-        num_pages = pool.pages_for(sequence.num_tokens)
-        num_fresh = num_pages - num_cached
-        credit = self._growth(sequence, num_pages)
-        is_alone = not self._running and not self._num_reserved
-        needed = num_fresh if is_alone else num_fresh + credit + self._credit
-        if needed > pool.num_available:
-            return False
-        cached = pool.match(sequence.hashes, num_cached)
-        if needed > pool.num_available - pool.num_idle(cached):
-            return False
-        pool.acquire(cached)
-        fresh = pool.allocate(num_fresh)
-        assert fresh is not None
-        sequence.add_pages(cached + fresh)
-        sequence.num_published = num_cached
-        sequence.num_computed = num_cached * pool.page_tokens
-        self._set_credit(sequence, credit)
-        return True
+        return self._shares.take(sequence, max_cached, is_alone=not self._running and not self._num_reserved)
 
     def _has_room(self, sequence: Sequence) -> bool:
         """A page for the next token of a decode row, at the cost of newer rows if need be; False when the row itself had to give way (rule 2)."""
-        while not self._grow(sequence, sequence.num_tokens):
+        while not self._shares.grow(sequence, sequence.num_tokens):
             newest = next(row for row in reversed(self._running) if not row.remote)
             self._preempt(newest)
             if newest is sequence:
                 return False
         return True
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """A page more when num_tokens need one; False when there is none."""
-        if sequence.num_pages * self._pool.page_tokens >= num_tokens:
-            return True
-        pages = self._pool.allocate(1)
-        if pages is None:
-            return False
-        sequence.add_pages(pages)
-        self._set_credit(sequence, self._growth(sequence, sequence.num_pages))
-        return True
-
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
-        self._free(sequence)
+        self._pool.release(sequence.take_pages())
         sequence.advance("preempt")
         sequence.num_preempted += 1
         sequence.prompt_logprobs.clear()
         self.num_preemptions += 1
         self._waiting[sequence.key] = sequence
         self._waiting.move_to_end(sequence.key, last=False)
-
-    def _growth(self, sequence: Sequence, num_pages: int) -> int:
-        """Pages beyond num_pages for the sequence's next reserve_tokens tokens. A remote prefill never grows; the last token needs no KV."""
-        if sequence.remote:
-            return 0
-        ahead = min(sequence.num_tokens + self._limits.reserve_tokens, sequence.max_total - 1)
-        return max(self._pool.pages_for(ahead) - num_pages, 0)
-
-    def _set_credit(self, sequence: Sequence, credit: int) -> None:
-        self._credit += credit - sequence.credit
-        sequence.credit = credit
-
-    def _take_fork(self, sequence: Sequence) -> bool:
-        """The prompt's pages from the sequence that computed them, and one of its own. All or nothing (rule 1)."""
-        credit = self._growth(sequence, self._pool.pages_for(sequence.num_tokens))
-        if 1 + credit + self._credit > self._pool.num_available:
-            return False
-        self._forks.take(sequence)
-        self._set_credit(sequence, credit)
-        return True
 
     # ------------------------------------------------------------ inside
 
@@ -397,7 +346,7 @@ class Scheduler:
         sequence.advance("end")
         del self._live[sequence.key]
         if not sequence.num_in_flight:
-            self._free(sequence)
+            self._pool.release(sequence.take_pages())
 
     def _leave(self, sequence: Sequence) -> None:
         """Take the sequence off the list of its state."""
@@ -412,10 +361,7 @@ class Scheduler:
                 self._num_parked -= 1
             case Residence.FINISHED:
                 raise IntegrityError(f"{sequence!r} ended twice")
-        self._set_credit(sequence, 0)
-
-    def _free(self, sequence: Sequence) -> None:
-        self._pool.release(sequence.take_pages())
+        self._shares.forgo_growth(sequence)
 
     def _queue_moves_s(self) -> float:
         """Until some request leaves the full queue."""
@@ -428,7 +374,7 @@ class Scheduler:
     @property
     def num_spare_pages(self) -> int:
         """Pages that can be had without touching what is kept available for the growth of rows."""
-        return max(self._pool.num_available - self._credit, 0)
+        return self._shares.num_spare
 
     @property
     def has_waiting_preempted(self) -> bool:
@@ -470,8 +416,7 @@ class Scheduler:
         }
         for state, count in counted.items():
             _require(states[state] == count, f"{states[state]} sequences are {state.name}, {count} are counted")
-        credit = sum(sequence.credit for sequence in self._live.values())
-        _require(credit == self._credit, f"the rows' credit is {credit} pages, {self._credit} are counted")
+        self._shares.check_integrity(self._live.values())
         _require(self._running == sorted(self._running, key=_order), "the running batch is out of order")
         self._check_pages()
 
