@@ -45,7 +45,7 @@ class Piece(msgspec.Struct):
 class ChoiceText:
     """`stopped` is set when a stop string matched: the generation may end there, and later tokens are not part of the reply."""
 
-    __slots__ = ("_detokenizer", "_is_plain", "_offset", "_silent", "_speech", "_stops", "num_tokens", "stopped")
+    __slots__ = ("_detokenizer", "_offset", "_silent", "_speech", "_stops", "is_plain", "num_tokens", "stopped")
 
     def __init__(self, detokenizer: Detokenizer, stops: StopMatcher, silent: Set[int], offset: int = 0, speech: Speech | None = None) -> None:
         """silent: ids that end a generation, whose text is not part of the answer; offset: characters before the first token (an echo); speech: what
@@ -55,7 +55,7 @@ class ChoiceText:
         self._silent = silent
         self._offset = offset
         self._speech = speech
-        self._is_plain = speech is None and stops.is_idle
+        self.is_plain = speech is None and stops.is_idle
         """Text goes on as it comes."""
         self.num_tokens = 0
         self.stopped = False
@@ -68,10 +68,19 @@ class ChoiceText:
             text = self._detokenizer.feed(token_id)
             if text:
                 self._offset += len(text)
-                if self._is_plain:
+                if self.is_plain:
                     piece.text += text
                 else:
                     self._release(self._certain(text), piece)
+
+    def more(self, token_id: int) -> str:
+        """The same where nobody asks for tokens and the text is plain: what became certain of it."""
+        self.num_tokens += 1
+        if token_id in self._silent:
+            return ""
+        text = self._detokenizer.feed(token_id)
+        self._offset += len(text)
+        return text
 
     def finish(self, piece: Piece) -> None:
         """The generation ended: releases what was held back. An incomplete character may still complete a stop string."""

@@ -185,6 +185,10 @@ class Format(Protocol):
 
     def chunk(self, index: int, piece: Piece) -> bytes: ...
 
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands before and after the text, as JSON, in chunks that carry nothing else; None where some carry more."""
+        ...
+
     def usage_chunk(self, usage: Usage) -> bytes: ...
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes: ...
@@ -201,11 +205,17 @@ class ChatFormat:
 
     def chunk(self, index: int, piece: Piece) -> bytes:
         if index == 0 and piece.finish is None and self._is_plain and not (piece.reasoning or piece.calls):
-            if self._plain is None:
-                self._plain = _PlainChunks(self._encode_chunk(0, Piece(), ChatDelta(content="")), b'"content":""')
-            return self._plain.event(piece.text)
+            return self._plain_chunks().event(piece.text)
         delta = _delta(piece)
         return sse.event(self._encode_chunk(index, piece, delta))
+
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        return self._plain_chunks().around if index == 0 and self._is_plain else None
+
+    def _plain_chunks(self) -> _PlainChunks:
+        if self._plain is None:
+            self._plain = _PlainChunks(self._encode_chunk(0, Piece(), ChatDelta(content="")), b'"content":""')
+        return self._plain
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return sse.event(_encode(ChatChunk(self._head.id, self._head.created, self._head.model, [], usage)))
@@ -277,10 +287,16 @@ class CompletionFormat:
 
     def chunk(self, index: int, piece: Piece) -> bytes:
         if index == 0 and piece.finish is None and self._is_plain:
-            if self._plain is None:
-                self._plain = _PlainChunks(self._encode_chunk(0, Piece()), b'"text":""')
-            return self._plain.event(piece.text)
+            return self._plain_chunks().event(piece.text)
         return sse.event(self._encode_chunk(index, piece))
+
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        return self._plain_chunks().around if index == 0 and self._is_plain else None
+
+    def _plain_chunks(self) -> _PlainChunks:
+        if self._plain is None:
+            self._plain = _PlainChunks(self._encode_chunk(0, Piece()), b'"text":""')
+        return self._plain
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return sse.event(_encode(CompletionReply(self._head.id, self._head.created, self._head.model, [], usage)))
@@ -303,11 +319,11 @@ class _PlainChunks:
 
     def __init__(self, example: bytes, empty: bytes) -> None:
         before, after = example.split(empty, 1)
-        self._before = b"data: " + before + empty[:-2]
-        self._after = after + b"\n\n"
+        self.around = b"data: " + before + empty[:-2], after + b"\n\n"
 
     def event(self, text: str) -> bytes:
-        return self._before + _encode(text) + self._after
+        before, after = self.around
+        return before + _encode(text) + after
 
 
 def _no_usage(head: Head) -> UnsetType | None:

@@ -24,6 +24,7 @@ from pdcluster_router.http_errors import ClientLeft, fail
 from pdcluster_router.http_exchange import JSON, NO_BUFFERING, Exchange, Header
 from pdcluster_router.open_requests import HANG_UP_S
 from pdcluster_router.prepare import Prepared
+from pdcluster_router.through import Through
 
 MAX_UNREAD = 1 << 16
 """Pieces that wait for a client that does not read; one that is further behind is given up."""
@@ -37,6 +38,8 @@ class Writer(Protocol):
     """How pieces of choices become an answer."""
 
     def add(self, index: int, piece: Piece) -> None: ...
+
+    def through(self, index: int) -> Through | None: ...
 
     def finish(self) -> None:
         """All choices are done."""
@@ -101,6 +104,15 @@ class Answer:
         else:
             self._say(index, said)
 
+    @property
+    def is_held_back(self) -> bool:
+        """Nothing can be sent now: its client has to read first, or it is over."""
+        return self._is_over or bool(self._unread) or self._exchange.is_paused
+
+    def through(self, index: int) -> Through | None:
+        """A short way for a choice of which something was said already; None where there is none."""
+        return self._writer.through(index)
+
     def _say(self, index: int, said: Said) -> None:
         try:
             if isinstance(said, Exception):
@@ -157,13 +169,23 @@ class Answer:
 class _ChoiceSink:
     """Implements generation.Sink for one choice."""
 
-    __slots__ = ("_answer", "_index")
+    __slots__ = ("_answer", "_index", "_is_asked", "_through")
 
     def __init__(self, answer: Answer, index: int) -> None:
         self._answer, self._index = answer, index
+        self._through: Through | None = None
+        self._is_asked = False
+        """Whether there is a way through."""
 
     def on_chunk(self, chunk: Chunk) -> None:
         self._answer.take(self._index, chunk)
+
+    def on_more(self, position: int, token_ids: tuple[int, ...]) -> bool:
+        if (self._through is None and self._is_asked) or self._answer.is_held_back:
+            return False
+        if not self._is_asked:
+            self._is_asked, self._through = True, self._answer.through(self._index)
+        return self._through is not None and self._through.say(position, token_ids)
 
     def on_done(self, done: Done) -> None:
         self._answer.take(self._index, done)
@@ -202,6 +224,9 @@ class _Whole:
         if piece.prompt_logprobs is not None:
             whole.prompt_logprobs = piece.prompt_logprobs
 
+    def through(self, index: int) -> Through | None:
+        return None
+
     def finish(self) -> None:
         prepared = self._prepared
         pieces = [piece or Piece() for piece in self._collected]
@@ -236,6 +261,12 @@ class _Stream:
             self._exchange.start(200, (*NO_BUFFERING, *_route_headers(self._prepared.choices[index].route)))
         self._opened.add(index)
         return self._format.opening(index)
+
+    def through(self, index: int) -> Through | None:
+        choice, around = self._prepared.choices[index], self._format.around(index)
+        if around is None or index not in self._opened or not choice.text.is_plain:
+            return None
+        return Through(choice, self._exchange.parts_around(*around))
 
     def finish(self) -> None:
         prepared = self._prepared

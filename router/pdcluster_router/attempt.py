@@ -223,16 +223,29 @@ class Attempt:
 
     # ------------------------------------------------------------ events
 
+    def goes_on(self, incarnation: str, row: TokenRow) -> bool:
+        """Whether the row is just the next one of the decode leg, as nearly all that is said is. Then it is taken in, as `handle` would: the client
+        may see its tokens. Else it is still to be handled."""
+        leg, clocks, emitted = self._decode, self._clocks, self._job.emitted
+        position, tokens = len(emitted), row.tokens
+        if leg is None or row.position != position or position < 2 or leg.attempt != row.attempt or leg.endpoint.incarnation != incarnation:
+            return False
+        if not (tokens and self._decode_spoke and LIVENESS in clocks and len(clocks) == 1) or self._early or self.finished is not None:
+            return False
+        clocks[LIVENESS] = self._clock() + self._stages.liveness_s  # which is later than it was, so that `due` stays
+        emitted += tokens
+        leg.position = position = position + len(tokens)
+        if self._prefill is not None:
+            self._prefill.position = position
+        return True
+
     def handle(self, incarnation: str, body: Body) -> Sequence[Chunk]:
         """What the client may see because of what the node said. Answers of legs that are over are ignored, after the last token all but a report."""
-        leg = self._decode
-        if type(body) is TokenRow and leg is not None and leg.attempt == body.attempt and leg.endpoint.incarnation == incarnation:
-            return self._on_row(leg, body) if self.finished is None or not self.is_done else ()  # most that is said
         leg = self._leg_of(incarnation, body)
         if leg is None or (self.finished is not None and self.is_done and not isinstance(body, Delivered)):
             return ()
         if isinstance(body, TokenRow):
-            return self._on_first_row(body)
+            return self._on_first_row(body) if leg is not self._decode else self._on_row(body)
         if isinstance(body, Finished):
             self.finished, self._finished_by = body, leg
             if leg is self._prefill:
@@ -276,27 +289,14 @@ class Attempt:
                 return leg
         return None
 
-    def _on_row(self, leg: Leg, row: TokenRow) -> Sequence[Chunk]:
+    def _on_row(self, row: TokenRow) -> Sequence[Chunk]:
         """Of the decode leg."""
-        tokens = row.tokens
-        if not tokens:
+        if not row.tokens:
             return ()  # a node says again what was lost, and nothing was
-        clocks = self._clocks
-        if len(clocks) > 1 or LIVENESS not in clocks:
-            self._stop_clocks(Stage.QUEUE, Stage.TRANSFER)
+        self._stop_clocks(Stage.QUEUE, Stage.TRANSFER)
         self._decode_spoke = True
-        clocks[LIVENESS] = moment = self._clock() + self._stages.liveness_s
-        if moment < self.due:
-            self.due = moment
-        emitted = self._job.emitted
-        position = len(emitted)
-        if row.position != position or position < 2 or self._early:
-            return self._emit(row)
-        emitted += tokens  # what `_continue` does with one that just goes on: nearly all are such
-        leg.position = position + len(tokens)
-        if self._prefill is not None:
-            self._prefill.position = leg.position
-        return (Chunk(position, tokens, row.logprobs, (), self._route or self.route()),)
+        self._start_clock(LIVENESS, self._stages.liveness_s)
+        return self._emit(row)
 
     def _on_first_row(self, row: TokenRow) -> Sequence[Chunk]:
         """Of the prefill leg."""

@@ -92,6 +92,9 @@ class _Pieces:
     def on_chunk(self, chunk: Chunk) -> None:
         self._take(chunk)
 
+    def on_more(self, position: int, token_ids: tuple[int, ...]) -> bool:
+        return False
+
     def on_done(self, done: Done) -> None:
         self._take(done)
 

@@ -157,6 +157,13 @@ class Exchange:
         self.finished = True
         self._line.end(self)
 
+    def parts_around(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
+        """`write` for parts that differ only in what stands between these. The answer has started."""
+        post, around = self._line.post, len(before) + len(after)
+        if not self._is_chunked:
+            return lambda middle: post(before + middle + after)
+        return lambda middle: post(b"%x\r\n%b%b%b\r\n" % (around + len(middle), before, middle, after))
+
     def abandon(self) -> None:
         """There is nobody to answer, and nobody reads what was written."""
         if not self.finished:

@@ -16,14 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdcluster import errors
-from pdcluster.messages import Finished, Timings
+from pdcluster.messages import Finished, Timings, TokenRow
 from pdcluster_router.admission import check_fits
 from pdcluster_router.alarms import Alarms
 from pdcluster_router.attempt import Attempt, Cluster, RetryAttempt
 from pdcluster_router.chooser import Chooser, Decision
 from pdcluster_router.explain import Explainer
 from pdcluster_router.fairness import Held
-from pdcluster_router.generation import Done, Generation, Sink, Timeline
+from pdcluster_router.generation import Chunk, Done, Generation, Sink, Timeline
 from pdcluster_router.job import Job, Named
 from pdcluster_router.leaders import Leaders
 from pdcluster_router.legs import Body
@@ -132,8 +132,11 @@ class Run:
 
     def read(self, incarnation: str, body: Body) -> None:
         """A node said something."""
-        if self._is_at_work or self._attempt is None:
+        attempt = self._attempt
+        if self._is_at_work or attempt is None:
             self._letters.append((incarnation, body))
+        elif type(body) is TokenRow and not self._is_over and attempt.goes_on(incarnation, body):
+            self._go_on(attempt, body)
         else:
             self._step(self._hear, incarnation, body)
 
@@ -181,6 +184,12 @@ class Run:
         while self._letters and self._attempt is not None and not self._is_over:
             self._hear(*self._letters.popleft())
 
+    def _go_on(self, attempt: Attempt, row: TokenRow) -> None:
+        """Most rows: nothing of the request is another but that there is more."""
+        self._entry.num_output = row.position + len(row.tokens)
+        if not self._sink.on_more(row.position, row.tokens):
+            self._step(self._tell, attempt, Chunk(row.position, row.tokens, row.logprobs, (), attempt.route()))
+
     def _hear(self, incarnation: str, body: Body) -> None:
         attempt = self._attempt
         assert attempt is not None  # what comes before is kept
@@ -189,13 +198,16 @@ class Run:
                 self._first_token_at = attempt.first_token_at
                 self._record.first_token(attempt.first_token_at)
             self._entry.num_output = chunk.position + len(chunk.token_ids)
-            self._sink.on_chunk(chunk)
+            self._tell(attempt, chunk)
             if self._is_over:
                 return
-            if self._generation.leads:
-                self._shared.leaders.settle(self._job.request, attempt.decodes_on)
         if attempt.finished is not None and attempt.is_done:
             self._done_or_wait(attempt)
+
+    def _tell(self, attempt: Attempt, chunk: Chunk) -> None:
+        self._sink.on_chunk(chunk)
+        if self._generation.leads and not self._is_over:
+            self._shared.leaders.settle(self._job.request, attempt.decodes_on)
 
     # ------------------------------------------------------------ clocks
 

@@ -2,74 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from answer_by_hand import ByHand, asked
+from scripted_dispatcher import ROUTE, TEXT
 
-from scripted_dispatcher import MODEL, ROUTE, TEXT, ScriptedDispatcher
-
-from pdcluster.api import openai
 from pdcluster.errors import NodeLost
-from pdcluster_router.answer import answer
-from pdcluster_router.generation import Chunk, Done, Generation, Sink, Timeline
-from pdcluster_router.http_exchange import Asked, Exchange
-from pdcluster_router.prepare import Terms, prepare_completion
-from pdcluster_router.server import router_metrics
-
-
-class Line:
-    """Implements http_exchange.Line."""
-
-    def __init__(self) -> None:
-        self.is_paused = False
-        self.sent = b""
-
-    def send(self, data: bytes) -> None:
-        self.sent += data
-
-    post = send
-
-    def end(self, exchange: Exchange) -> None:
-        pass
-
-    def abort(self) -> None:
-        raise AssertionError("the line was cut")
-
-
-@dataclass
-class ByHand(ScriptedDispatcher):
-    """Implements generation.Dispatcher and generation.Running."""
-
-    sinks: list[Sink] = field(default_factory=list)
-    ends: list[str] = field(default_factory=list)
-    on_start: Callable[[], object] = lambda: None
-    """Happens before `start` returns."""
-
-    def start(self, generation: Generation, sink: Sink) -> ByHand:
-        self.sinks.append(sink)
-        self.on_start()
-        return self
-
-    def cancel(self, reason: str) -> None:
-        self.ends.append(reason)
-
-    def finish(self, num_output: int) -> None:
-        self.ends.append(f"finished with {num_output}")
-
-    def says(self, choice: int, position: int, text: str) -> int:
-        token_ids = tuple(TEXT.encode(text, add_special_tokens=False))
-        self.sinks[choice].on_chunk(Chunk(position, token_ids, (), (), ROUTE))
-        return position + len(token_ids)
-
-
-def asked(dispatcher: ByHand, **fields: object) -> tuple[Line, Exchange]:
-    line = Line()
-    exchange = Exchange(line, Asked("POST", "/v1/completions", {}, True, False), "")
-    request = openai.decode_completion(json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 50, **fields}).encode())
-    prepared = prepare_completion(request, dispatcher, Terms("r", time.monotonic(), 128, 60.0))
-    answer(exchange, prepared, dispatcher, router_metrics())
-    return line, exchange
+from pdcluster_router.generation import Done, Timeline
 
 
 async def test_a_stop_string_that_was_left_unread_does_not_end_the_other_choices() -> None:

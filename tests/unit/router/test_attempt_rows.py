@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +13,6 @@ from pdcluster.sampling import Sampling
 from pdcluster_router.attempt import Attempt
 from pdcluster_router.generation import Chunk, Mode
 from pdcluster_router.job import HashChain, Job
-from pdcluster_router.legs import Leg
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.stages import StageDeadlines
 
@@ -26,8 +23,8 @@ LOGPROBS = tuple(m.TokenLogprobs(-float(index)) for index in range(len(TOKENS)))
 class LongWay(Attempt):
     """Takes every row of the decode leg as one that may be early, late or both."""
 
-    def _on_row(self, leg: Leg, row: m.TokenRow) -> Sequence[Chunk]:
-        return self._emit(row) if row.tokens else ()
+    def goes_on(self, incarnation: str, row: m.TokenRow) -> bool:
+        return False
 
 
 class World:
@@ -50,7 +47,10 @@ class World:
 
     def hear(self, incarnation: str, body: m.Message | m.TokenRow) -> None:
         self.now += 1.0
-        self.chunks += self.attempt.handle(incarnation, body)
+        if isinstance(body, m.TokenRow) and self.attempt.goes_on(incarnation, body):
+            self.chunks.append(Chunk(body.position, body.tokens, body.logprobs, (), self.attempt.route()))
+        else:
+            self.chunks += self.attempt.handle(incarnation, body)
 
     @property
     def seen(self) -> tuple[object, ...]:
@@ -58,7 +58,7 @@ class World:
         attempt = self.attempt
         positions = [leg and leg.position for leg in (attempt._prefill, attempt._decode)]
         times = attempt.first_token_at, attempt.second_token_at
-        return self.chunks, self.job.emitted, positions, times, attempt._early, attempt.is_done
+        return self.chunks, self.job.emitted, positions, times, attempt._early, attempt.is_done, attempt._clocks, attempt.next_deadline()
 
 
 def rows_of(world: World, cuts: list[tuple[int, int]], is_told: bool) -> list[m.TokenRow]:

@@ -1,0 +1,76 @@
+"""An answer whose line pauses when the test says so, and whose generations are moved by hand."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from scripted_dispatcher import MODEL, ROUTE, TEXT, ScriptedDispatcher
+
+from pdcluster.api import openai
+from pdcluster_router.answer import answer
+from pdcluster_router.generation import Chunk, Generation, Sink
+from pdcluster_router.http_exchange import Asked, Exchange
+from pdcluster_router.prepare import Terms, prepare_chat, prepare_completion
+from pdcluster_router.server import router_metrics
+
+
+class Line:
+    """Implements http_exchange.Line."""
+
+    def __init__(self) -> None:
+        self.is_paused = self.is_cut = False
+        self.sent = b""
+
+    def send(self, data: bytes) -> None:
+        self.sent += data
+
+    post = send
+
+    def end(self, exchange: Exchange) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.is_cut = True
+
+
+@dataclass
+class ByHand(ScriptedDispatcher):
+    """Implements generation.Dispatcher and generation.Running."""
+
+    sinks: list[Sink] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    on_start: Callable[[], object] = lambda: None
+    """Happens before `start` returns."""
+
+    def start(self, generation: Generation, sink: Sink) -> ByHand:
+        self.sinks.append(sink)
+        self.on_start()
+        return self
+
+    def cancel(self, reason: str) -> None:
+        self.ends.append(reason)
+
+    def finish(self, num_output: int) -> None:
+        self.ends.append(f"finished with {num_output}")
+
+    def says(self, choice: int, position: int, text: str) -> int:
+        token_ids = tuple(TEXT.encode(text, add_special_tokens=False))
+        self.sinks[choice].on_chunk(Chunk(position, token_ids, (), (), ROUTE))
+        return position + len(token_ids)
+
+
+def asked(dispatcher: ByHand, *, is_chat: bool = False, is_http_1_0: bool = False, **fields: object) -> tuple[Line, Exchange]:
+    line = Line()
+    exchange = Exchange(line, Asked("POST", "/v1/completions", {}, True, is_http_1_0), "")
+    terms, common = Terms("r", time.monotonic(), 128, 60.0), {"model": MODEL, "max_tokens": 50, **fields}
+    if is_chat:
+        prepared = prepare_chat(
+            openai.decode_chat(json.dumps({"messages": [{"role": "user", "content": "hi"}], **common}).encode()), dispatcher, terms
+        )
+    else:
+        prepared = prepare_completion(openai.decode_completion(json.dumps({"prompt": "hi", **common}).encode()), dispatcher, terms)
+    answer(exchange, prepared, dispatcher, router_metrics())
+    return line, exchange

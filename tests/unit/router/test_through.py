@@ -1,0 +1,138 @@
+"""More of a stream has a short way to its client: it says the same bytes as the long one, whatever comes of which size, and whoever reads when."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+
+import pytest
+from answer_by_hand import ByHand, asked
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_dispatcher import EOS, ROUTE, TEXT, VOCAB
+
+from pdcluster.errors import NodeLost
+from pdcluster_router.generation import Chunk, Done, Timeline
+from pdcluster_router.http_errors import ClientLeft
+from pdcluster_router.through import Through
+
+LETTERS = TEXT.encode("stop this, \u00e9\u4e16 \U0001f642 END", add_special_tokens=False)
+TOKENS = st.one_of(st.sampled_from([*LETTERS]), st.integers(0, VOCAB - 1), st.just(EOS))
+ROWS = st.lists(TOKENS, min_size=1, max_size=3).map(tuple)
+STEPS = st.lists(st.one_of(ROWS, ROWS, ROWS, st.sampled_from(["pause", "resume"])), max_size=30)
+ENDS = st.sampled_from(["done", "error", "left", "wrong token"])
+
+
+@dataclass(frozen=True)
+class Told:
+    """What became of a request, but for moments and names."""
+
+    sent: bytes
+    ends: list[str]
+    is_finished: bool
+    is_cut: bool
+
+
+@dataclass
+class Player:
+    """Says a script to the choices of one answer, in turns where there are several."""
+
+    is_short: bool
+    num_short: int = 0
+
+    def tell(self, steps: list[tuple[int, ...] | str], end: str, **fields: object) -> Told:
+        return asyncio.run(self._tell(steps, end, fields))
+
+    async def _tell(self, steps: list[tuple[int, ...] | str], end: str, fields: dict[str, object]) -> Told:
+        dispatcher = ByHand()
+        line, exchange = asked(dispatcher, stream=True, **fields)  # type: ignore[arg-type]
+        self._positions = [0] * len(dispatcher.sinks)
+        for number, step in enumerate([*steps, "resume"]):
+            if isinstance(step, tuple):
+                self._say(dispatcher, number % len(dispatcher.sinks), step)
+                continue
+            line.is_paused = step == "pause"
+            if not line.is_paused and exchange.on_resume is not None:
+                exchange.on_resume()
+        self._end(dispatcher, exchange.on_gone, end)
+        sent = re.sub(rb'"created":\d+', b"", line.sent.partition(b"\r\n\r\n")[2])
+        return Told(sent, dispatcher.ends, exchange.finished, line.is_cut)
+
+    def _say(self, dispatcher: ByHand, choice: int, token_ids: tuple[int, ...]) -> None:
+        position, sink = self._positions[choice], dispatcher.sinks[choice]
+        self._positions[choice] += len(token_ids)
+        if self.is_short and position >= 2 and sink.on_more(position, token_ids):
+            self.num_short += 1
+        else:
+            sink.on_chunk(Chunk(position, token_ids, (), (), ROUTE))
+
+    def _end(self, dispatcher: ByHand, on_gone: object, end: str) -> None:
+        if end == "wrong token":
+            self._say(dispatcher, 0, (TEXT.vocab_size + (1 << 20),))
+        elif end == "left" and callable(on_gone):
+            on_gone(ClientLeft("the client closed its connection"))
+        for sink, position in zip(dispatcher.sinks, self._positions, strict=True):
+            if end == "error" or not position:
+                sink.on_error(NodeLost("node d-1 is gone"))
+            else:
+                sink.on_done(Done("length", None, 0, 1, ROUTE, Timeline(ttft_s=0.1, ttst_s=0.2)))
+
+
+@given(
+    steps=STEPS,
+    end=ENDS,
+    is_chat=st.booleans(),
+    is_http_1_0=st.booleans(),
+    fields=st.sampled_from([{}, {}, {"n": 2}, {"stop": ["s", "END"]}, {"return_token_ids": True}, {"stream_options": {"include_usage": True}}]),
+)
+def test_both_ways_say_the_same(steps: list[tuple[int, ...] | str], end: str, is_chat: bool, is_http_1_0: bool, fields: dict[str, object]) -> None:
+    long, short = (Player(is_short).tell(steps, end, is_chat=is_chat, is_http_1_0=is_http_1_0, **fields) for is_short in (False, True))
+    assert short == long
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_plain_stream_goes_the_short_way_from_its_third_token_on(is_chat: bool) -> None:
+    player = Player(is_short=True)
+    told = player.tell([(token_id,) for token_id in LETTERS], "done", is_chat=is_chat)
+    assert player.num_short == len(LETTERS) - 2
+    assert told.is_finished and told.sent.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stop": ["END"]}, {"return_token_ids": True}, {"logprobs": 1}, {"stream_options": {"include_usage": True}}, {"n": 2}]
+)
+async def test_a_stream_that_needs_more_than_text_is_not_taken(fields: dict[str, object]) -> None:
+    dispatcher = ByHand()
+    asked(dispatcher, stream=True, **fields)  # type: ignore[arg-type]
+    sink = dispatcher.sinks[-1]
+    if "logprobs" not in fields:
+        sink.on_chunk(Chunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
+    assert not sink.on_more(2, (LETTERS[2],))
+
+
+async def test_an_answer_that_is_whole_and_a_client_that_does_not_read_take_the_long_way() -> None:
+    dispatcher = ByHand()
+    asked(dispatcher)
+    dispatcher.sinks[0].on_chunk(Chunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
+    assert not dispatcher.sinks[0].on_more(2, (LETTERS[2],))
+    dispatcher = ByHand()
+    line, _ = asked(dispatcher, stream=True)
+    dispatcher.sinks[0].on_chunk(Chunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
+    line.is_paused = True
+    assert not dispatcher.sinks[0].on_more(2, (LETTERS[2],))
+    line.is_paused = False
+    assert dispatcher.sinks[0].on_more(2, (LETTERS[2],))
+
+
+def test_no_token_is_said_twice_or_out_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[int, bool]] = []
+    say = Through.say
+
+    def watched(through: Through, position: int, token_ids: tuple[int, ...]) -> bool:
+        said.append((position, say(through, position, token_ids)))
+        return said[-1][1]
+
+    monkeypatch.setattr(Through, "say", watched)
+    Player(is_short=True).tell([(5,), (6,), (7,), (8, 9), (10,)], "done")
+    assert said == [(2, True), (3, False), (5, True)]
