@@ -63,11 +63,10 @@ def dialogue_of(request: ChatRequest, offer: Offer | None, marking: Marking, pro
     form = structured.form_of(request.response_format, request.structured_outputs)
     param = structured.param_of(request.structured_outputs)
     reasons = marking.reasons and not request.continue_final_message
-    if offer is not None and tool_format is not None and (offer.must or form is not None):
+    if offer is not None and tool_format is not None and (offer.must or offer.is_strict or form is not None):
         if offer.must and form is not None:
             raise BadRequest(f"{param} and a tool_choice that asks for a call contradict each other; send one of them", param)
-        calls = tool_format.form(offer)
-        form = calls if form is None else {"type": "or", "elements": [calls, form]}
+        form = _with_calls(tool_format, offer, form, reasons=reasons)
         param = "tools"
     is_open = reasons and reasoning.is_left_open(prompt)
     if form is None:
@@ -76,6 +75,13 @@ def dialogue_of(request: ChatRequest, offer: Offer | None, marking: Marking, pro
     if reasons and not prompt.rstrip().endswith(END_THINK):
         form = _after_thought(form, is_open=is_open)
     return Dialogue(offer, tool_format, reasons, is_open, structured.grammar_of(form, param))
+
+
+def _with_calls(tool_format: Format, offer: Offer, form: Form | None, *, reasons: bool) -> Form:
+    """form: of an answer that is no call, None for any text."""
+    if form is not None:
+        return {"type": "or", "elements": [tool_format.form(offer), form]}
+    return tool_format.form(offer) if offer.must else tool_format.free_form(offer, reasons=reasons)
 
 
 def marking_of(text: TextModel) -> Marking:

@@ -7,13 +7,14 @@ outside: one that takes too long keeps its thread until it is done, at the lowes
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -227,7 +228,7 @@ class Grammars:
             log.error("xgrammar cannot be imported: %s", error)
             return BadRequest(NEEDS_LIBRARY)
         except Exception as error:  # the library raises RuntimeError and ValueError of many kinds for what it does not take
-            return BadRequest(f"the grammar does not compile: {_words(error)}")
+            return BadRequest(f"the grammar does not compile: {_words(error)}{_behind(self._compiler, grammar)}")
         log.debug("a grammar of %d characters compiled in %.3f s", len(grammar.source), time.perf_counter() - began)
         return compiled
 
@@ -250,6 +251,28 @@ def _words(error: Exception) -> str:
     """What the library says, without the place in its source, and not endlessly."""
     text = ORIGIN.sub("", str(error).strip()) or type(error).__name__
     return text if len(text) <= 500 else text[:500] + "…"
+
+
+def _behind(compiler: Any, grammar: Grammar) -> str:
+    """Which of its parts does not compile, by what stands before it (of a call its tool's name); "" where there are none."""
+    for begin, content in _parts(grammar):
+        try:
+            compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": content}))
+        except Exception:  # what it raises was told
+            return f" (behind {begin.strip()})"
+    return ""
+
+
+def _parts(grammar: Grammar) -> Iterator[tuple[str, object]]:
+    """What follows something fixed."""
+    found: list[object] = [json.loads(grammar.source)]
+    while found:
+        form = found.pop()
+        if isinstance(form, dict):
+            parts = [form.get("content"), *form.get("elements", ()), *form.get("tags", ())]
+            if form.get("type") == "tag" and parts[0]["type"] == "json_schema":
+                yield form["begin"], parts[0]
+            found += reversed(parts)
 
 
 def _make_compiler(vocabulary: Vocabulary) -> Any:

@@ -17,7 +17,7 @@ from pdcluster.errors import BadRequest
 
 pytestmark = pytest.mark.timeout(300)
 
-EXACT = ("--set", "node.dtype=float32", "--set", "node.kv.memory_bytes=64MiB", "--set", "router.tool_format=hermes")
+EXACT = ("--set", "node.dtype=float32", "--set", "node.kv.memory_bytes=64MiB", "--set", "router.tool_format=llama")
 USER = [{"role": "user", "content": "What is the weather in Rome?"}]
 PERSON = {
     "type": "object",
@@ -120,6 +120,38 @@ def test_calls_are_forced_parsed_and_the_same_streamed_whole_remote_and_local(cl
     assert "".join(piece.function.arguments or "" for piece in pieces) == call.function.arguments
     assert deltas[-1].finish_reason == "tool_calls"
     up.wait_idle()
+
+
+STRICT_TOOLS = [
+    {"type": "function", "function": {"name": "find_person", "parameters": PERSON, "strict": True}},
+    {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}},
+]
+A_CALL = {"93": 40}
+"""The bundled model likes to say {, with which a call begins in this format."""
+
+
+def test_a_strict_tool_that_may_be_called_keeps_its_schema_remote_and_local(client: openai.OpenAI, up: Up) -> None:
+    for seed in range(3):
+        remote, local = both(client, up, seed, tools=STRICT_TOOLS[:1], parallel_tool_calls=False, logit_bias=A_CALL)
+        (call,), (other,) = remote.choices[0].message.tool_calls, local.choices[0].message.tool_calls
+        assert call.function == other.function and call.function.name == "find_person"
+        jsonschema.validate(json.loads(call.function.arguments), PERSON)
+        assert (remote.choices[0].finish_reason, remote.choices[0].message.content or "") == ("tool_calls", "")
+    up.wait_idle()
+
+
+def test_a_strict_tool_leaves_text_as_it_is(client: openai.OpenAI, up: Up) -> None:
+    plain, strict = (
+        client.chat.completions.create(model=up.model, messages=USER, seed=3, max_tokens=60, tools=STRICT_TOOLS[:1], tool_choice="none"),
+        client.chat.completions.create(model=up.model, messages=USER, seed=3, max_tokens=60, tools=STRICT_TOOLS[:1]),
+    )
+    assert strict.choices[0].message.content == plain.choices[0].message.content
+
+
+def test_a_strict_schema_that_does_not_compile_is_a_400_that_names_its_tool(client: openai.OpenAI, up: Up) -> None:
+    bad = {"type": "function", "function": {"name": "misspelt", "strict": True, "parameters": {"properties": {"a": {"type": "strnig"}}}}}
+    with pytest.raises(openai.BadRequestError, match=r"strnig.*misspelt"):
+        client.chat.completions.create(model=up.model, messages=USER, max_tokens=5, tools=[*STRICT_TOOLS, bad])
 
 
 def test_a_history_with_calls_and_their_results_is_taken(client: openai.OpenAI, up: Up) -> None:

@@ -1,4 +1,5 @@
-"""The formats in which models call tools: which one a model uses, who parses it, and the grammar of an answer that must be calls."""
+"""The formats in which models call tools: which one a model uses, who parses it, and the grammars of an answer that must be
+calls, and of one that may have some."""
 
 from __future__ import annotations
 
@@ -9,9 +10,16 @@ from typing import Any, NamedTuple
 
 from pdcluster.api.structured import MAX_WHITESPACE, Form
 from pdcluster.api.tools.calls import Rules
-from pdcluster.api.tools.markers import END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS
-from pdcluster.api.tools.offered import Offer, parameters_of
+from pdcluster.api.tools.markers import ARGS, CALL_ID, END_THINK, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS
+from pdcluster.api.tools.offered import Function, Offer, parameters_of
 from pdcluster.api.tools.parsers import HermesParser, LlamaParser, MistralParser, Parser
+
+Schema = dict[str, Any]
+SchemaOf = Callable[[Function], Schema]
+
+SPACES = r"[ \t\r\n]*"
+SOME_SPACE = r"[ \n]{0,4}"
+"""Before calls: a model that likes line breaks would never begin."""
 
 MISTRAL_ID_CHARACTERS = string.ascii_letters + string.digits
 
@@ -26,47 +34,66 @@ def _short_id() -> str:
 
 
 class Format(NamedTuple):
-    """begin, end: around the arguments of one call, {name} being the function's; opening, closing: around all of them, separator between."""
+    """begin, end: around the arguments of one call, {name} being the function's; opening, closing: around all of them, separator between. trigger:
+    only where a call begins it is in a text; None where an answer is calls or text, as it begins. named: before a call whose name stands outside."""
 
     parser: Callable[[Rules], Parser]
     new_id: Callable[[], str]
     begin: str
     end: str
     separator: str
+    trigger: str | None
     opening: str = ""
     closing: str = ""
+    named: str = ""
 
     def parse(self, offer: Offer) -> Parser:
         return self.parser(Rules(self.new_id, offer.knows))
 
     def form(self, offer: Offer) -> Form:
         """Of an answer that is calls and nothing else."""
-        tags = [
-            {
-                "type": "tag",
-                "begin": self.begin.replace("{name}", tool.name),
-                "content": _arguments(parameters_of(tool, f"tools.{tool.name}.parameters")),
-                "end": self.end,
-            }
-            for tool in offer.tools
-        ]
-        calls: Form = {
+        calls = self._calls(offer, _checked)
+        return calls if not self.opening else {"type": "sequence", "elements": [_constant(self.opening), calls, _constant(self.closing)]}
+
+    def free_form(self, offer: Offer, *, reasons: bool) -> Form:
+        """Of an answer that is text, calls or both: a call is of an offered tool, and of a strict one its arguments are what it says. reasons: the
+        model may think before it answers."""
+        if self.trigger is None:
+            around = [_regex(SOME_SPACE + f"({_escaped(PYTHON_TAG)})?"), self._calls(offer, _strict)]
+            return {"type": "or", "elements": [{"type": "sequence", "elements": around}, *_no_call(END_THINK if reasons else None)]}
+        tags = self._tags(offer, _strict)
+        if self.opening:
+            tags = [_tag(self.opening, self._calls(offer, _strict), self.closing), *self._named(offer)]
+        return {"type": "triggered_tags", "triggers": [self.trigger], "tags": tags, "at_least_one": False, "stop_after_first": not offer.parallel}
+
+    def _calls(self, offer: Offer, schema_of: SchemaOf) -> Form:
+        return {
             "type": "tags_with_separator",
-            "tags": tags,
+            "tags": self._tags(offer, schema_of),
             "separator": self.separator,
             "at_least_one": True,
             "stop_after_first": not offer.parallel,
         }
-        around = [_constant(self.opening), calls, _constant(self.closing)]
-        return calls if not self.opening else {"type": "sequence", "elements": around}
+
+    def _tags(self, offer: Offer, schema_of: SchemaOf) -> list[Form]:
+        return [_tag(self.begin.replace("{name}", tool.name), _json(schema_of(tool)), self.end) for tool in offer.tools]
+
+    def _named(self, offer: Offer) -> list[Form]:
+        """Each call by itself, its arguments behind a mark."""
+        marks = _regex(f"({_escaped(CALL_ID)}[a-zA-Z0-9]{{9}})?{_escaped(ARGS)}")
+        return [
+            _tag(self.named.replace("{name}", tool.name), {"type": "sequence", "elements": [marks, _json(_strict(tool))]}, "") for tool in offer.tools
+        ]
 
 
 FORMATS: Mapping[str, Format] = {
     "hermes": Format(
-        HermesParser, _long_id, TOOL_CALL + '\n{"name": "{name}", "arguments": ', "}\n" + END_TOOL_CALL, "\n"
+        HermesParser, _long_id, TOOL_CALL + '\n{"name": "{name}", "arguments": ', "}\n" + END_TOOL_CALL, "\n", TOOL_CALL
     ),
-    "llama": Format(LlamaParser, _long_id, '{"name": "{name}", "parameters": ', "}", "; "),
-    "mistral": Format(MistralParser, _short_id, '{"name": "{name}", "arguments": ', "}", ", ", TOOL_CALLS + "[", "]"),
+    "llama": Format(LlamaParser, _long_id, '{"name": "{name}", "parameters": ', "}", "; ", None),
+    "mistral": Format(
+        MistralParser, _short_id, '{"name": "{name}", "arguments": ', "}", ", ", TOOL_CALLS, TOOL_CALLS + "[", "]", TOOL_CALLS + "{name}"
+    ),
 }  # fmt: skip
 
 SIGNS: tuple[tuple[str, str], ...] = ((TOOL_CALL, "hermes"), (TOOL_CALLS, "mistral"), (PYTHON_TAG, "llama"), ('"parameters":', "llama"))
@@ -80,8 +107,39 @@ def detect(template: str) -> str | None:
     return next((name for sign, name in SIGNS if sign in template), None)
 
 
-def _arguments(schema: dict[str, Any]) -> Form:
+def _checked(tool: Function) -> Schema:
+    return parameters_of(tool, f"tools.{tool.name}.parameters")
+
+
+def _strict(tool: Function) -> Schema:
+    """Of one that is not strict arguments are an object, as its model likes it."""
+    return _checked(tool) if tool.strict else {"type": "object", "additionalProperties": True}
+
+
+def _no_call(banned: str | None) -> list[Form]:
+    """Texts that do not begin as calls do. banned: what they do not have in them."""
+    mark = PYTHON_TAG
+    begins = "|".join([r"[^{<\s]", *(f"{_escaped(mark[:length])}[^{_escaped(mark[length])}]" for length in range(1, len(mark)))])
+    text: Form = {"type": "any_text", "excludes": [] if banned is None else [banned]}
+    short = "|".join(_escaped(mark[:length]) for length in range(1, len(mark)))
+    return [{"type": "sequence", "elements": [_regex(f"{SPACES}({begins})"), text]}, _regex(f"{SPACES}({short})?")]
+
+
+def _escaped(text: str) -> str:
+    """For a regular expression."""
+    return "".join(character if character.isalnum() else "\\" + character for character in text)
+
+
+def _tag(begin: str, content: Form, end: str) -> Form:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _json(schema: Schema) -> Form:
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
+
+
+def _regex(pattern: str) -> Form:
+    return {"type": "regex", "pattern": pattern}
 
 
 def _constant(text: str) -> Form:

@@ -49,6 +49,11 @@ class Offer(msgspec.Struct, frozen=True):
     must: bool
     parallel: bool
 
+    @property
+    def is_strict(self) -> bool:
+        """Whether arguments of some tool have to be what its schema says."""
+        return any(tool.strict for tool in self.tools)
+
     def knows(self, name: str) -> bool:
         return any(tool.name == name for tool in self.tools)
 

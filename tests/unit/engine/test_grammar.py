@@ -15,6 +15,8 @@ from scheduled import run
 
 from pdcluster.api import structured
 from pdcluster.api.text import TextModel
+from pdcluster.api.tools.formats import FORMATS
+from pdcluster.api.tools.offered import Function, Offer, Tool
 from pdcluster.bundled_model import path
 from pdcluster.engine.aside import MAX_LEFT
 from pdcluster.engine.constraint import Constraint, Constraints, masked, without
@@ -109,6 +111,21 @@ def test_a_preempted_row_and_one_that_moved_go_on_as_if_nothing_had_happened(eng
     for index, sampling in enumerate(samplings):
         moved, _ = run(engine, prompt, [sampling], emitted=whole[index][:41], token_budget=64, name=f"m{index}")
         assert moved == [whole[index]]
+
+
+@pytest.mark.parametrize(("name", "begun"), [("hermes", "Let me see.\n<tool_call>"), ("mistral", "hm [TOOL_CALLS]fi"), ("llama", " {")])
+def test_a_row_that_moved_within_the_mark_of_a_strict_call_goes_on_with_that_call(engine, name, begun):
+    schema = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"], "additionalProperties": False}
+    tool = Function("find", parameters=schema, strict=True)
+    form = FORMATS[name].free_form(offer := Offer([tool], [Tool(tool)], False, False), reasons=False)
+    emitted = list(TEXT.encode(begun, add_special_tokens=False))
+    sampling = ask(engine, grammar(form), max_tokens=120, temperature=1.5)
+    (output,), _ = run(engine, TEXT.encode("find it", add_special_tokens=False), [sampling], emitted=emitted, name=name)
+    assert output[: len(emitted)] == emitted
+    parser = FORMATS[name].parse(offer)
+    (call, *more) = [part for part in parser.feed(TEXT.decode([token for token in output if token not in EOS])) if not isinstance(part, str)]
+    assert call.name == "find"
+    jsonschema.validate(json.loads("".join(part.arguments for part in (call, *more))), schema)
 
 
 def test_max_tokens_cuts_and_min_tokens_yields_to_the_grammar(engine):
@@ -250,6 +267,20 @@ def test_what_does_not_compile_is_refused_in_the_compilers_words_and_remembered(
         with pytest.raises(BadRequest, match=words) as caught:
             compile_now(grammars, grammar(form))
         assert "/cpp/" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("must", [True, False])
+def test_a_tools_schema_that_does_not_compile_is_refused_by_its_tools_name(grammars, name, must):
+    tools = [
+        Function(name, parameters={"type": "object", "properties": {"a": {"type": kind}}}, strict=True)
+        for name, kind in (("good", "string"), ("bad", "strnig"))
+    ]
+    offer = Offer(tools, [Tool(tool) for tool in tools], must, True)
+    form = FORMATS[name].form(offer) if must else FORMATS[name].free_form(offer, reasons=True)
+    with pytest.raises(BadRequest, match='"strnig"') as caught:
+        compile_now(grammars, grammar(form))
+    assert "bad" in str(caught.value) and "good" not in str(caught.value)
 
 
 def test_a_grammar_nested_too_deeply_never_reaches_the_compiler(grammars):

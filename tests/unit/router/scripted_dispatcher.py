@@ -151,3 +151,20 @@ async def until(condition: Callable[[], bool]) -> None:
     """Waits, under the test's own time limit, for something that must happen."""
     while not condition():
         await asyncio.sleep(0.002)
+
+
+TEMPLATE = """{% if tools %}tools:{{ tools | tojson }} say <tool_call>{% endif %}
+{%- for message in messages %}<|start|>{{ message.role }}
+{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{{ message.content or '' }}<|end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant
+{% if open %}<think>
+{% endif %}{% endif %}{# </think> #}"""
+SPEAKING = TextModel({**byte_level_files(), "chat_template.jinja": TEMPLATE.encode()})
+
+
+class SpeakingDispatcher(ScriptedDispatcher):
+    """Of a model that calls tools and marks its thoughts."""
+
+    def text(self, model: str) -> TextModel:
+        return SPEAKING

@@ -9,27 +9,9 @@ import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
-from scripted_dispatcher import MODEL, ScriptedDispatcher, says, served
-
-from pdcluster.api.text import TextModel
-from tests.unit.api.tiny_tokenizers import byte_level_files
+from scripted_dispatcher import MODEL, SPEAKING, SpeakingDispatcher, says, served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-TEMPLATE = """{% if tools %}tools:{{ tools | tojson }} say <tool_call>{% endif %}
-{%- for message in messages %}<|start|>{{ message.role }}
-{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{{ message.content or '' }}<|end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|start|>assistant
-{% if open %}<think>
-{% endif %}{% endif %}{# </think> #}"""
-SPEAKING = TextModel({**byte_level_files(), "chat_template.jinja": TEMPLATE.encode()})
-
-
-class SpeakingDispatcher(ScriptedDispatcher):
-    def text(self, model: str) -> TextModel:
-        return SPEAKING
-
 
 _DISPATCHER = SpeakingDispatcher(max_len=4096)
 
@@ -111,6 +93,38 @@ async def test_a_call_that_must_come_is_asked_for_by_a_grammar(client, dispatche
     assert calls["stop_after_first"] is once and calls["at_least_one"] is True
 
 
+def strict(names: set[str], parameters: dict = PARAMETERS) -> list[dict]:
+    return [
+        {"type": "function", "function": {"name": tool["function"]["name"], "parameters": parameters, "strict": tool["function"]["name"] in names}}
+        for tool in TOOLS
+    ]
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+async def test_a_strict_tool_that_may_be_called_has_a_grammar_and_text_stays_free(client, dispatcher, choice):
+    dispatcher.script = lambda _: says(CALLS)
+    chosen = {} if choice is None else {"tool_choice": choice}
+    reply = await client.chat.completions.create(model=MODEL, messages=USER, tools=strict({"add"}), parallel_tool_calls=False, **chosen)
+    form = json.loads(dispatcher.started[0].sampling.grammar.source)
+    calls = form["elements"][1]
+    assert (calls["type"], calls["triggers"], calls["stop_after_first"]) == ("triggered_tags", ["<tool_call>"], True)
+    assert [tag["content"]["json_schema"] for tag in calls["tags"]] == [{"type": "object", "additionalProperties": True}, PARAMETERS]
+    assert reply.choices[0].message.content == "Well."
+    assert "strict" not in SPEAKING.decode(dispatcher.started[0].token_ids)
+
+
+async def test_without_a_strict_tool_nothing_is_enforced_of_what_may_be_called(client, dispatcher):
+    await client.chat.completions.create(model=MODEL, messages=USER, tools=strict(set(), {"type": "object", "not": {}}))
+    assert dispatcher.started[0].sampling.grammar is None
+
+
+async def test_a_strict_schema_that_can_not_be_kept_names_its_tool(client, dispatcher):
+    with pytest.raises(openai.BadRequestError, match=r"tools\.add\.parameters\.properties\.a uses multipleOf"):
+        schema = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 3}}}
+        await client.chat.completions.create(model=MODEL, messages=USER, tools=strict({"add"}, schema))
+    assert dispatcher.started == []
+
+
 async def test_thoughts_are_told_apart_whole_and_streamed(client, dispatcher):
     dispatcher.script = lambda _: says("<think>\nhm hm\n</think>\n\nhello")
     whole = await client.chat.completions.create(model=MODEL, messages=USER)
@@ -156,6 +170,7 @@ async def test_a_history_of_calls_is_shown_to_the_template(client, dispatcher):
     [
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "contradict"),
         ({"tool_choice": "required", "extra_body": {"ignore_eos": True}}, "ignore_eos"),
+        ({"tools": strict({"add"}), "extra_body": {"ignore_eos": True}}, "ignore_eos"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}], "tool_choice": "required"}, "an object"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"}, "cannot enforce"),
     ],
