@@ -30,16 +30,42 @@ _CHANNEL = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.enable_http_proxy", 0),
 )
-FinishReason = Literal["stop", "length"]
-_FINISH: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+FinishReason = Literal["stop", "length", "tool_calls"]
+_FINISH: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_TOOL_CALLS: "tool_calls"}
+ToolMode = Literal["auto", "none", "required"]
+_TOOL_MODES: dict[ToolMode, pb.ToolMode] = {"auto": pb.TOOL_MODE_AUTO, "none": pb.TOOL_MODE_NONE, "required": pb.TOOL_MODE_REQUIRED}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """arguments: a JSON object, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat; role: system, developer, user, assistant or tool."""
+    """One turn of a chat; role: system, developer, user, assistant or tool. Of an assistant also what it called and thought, of a tool the
+    call that it answers."""
 
     role: str
-    content: str
+    content: str = ""
+    tool_calls: Sequence[ToolCall] = ()
+    reasoning: str | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a chat's model may call. parameters: a JSON schema, as text or as an object; strict: its arguments are held to it."""
+
+    name: str
+    description: str | None = None
+    parameters: str | Mapping[str, object] | None = None
+    strict: bool | None = None
 
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -87,7 +113,18 @@ class PlainOptions(TypedDict, total=False):
     prompt_logprobs: int
 
 
-class Options(PlainOptions, total=False):
+class ChatOptions(TypedDict, total=False):
+    """For a chat. tool_choice: a tool that has to be called, or whether one may or has to be; template_kwargs: for the model's chat template."""
+
+    tools: Sequence[Tool]
+    tool_choice: ToolMode | Tool
+    parallel_tool_calls: bool
+    template_kwargs: Mapping[str, object]
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+class Options(PlainOptions, ChatOptions, total=False):
     """All that a request may set."""
 
     structured_outputs: Structured
@@ -136,9 +173,19 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class CallDelta:
+    """More of one call of a tool; id and name come with its first part, else they are ""."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """One message of the stream: what became certain of one choice. route and timings come with a choice's first and last output,
-    finish_reason with its last, usage with the last of all."""
+    finish_reason with its last, usage with the last of all. reasoning and tool_calls, of a chat, are no part of the text."""
 
     index: int
     text: str
@@ -151,16 +198,20 @@ class Output:
     prompt_token_ids: tuple[int, ...]
     prompt_logprobs: tuple[Logprobs, ...]
     usage: Usage | None
+    reasoning: str
+    tool_calls: tuple[CallDelta, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole request: the text of each choice, and how each ended."""
+    """A whole request: the text of each choice, and how each ended; of a chat also what was thought and called."""
 
     texts: tuple[str, ...]
     token_ids: tuple[tuple[int, ...], ...]
     finish_reasons: tuple[FinishReason, ...]
     usage: Usage
+    reasonings: tuple[str, ...]
+    tool_calls: tuple[tuple[ToolCall, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +314,8 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     try:
-        plain = cast(PlainOptions, {name: value for name, value in options.items() if name != "structured_outputs"})
+        for_chat = ChatOptions.__annotations__.keys()
+        plain = cast(PlainOptions, {name: value for name, value in options.items() if name != "structured_outputs" and name not in for_chat})
         request = pb.GenerateRequest(**plain)
         if (asked := options.get("structured_outputs")) is not None:
             request.structured_outputs.CopyFrom(_structured(asked))
@@ -273,10 +325,42 @@ def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
             request.token_ids.ids.extend(part for part in prompt if isinstance(part, int))
             request.token_ids.SetInParent()
         else:
-            request.chat.messages.extend(pb.ChatMessage(role=said.role, content=said.content) for said in _turns(prompt))
+            request.chat.CopyFrom(_chat(_turns(prompt), options))
+        if request.WhichOneof("prompt") != "chat" and (given := sorted(for_chat & options.keys())):
+            raise BadRequest(f"{given[0]} is for a chat; send a list of Message as the prompt, or leave it out", given[0])
     except (TypeError, ValueError, OverflowError) as error:
         raise BadRequest(f"the request cannot be sent: {error}; see pdcluster.client.Options for what may be set") from error
     return request
+
+
+def _chat(turns: Sequence[Message], options: Options) -> pb.Chat:
+    chat = pb.Chat(messages=[_message(said) for said in turns], tools=[_tool(tool) for tool in options.get("tools", ())])
+    for name in ("parallel_tool_calls", "add_generation_prompt", "continue_final_message"):
+        if (given := options.get(name)) is not None:
+            setattr(chat, name, given)
+    if (choice := options.get("tool_choice")) is not None:
+        chat.tool_choice.CopyFrom(pb.ToolChoice(function=choice.name) if isinstance(choice, Tool) else pb.ToolChoice(mode=_mode(choice)))
+    if (kwargs := options.get("template_kwargs")) is not None:
+        chat.template_kwargs = json.dumps(kwargs)
+    return chat
+
+
+def _mode(choice: ToolMode) -> pb.ToolMode:
+    if choice not in _TOOL_MODES:
+        raise BadRequest(f"tool_choice is {choice!r}; it must be a Tool or one of {', '.join(_TOOL_MODES)}", "tool_choice")
+    return _TOOL_MODES[choice]
+
+
+def _message(said: Message) -> pb.ChatMessage:
+    calls = [pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in said.tool_calls]
+    return pb.ChatMessage(
+        role=said.role, content=said.content, tool_calls=calls, reasoning=said.reasoning, tool_call_id=said.tool_call_id, name=said.name
+    )
+
+
+def _tool(tool: Tool) -> pb.Tool:
+    parameters = tool.parameters if tool.parameters is None or isinstance(tool.parameters, str) else json.dumps(tool.parameters)
+    return pb.Tool(name=tool.name, description=tool.description, parameters=parameters, strict=tool.strict)
 
 
 def _structured(asked: Structured) -> pb.StructuredOutputs:
@@ -315,6 +399,8 @@ def _output(reply: pb.GenerateReply) -> Output:
         prompt_token_ids=tuple(reply.prompt_token_ids),
         prompt_logprobs=_logprobs(reply.prompt_logprobs),
         usage=_usage(reply.usage) if reply.HasField("usage") else None,
+        reasoning=reply.reasoning,
+        tool_calls=tuple(CallDelta(call.index, call.id, call.name, call.arguments) for call in reply.tool_calls),
     )
 
 
@@ -340,4 +426,13 @@ def _whole(outputs: Sequence[Output]) -> Completion:
     usage = next(output.usage for output in outputs if output.usage)
     texts = tuple("".join(output.text for output in choice) for choice in of)
     tokens = tuple(tuple(token_id for output in choice for token_id in output.token_ids) for choice in of)
-    return Completion(texts, tokens, tuple(reasons), usage)
+    reasonings = tuple("".join(output.reasoning for output in choice) for choice in of)
+    return Completion(texts, tokens, tuple(reasons), usage, reasonings, tuple(_calls(choice) for choice in of))
+
+
+def _calls(outputs: Sequence[Output]) -> tuple[ToolCall, ...]:
+    """Of one choice, put together."""
+    deltas = [delta for output in outputs for delta in output.tool_calls]
+    return tuple(
+        ToolCall(first.id, first.name, "".join(delta.arguments for delta in deltas if delta.index == first.index)) for first in deltas if first.id
+    )

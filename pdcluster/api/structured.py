@@ -141,7 +141,7 @@ def _structured(asked: StructuredOutputs) -> Form:
     if given[0] == "json_object":
         return any_object()
     if given[0] == "json":
-        return json_form(_parsed(asked.json, name), name)
+        return json_form(parsed(asked.json, name), name)
     if given[0] == "choice":
         return _choice(cast(list[str], asked.choice), name)
     text = asked.regex if given[0] == "regex" else asked.grammar
@@ -154,8 +154,8 @@ def _structured(asked: StructuredOutputs) -> Form:
     return {"type": "grammar", "grammar": text}
 
 
-def _parsed(schema: object, param: str) -> object:
-    """As text or as an object, both are usual."""
+def parsed(schema: object, param: str) -> object:
+    """As text or as an object, both are usual. Raises BadRequest naming param."""
     if not isinstance(schema, str):
         return schema
     try:
@@ -163,7 +163,7 @@ def _parsed(schema: object, param: str) -> object:
     except RecursionError as error:
         raise BadRequest(f"{param} is nested too deeply; send a flatter schema", param) from error
     except ValueError as error:
-        raise BadRequest(f"{param} is text, but no JSON: {error}; send the schema as an object", param) from error
+        raise BadRequest(f"{param} is text, but no JSON: {error}; correct it", param) from error
 
 
 def _choice(choices: list[str], param: str) -> Form:

@@ -9,6 +9,7 @@ from google.protobuf.message import Message as Proto
 from pdcluster.api import openai
 from pdcluster.api.choice import Piece, Token
 from pdcluster.api.replies import RouteReport, Usage
+from pdcluster.api.structured import parsed
 from pdcluster.errors import BadRequest
 from pdcluster.rpc import inference_pb2 as pb
 
@@ -19,12 +20,13 @@ _SAME_NAME = (
 )  # fmt: skip
 """Optional fields that are called and mean the same over HTTP."""
 
-_FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+_FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH, "tool_calls": pb.FINISH_REASON_TOOL_CALLS}
+_TOOL_MODES = {pb.TOOL_MODE_AUTO: "auto", pb.TOOL_MODE_NONE: "none", pb.TOOL_MODE_REQUIRED: "required"}
 
 
 def request_from_proto(message: pb.GenerateRequest, model: str) -> openai.ChatRequest | openai.CompletionRequest:
     """model: for a request that names none. Raises BadRequest naming the field, as for a JSON body."""
-    fields: dict[str, object] = {name: getattr(message, name) for name in _SAME_NAME if message.HasField(name)}
+    fields = _given(message, *_SAME_NAME)
     fields |= {"model": message.model or model, "stop": list(message.stop), "stop_token_ids": list(message.stop_token_ids)}
     fields["return_token_ids"] = message.return_prompt_token_ids
     fields |= {"logit_bias": {str(token): bias for token, bias in message.logit_bias.items()}, "bad_words": list(message.bad_words)}
@@ -47,16 +49,49 @@ def _chat_fields(message: pb.GenerateRequest) -> dict[str, object]:
     if message.HasField("echo"):
         raise BadRequest("echo is for text and token_ids, not for chat; leave it out", "echo")
     chat = message.chat
-    fields: dict[str, object] = {"messages": [{"role": said.role, "content": said.content} for said in chat.messages]}
-    fields |= {name: getattr(chat, name) for name in ("add_generation_prompt", "continue_final_message") if chat.HasField(name)}
+    fields: dict[str, object] = {"messages": [_message_fields(said) for said in chat.messages]}
+    fields |= _given(chat, "add_generation_prompt", "continue_final_message", "parallel_tool_calls")
+    if chat.tools:
+        fields["tools"] = [_tool_fields(tool, f"chat.tools[{index}].parameters") for index, tool in enumerate(chat.tools)]
+    if chat.HasField("tool_choice"):
+        fields["tool_choice"] = _tool_choice(chat.tool_choice)
+    if chat.HasField("template_kwargs"):
+        fields["chat_template_kwargs"] = parsed(chat.template_kwargs, "chat.template_kwargs")
     return fields | ({"logprobs": True, "top_logprobs": message.logprobs} if message.HasField("logprobs") else {})
+
+
+def _message_fields(said: pb.ChatMessage) -> dict[str, object]:
+    fields: dict[str, object] = {"role": said.role, "content": said.content, **_given(said, "tool_call_id", "name")}
+    if said.HasField("reasoning"):
+        fields["reasoning_content"] = said.reasoning
+    if said.tool_calls:
+        fields["tool_calls"] = [{"id": call.id, "function": {"name": call.name, "arguments": call.arguments}} for call in said.tool_calls]
+        fields["content"] = said.content or None
+    return fields
+
+
+def _tool_fields(tool: pb.Tool, param: str) -> dict[str, object]:
+    function: dict[str, object] = {"name": tool.name, **_given(tool, "description", "strict")}
+    if tool.HasField("parameters"):
+        function["parameters"] = parsed(tool.parameters, param)
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: pb.ToolChoice) -> object:
+    if choice.WhichOneof("kind") == "function":
+        return {"type": "function", "function": {"name": choice.function}}
+    return _TOOL_MODES.get(choice.mode)
+
+
+def _given(message: Proto, *names: str) -> dict[str, object]:
+    return {name: getattr(message, name) for name in names if message.HasField(name)}
 
 
 def _plain_fields(message: pb.GenerateRequest, kind: str) -> dict[str, object]:
     if kind == "token_ids" and not message.token_ids.ids:
         raise BadRequest("token_ids is empty; send at least one token id", "token_ids")
     fields: dict[str, object] = {"prompt": message.text if kind == "text" else list(message.token_ids.ids)}
-    return fields | {name: getattr(message, name) for name in ("logprobs", "echo") if message.HasField(name)}
+    return fields | _given(message, "logprobs", "echo")
 
 
 def piece_to_proto(index: int, piece: Piece, position: int, *, logprobs: bool) -> pb.GenerateReply:
@@ -65,6 +100,10 @@ def piece_to_proto(index: int, piece: Piece, position: int, *, logprobs: bool) -
         index=index, text=piece.text, token_ids=[token.id for token in piece.tokens], position=position,
         finish_reason=_FINISH[piece.finish] if piece.finish else None, prompt_token_ids=piece.prompt_token_ids or (),
     )  # fmt: skip
+    if piece.reasoning:
+        reply.reasoning = piece.reasoning
+    for call in piece.calls:
+        reply.tool_calls.add(index=call.index, id=call.id or "", name=call.name or "", arguments=call.arguments)
     if logprobs:
         reply.logprobs.extend(_logprobs(piece.tokens))
     reply.prompt_logprobs.extend(_logprobs(piece.echo if piece.prompt_logprobs is None else piece.prompt_logprobs))

@@ -15,7 +15,7 @@ import msgspec
 
 from pdcluster.api import limits, openai, structured
 from pdcluster.api.choice import ChoiceText
-from pdcluster.api.dialogue import NO_MARKS, Dialogue, dialogue_of, marking_of, offered
+from pdcluster.api.dialogue import Dialogue, dialogue_of, marking_of, offered
 from pdcluster.api.limits import Limits
 from pdcluster.api.replies import ChatFormat, CompletionFormat, Format, Head
 from pdcluster.api.segments import SHORT_CHARACTERS
@@ -160,11 +160,10 @@ def _has_long_arguments(request: openai.ChatRequest | openai.TokenizeRequest) ->
     return bool(kwargs) and len(msgspec.json.encode(kwargs)) > SHORT_CHARACTERS
 
 
-def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Terms, *, takes_apart: bool = True) -> Prepared:
-    """takes_apart: whether reasoning and calls of tools are told apart from the text."""
+def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
     model = find_model(dispatcher, request.model)
     openai.check_template_kwargs(request.chat_template_kwargs)
-    marking = marking_of(model.text) if takes_apart else NO_MARKS
+    marking = marking_of(model.text)
     offer = offered(request, marking)
     rendered = render_chat(model.text, request, offer)
     token_ids = encode_rendered(model.text, rendered, bool(request.add_special_tokens))
