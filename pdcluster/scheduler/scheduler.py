@@ -29,12 +29,12 @@ from pdcluster.kv.pages import PagePool
 from pdcluster.lifecycle import Residence
 from pdcluster.messages import TokenLogprobs
 from pdcluster.scheduler.backlog import backlog, blocks_by_then, decoding
+from pdcluster.scheduler.credit import Credit
 from pdcluster.scheduler.flight import Flights
 from pdcluster.scheduler.forecast import Forecast
 from pdcluster.scheduler.limits import Limits, longest
 from pdcluster.scheduler.rows import Draft, Occupancy, Update, can_be_followed, finish
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.scheduler.shares import PageShares
 from pdcluster.scheduler.sharing import Forks, can_fork, publish
 from pdcluster.step import Row, RowResult, StepPlan, StepResult
 
@@ -60,7 +60,7 @@ class Scheduler:
         """Oldest first, whenever they were admitted; so the newest row is the last one."""
         self._num_reserved = 0
         self._num_parked = 0
-        self._shares = PageShares(pages, limits.reserve_tokens)
+        self._credit = Credit(pages, limits.reserve_tokens)
         self._forks = Forks(pages)
         self._num_arrived = 0
         self._flights = Flights(pages)
@@ -98,7 +98,7 @@ class Scheduler:
         if not self._take_pages(sequence, sequence.num_tokens // self._pool.page_tokens):
             spare = self.num_spare_pages
             num_pages = self._pool.pages_for(sequence.num_tokens)
-            missing = num_pages + self._shares.growth(sequence, num_pages) - spare
+            missing = num_pages + self._credit.growth(sequence, num_pages) - spare
             raise Overloaded(
                 f"no room for {sequence.num_tokens} tokens: {spare} KV pages are spare; retry later", forecast.pages_free_s(running, missing)
             )
@@ -174,7 +174,7 @@ class Scheduler:
                 return None
             if sequence.num_in_flight and sequence.num_tokens + 1 >= sequence.max_total:
                 continue  # it ends with the token that is on its way
-            if not self._shares.grow(sequence, sequence.num_tokens + sequence.num_in_flight):
+            if not self._credit.grow(sequence, sequence.num_tokens + sequence.num_in_flight):
                 return None
             step.take(sequence, 1)
         return self._launch(step)
@@ -235,7 +235,7 @@ class Scheduler:
         # Rule 5; and prompt logprobs need the logits of every prompt position.
         usable_tokens = 0 if sequence.wants_prompt_logprobs else sequence.num_tokens - 1
         is_fork = can_fork(sequence)
-        if not (self._shares.take_fork(sequence, self._forks) if is_fork else self._take_pages(sequence, usable_tokens // self._pool.page_tokens)):
+        if not (self._credit.take_fork(sequence, self._forks) if is_fork else self._take_pages(sequence, usable_tokens // self._pool.page_tokens)):
             return False
         del self._waiting[sequence.key]
         sequence.advance("admit")
@@ -294,11 +294,11 @@ class Scheduler:
     # ------------------------------------------------------------ pages
 
     def _take_pages(self, sequence: Sequence, max_cached: int) -> bool:
-        return self._shares.take(sequence, max_cached, is_alone=not self._running and not self._num_reserved)
+        return self._credit.take(sequence, max_cached, is_alone=not self._running and not self._num_reserved)
 
     def _has_room(self, sequence: Sequence) -> bool:
         """A page for the next token of a decode row, at the cost of newer rows if need be; False when the row itself had to give way (rule 2)."""
-        while not self._shares.grow(sequence, sequence.num_tokens):
+        while not self._credit.grow(sequence, sequence.num_tokens):
             newest = next(row for row in reversed(self._running) if not row.remote)
             self._preempt(newest)
             if newest is sequence:
@@ -361,7 +361,7 @@ class Scheduler:
                 self._num_parked -= 1
             case Residence.FINISHED:
                 raise IntegrityError(f"{sequence!r} ended twice")
-        self._shares.forgo_growth(sequence)
+        self._credit.forgo_growth(sequence)
 
     def _queue_moves_s(self) -> float:
         """Until some request leaves the full queue."""
@@ -374,7 +374,7 @@ class Scheduler:
     @property
     def num_spare_pages(self) -> int:
         """Pages that can be had without touching what is kept available for the growth of rows."""
-        return self._shares.num_spare
+        return self._credit.num_spare
 
     @property
     def has_waiting_preempted(self) -> bool:
@@ -416,7 +416,7 @@ class Scheduler:
         }
         for state, count in counted.items():
             _require(states[state] == count, f"{states[state]} sequences are {state.name}, {count} are counted")
-        self._shares.check_integrity(self._live.values())
+        self._credit.check_integrity(self._live.values())
         _require(self._running == sorted(self._running, key=_order), "the running batch is out of order")
         self._check_pages()
 

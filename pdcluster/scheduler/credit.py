@@ -1,4 +1,4 @@
-"""Pages of the pool that sequences hold, and pages kept available for their growth (`Scheduler`, rule 1). Pure.
+"""Pages that sequences take from the pool, and their credit: pages kept available for their growth (`Scheduler`, rule 1). Pure.
 
 It does not decide who is admitted or preempted: it says what there is room for, and gives all of it or nothing.
 """
@@ -13,19 +13,19 @@ from pdcluster.scheduler.sequence import Sequence
 from pdcluster.scheduler.sharing import Forks
 
 
-class PageShares:
+class Credit:
     """Of one scheduler. reserve_tokens: output tokens for whose pages every row has credit."""
 
     def __init__(self, pool: PagePool, reserve_tokens: int) -> None:
         self._pool = pool
         self._reserve_tokens = reserve_tokens
-        self._credit = 0
+        self._total = 0
         """Of all sequences."""
 
     @property
     def num_spare(self) -> int:
         """Pages that are nobody's credit."""
-        return max(self._pool.num_available - self._credit, 0)
+        return max(self._pool.num_available - self._total, 0)
 
     def growth(self, sequence: Sequence, num_pages: int) -> int:
         """Pages beyond num_pages for the sequence's next reserve_tokens tokens. A remote prefill never grows; the last token needs no KV."""
@@ -42,7 +42,7 @@ class PageShares:
         num_pages = pool.pages_for(sequence.num_tokens)
         num_fresh = num_pages - num_cached
         credit = self.growth(sequence, num_pages)
-        needed = num_fresh if is_alone else num_fresh + credit + self._credit
+        needed = num_fresh if is_alone else num_fresh + credit + self._total
         if needed > pool.num_available:
             return False
         cached = pool.match(sequence.hashes, num_cached)
@@ -60,7 +60,7 @@ class PageShares:
     def take_fork(self, sequence: Sequence, forks: Forks) -> bool:
         """The prompt's pages from the sequence that computed them, and one of its own."""
         credit = self.growth(sequence, self._pool.pages_for(sequence.num_tokens))
-        if 1 + credit + self._credit > self._pool.num_available:
+        if 1 + credit + self._total > self._pool.num_available:
             return False
         forks.take(sequence)
         self._set_credit(sequence, credit)
@@ -82,11 +82,11 @@ class PageShares:
         self._set_credit(sequence, 0)
 
     def _set_credit(self, sequence: Sequence, credit: int) -> None:
-        self._credit += credit - sequence.credit
+        self._total += credit - sequence.credit
         sequence.credit = credit
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises IntegrityError when the credit of all live sequences is not what is counted."""
         credit = sum(sequence.credit for sequence in sequences)
-        if credit != self._credit:
-            raise IntegrityError(f"scheduler: the rows' credit is {credit} pages, {self._credit} are counted")
+        if credit != self._total:
+            raise IntegrityError(f"scheduler: the rows' credit is {credit} pages, {self._total} are counted")
