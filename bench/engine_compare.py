@@ -11,7 +11,6 @@ An idle engine waits in a read and takes no time of the core. vLLM's figures hol
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -67,7 +66,7 @@ def compare(
                 print(f"{rival} is skipped: {venvs / VENVS[rival]} is no virtual environment with it; bench/README.md says how to make one")
                 continue
             try:
-                contenders.append(stack.enter_context(started(rival, command, rival_environment(rival, venvs), core)))
+                contenders.append(stack.enter_context(started(rival, command, rival_environment(rival, venvs, core), core)))
             except Silent as error:
                 print(f"{rival} is skipped: {error}")
         return [*_starts(contenders), *_prefills(contenders, prefills, repeats), *_decodes(contenders, decodes, repeats)]
@@ -76,30 +75,39 @@ def compare(
 def rival_command(rival: str, venvs: Path, model: Path) -> list[str] | None:
     python = venvs / VENVS[rival] / "bin" / "python"
     script = Path(__file__).parent / f"rival_{VENVS[rival]}.py"
-    return [str(python), str(script), str(model), "1"] if python.exists() else None
+    return [str(python), str(script), str(model)] if python.exists() else None
 
 
-def rival_environment(rival: str, venvs: Path) -> dict[str, str]:
-    """vLLM wants its OpenMP and tcmalloc in front; without them it is two to three times slower."""
+def rival_environment(rival: str, venvs: Path, core: int) -> dict[str, str]:
+    """vLLM wants its OpenMP and tcmalloc in front; without them it is two to three times slower. One process: a second one would share the core."""
     if rival != "vllm":
         return {}
     wanted = [venvs / "vllm/lib/libiomp5.so", Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")]
     missing = [str(path) for path in wanted if not path.exists()]
     if missing:
         print(f"vllm runs without {', '.join(missing)}")
-    return {"LD_PRELOAD": ":".join(str(path) for path in wanted if path.exists())}
+    return {
+        "LD_PRELOAD": ":".join(str(path) for path in wanted if path.exists()),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        "VLLM_TARGET_DEVICE": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
 
 
 @contextmanager
 def started(name: str, command: list[str], environment: Mapping[str, str], core: int) -> Iterator[Contender]:
     begin = time.perf_counter()
+    assignments = [f"{name}={value}" for name, value in {"OMP_NUM_THREADS": "1", **environment}.items()]
     process = subprocess.Popen(
-        ["taskset", "-c", str(core), *command],
+        ["taskset", "-c", str(core), "env", *assignments, *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
     try:
         version = str(read_answer(name, process)["version"])

@@ -2,7 +2,7 @@
 # Runs in a virtual environment of its own, which has llama_cpp and gguf but not pdcluster.
 """llama.cpp as a rival of `bench.engine`: one process that does one measured thing per line of its input.
 
-    python rival_llama.py CHECKPOINT THREADS      after `pip install llama-cpp-python==0.3.36 gguf safetensors`
+    python rival_llama.py CHECKPOINT      after `pip install llama-cpp-python==0.3.36 gguf safetensors`
 
 A bfloat16 GGUF of the checkpoint (Qwen3) is written once beside it. The protocol is that of `bench.engine_compare`.
 """
@@ -35,11 +35,11 @@ MOST_ROWS = 32
 
 
 def main():
-    directory, threads = Path(sys.argv[1]), int(sys.argv[2])
+    directory = Path(sys.argv[1])
     path = directory / "model-bf16.gguf"
     if not path.exists():
         write_gguf(directory, path)
-    model, context = load(path, threads)
+    model, context = load(path)
     answer({"version": ll.__version__})
     for line in sys.stdin:
         asked = json.loads(line)
@@ -103,7 +103,7 @@ def gguf_name(name):
     return f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
 
 
-def load(path, threads):
+def load(path):
     ll.llama_log_set(QUIET, ctypes.c_void_p())
     ll.llama_backend_init()
     model = ll.llama_load_model_from_file(str(path).encode(), ll.llama_model_default_params())
@@ -111,7 +111,7 @@ def load(path, threads):
     params.n_ctx = 8 * MOST_TOKENS
     params.n_batch = params.n_ubatch = 2048
     params.n_seq_max = MOST_ROWS
-    params.n_threads = params.n_threads_batch = threads
+    params.n_threads = params.n_threads_batch = 1
     params.kv_unified = True
     context = ll.llama_new_context_with_model(model, params)
     assert context, "llama.cpp made no context"

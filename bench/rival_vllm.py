@@ -2,36 +2,23 @@
 # Runs in a virtual environment of its own, which has vllm but not pdcluster.
 """vLLM's CPU engine as a rival of `bench.engine`, in one process: the protocol of `bench.engine_compare`.
 
-    python rival_vllm.py CHECKPOINT THREADS       see bench/README.md for the set-up
+    python rival_vllm.py CHECKPOINT       after the set-up in bench/README.md, in the environment that `bench.engine_compare` gives it
 
 A step cannot be timed from outside: decode is the time of some steps more, divided by their number; prefill is a request for one token.
 """
 
 import importlib.metadata
 import json
-import os
 import sys
 import time
+
+from vllm import LLM, SamplingParams, TokensPrompt
 
 MOST_ROWS = 32
 
 
 def main():
-    directory, threads = sys.argv[1], sys.argv[2]
-    core = min(os.sched_getaffinity(0))
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": str(core),
-        "OMP_NUM_THREADS": threads,
-        "VLLM_TARGET_DEVICE": "cpu",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    from vllm import LLM
-
-    engine = LLM(directory, dtype="bfloat16", max_model_len=4096, max_num_seqs=MOST_ROWS, enable_prefix_caching=False, seed=0)
+    engine = LLM(sys.argv[1], dtype="bfloat16", max_model_len=4096, max_num_seqs=MOST_ROWS, enable_prefix_caching=False, seed=0)
     generate(engine, 1, 16, 2)
     answer({"version": importlib.metadata.version("vllm-cpu")})
     for line in sys.stdin:
@@ -50,8 +37,6 @@ def answer(what):
 
 def generate(engine, batch, tokens, outputs):
     """Seconds for `batch` prompts that no cache has seen."""
-    from vllm import SamplingParams, TokensPrompt
-
     generate.calls = getattr(generate, "calls", 0) + 1
     first = 17 * generate.calls
     prompts = [TokensPrompt(prompt_token_ids=[1 + 7919 * (first + 31 * row + index) % 1000 for index in range(tokens)]) for row in range(batch)]

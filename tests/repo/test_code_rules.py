@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from tree import PACKAGES, ROOT, Module, imports, modules, written
@@ -31,6 +32,13 @@ def test_the_environment_is_read_in_config_only(module: Module) -> None:
     found = [node.lineno for node in ast.walk(module.tree) if isinstance(node, ast.Attribute) and node.attr in forbidden and _is_os(node.value)]
     found += [line for name, line in imports(module) if name == "os" and _names_imported(module, line) & forbidden]
     assert not found, f"{module.file} reads the environment in lines {found}; add a key to config instead"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "bench").glob("*.py")), ids=lambda file: file.name)
+def test_benches_read_no_environment(file: Path) -> None:
+    tree = ast.parse(file.read_text(), str(file))
+    found = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and _is_os(node.value)]
+    assert not found, f"{file} reads the environment in lines {found}; take it as an argument, or start children with env NAME=VALUE"
 
 
 @pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
