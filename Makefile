@@ -32,7 +32,7 @@ test: lint ## lint, then all fast tests and a sample of each big matrix
 test-full: lint ## lint, then every test
 	$(PYTEST) $(PARALLEL) $(ARGS)
 
-bench: setup ## quick figures of engine, transfer, layouts, hand-over, overlap, pulls and overload, beside their ceilings
+bench: setup ## quick figures of engine, transfer, layouts, hand-over, overlap, pulls and overload; bench/README.md lists all benches
 	$(BIN)/python -m bench.engine --quick
 	$(BIN)/python -m bench.transfer --quick
 	$(BIN)/python -m bench.layouts --quick
