@@ -1,3 +1,5 @@
+"""Text comes out piece by piece as the whole would, whatever the tokenizer and wherever a character is cut."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""What a request's sampling becomes beside the model's defaults and context, and what is refused."""
+
 from __future__ import annotations
 
 from array import array

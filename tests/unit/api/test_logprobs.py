@@ -1,3 +1,5 @@
+"""Logprobs as JSON of completions and of chats."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""Stop strings in text that comes in pieces."""
+
 from __future__ import annotations
 
 from itertools import pairwise

@@ -1,3 +1,5 @@
+"""Tokenizer, chat template and defaults of a model directory."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""What nodes say of themselves: cards and snapshots, on the wire and when they are wrong."""
+
 from dataclasses import replace
 from typing import Any
 

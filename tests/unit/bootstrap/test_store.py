@@ -1,3 +1,5 @@
+"""Registrations, leases and versions, by a clock of the test."""
+
 from dataclasses import replace
 
 import pytest

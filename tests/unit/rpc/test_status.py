@@ -1,3 +1,5 @@
+"""Our errors as gRPC codes, and back."""
+
 import grpc
 import pytest
 

@@ -1,3 +1,5 @@
+"""Contexts and nodes that talk over real sockets on loopback."""
+
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,3 +1,5 @@
+"""Addresses as text."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,3 +1,5 @@
+"""Frames: every message comes back as it was, and no bytes do anything but be refused."""
+
 import math
 from collections.abc import Callable
 

@@ -1,3 +1,5 @@
+"""Encrypted links: members of a cluster talk, nobody else is heard."""
+
 from collections.abc import Callable
 
 import pytest

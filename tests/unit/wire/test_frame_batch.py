@@ -1,3 +1,5 @@
+"""What is said in one turn, gathered into frames of bounded size."""
+
 import tracemalloc
 
 import msgspec

@@ -1,3 +1,5 @@
+"""A hub among nodes and routers: order, gaps, bounds, strangers."""
+
 import socket
 from collections.abc import Callable, Iterator
 

@@ -1,3 +1,5 @@
+"""A router's link to a node over its life: up, hung, lost, restarted."""
+
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
