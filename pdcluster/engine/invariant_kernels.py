@@ -18,8 +18,8 @@ from pdcluster.engine.kernels import VERY_NEGATIVE, exponential, narrow
 from pdcluster.engine.vectors import LANES, address, dots_of, has_pair_product, weigh_of
 
 NATIVE = has_pair_product()
-AHEAD = 2048
-"""Bytes by which weights are asked for before they are read."""
+AHEAD, NEAR_AHEAD = 2048, 1024
+"""Bytes by which weights are asked for before they are read, the fewer for one or two rows: as in `pair_kernels`."""
 ROW_BLOCK = 96
 """Rows that go over all weights together: their inputs stay in the second-level cache."""
 TILE = 32
@@ -38,6 +38,7 @@ def multiply(x, weight, bias, out, lo, hi):
     num_rows, step = x.shape[0], weight.shape[0] // 4
     row_bytes = 2 * weight.shape[1]
     first, inputs = address(weight), address(x)
+    ahead = NEAR_AHEAD if num_rows <= 2 else AHEAD
     sums = np.empty(24, np.float32)
     at = address(sums)
     for block in range(0, num_rows, ROW_BLOCK):
@@ -46,7 +47,7 @@ def multiply(x, weight, bias, out, lo, hi):
             begin = first + n * row_bytes
             for r in range(block, end, 6):
                 count = min(6, end - r)
-                coming = begin + (AHEAD if r == block else 0)
+                coming = begin + (ahead if r == block else 0)
                 dots(count, begin, step * row_bytes, coming, inputs + r * row_bytes, row_bytes, at)
                 for i in range(count):
                     for j in range(4):
