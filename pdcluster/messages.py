@@ -53,8 +53,8 @@ class Work(Value, frozen=True, array_like=True):
     """One attempt of one request, as every leg needs to know it.
 
     token_ids: packed int32 of the prompt and of all tokens emitted by earlier attempts; num_prompt of them are the prompt.
-    hashes: the chained block hashes of token_ids, HASH_BYTES each, full hash blocks only. hash_root: the key of the chain's first block
-    (kv.hashing.chain_root), so that a node can name what it decodes after a prompt shorter than a block; empty: such output is not cached."""
+    hashes: the chained block hashes of token_ids, HASH_BYTES each, full hash blocks only. hash_root: what stands before the chain's first block
+    (kv.hashing.chain_root), so that a node can name what it decodes after a prompt shorter than a stretch; empty: such output is not cached."""
 
     request: Id
     attempt: Count
@@ -479,4 +479,4 @@ class Envelope(Value, frozen=True, array_like=True):
     messages: Annotated[tuple[AnyMessage, ...], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pdcluster.errors import BadRequest, IntegrityError
 from pdcluster.history import history_of
-from pdcluster.kv.hashing import extend
+from pdcluster.kv.hashing import extend, is_extendable
 from pdcluster.lifecycle import RESIDENCE, Residence, advance
 from pdcluster.messages import HASH_BYTES, Sampling, TokenLogprobs, Work
 
@@ -137,10 +137,10 @@ class Sequence:
         self.num_tokens += 1
 
     def extend_hashes(self, num_tokens: int) -> None:
-        """Have the hash chain cover the full blocks of the first num_tokens tokens, where its start is known."""
+        """Have the hash chain cover the full blocks of the first num_tokens tokens, where enough of its start is known."""
         if num_tokens > self.num_tokens:
             raise IntegrityError(f"hashes of {num_tokens} tokens of {self.key}, which has {self.num_tokens}: what is behind them is not its text")
-        if num_tokens // self.block_tokens * HASH_BYTES <= len(self.hashes) or not (self.hashes or self._hash_root):
+        if num_tokens // self.block_tokens * HASH_BYTES <= len(self.hashes) or not is_extendable(self.hashes, self._hash_root):
             return
         packed = self._tokens[:num_tokens].data
         self.hashes += extend(self.hashes, packed, root=self._hash_root, block_tokens=self.block_tokens)

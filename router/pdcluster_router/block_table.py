@@ -1,7 +1,7 @@
 """An open-addressing table from block hashes to the ids of holder sets, in two flat arrays: 20 bytes a slot, no object per row.
 
 Fixed in size; `index` moves rows into a larger one piece by piece, and this one gives its memory back as they go. Linear probing from the hash
-itself, which is uniform (BLAKE2). Many rows are probed at once with numpy; the few that are left after a few rounds, and single lookups, go row by
+itself, which is uniform (SHA-256). Many rows are probed at once with numpy; the few that are left after a few rounds, and single lookups, go row by
 row through memoryviews.
 
 What the set ids mean is not known here, but for two of them: FREE was never used and ends a probe, GONE (a row that was removed) does not.

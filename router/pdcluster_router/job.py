@@ -12,7 +12,7 @@ from pdcluster_router.generation import Force
 
 @dataclass(frozen=True, slots=True)
 class HashChain:
-    """How the model's nodes name KV: the key of the first block (kv.hashing.chain_root) and the tokens of a block."""
+    """How the model's nodes name KV: the root of the chain (kv.hashing.chain_root) and the tokens of a block."""
 
     root: bytes
     block_tokens: int

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.kv.hashing import block_hashes, chain_root, extend
+from pdcluster.kv.hashing import STRETCH_BLOCKS, block_hashes, chain_root, extend, is_extendable
 from pdcluster.messages import HASH_BYTES, pack_tokens
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
@@ -21,16 +21,17 @@ def test_only_full_blocks_have_a_hash():
     assert len(block_hashes(range(95))) == 2 * HASH_BYTES
 
 
-def test_a_hash_is_blake2b_of_the_blocks_tokens_keyed_by_its_parent():
-    root = chain_root(block_tokens=2)
-    first = hashlib.blake2b(b"\x01\0\0\0\x02\0\0\0", digest_size=16, key=root, person=b"pdcluster.block").digest()
-    second = hashlib.blake2b(b"\x03\0\0\0\x04\0\0\0", digest_size=16, key=first, person=b"pdcluster.block").digest()
-    assert block_hashes([1, 2, 3, 4, 5], block_tokens=2) == first + second
+def test_a_hash_is_sha256_of_what_stands_before_its_stretch_and_the_stretch_up_to_its_end():
+    root, packed = chain_root(block_tokens=2), pack_tokens(range(2 * STRETCH_BLOCKS + 4))
+    found = _split(block_hashes(range(2 * STRETCH_BLOCKS + 5), block_tokens=2))
+    first = [_sha256(root, packed[: 8 * count]) for count in range(1, STRETCH_BLOCKS + 1)]
+    second = [_sha256(first[-1], packed[8 * STRETCH_BLOCKS : 8 * (STRETCH_BLOCKS + count)]) for count in (1, 2)]
+    assert found == first + second
 
 
 def test_hashes_do_not_change_between_releases():
     """Nodes and routers of neighbouring versions must agree, or every cached prefix is lost in a rolling restart."""
-    assert block_hashes(range(32), salt=b"tenant", adapter="a", weights="w").hex() == "4e20b2e72f7cb8d3fd53ed7d3413a0dc"
+    assert block_hashes(range(32), salt=b"tenant", adapter="a", weights="w").hex() == "57a5539701bbce523376e644b3d60e41"
 
 
 @pytest.mark.parametrize("other", [{"salt": b"b"}, {"adapter": "b"}, {"weights": "b"}])
@@ -59,21 +60,32 @@ def test_equal_prefixes_share_exactly_their_full_blocks(prefix, left, right):
     assert all(a != b for a, b in rest)
 
 
-@given(TOKENS, st.integers(0, 40))
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=5 * STRETCH_BLOCKS), st.integers(0, 5 * STRETCH_BLOCKS))
 def test_extending_a_chain_gives_what_hashing_at_once_gives(tokens, cut):
-    root = chain_root(block_tokens=4, salt=b"s")
-    start = extend(b"", tokens[:cut], root=root, block_tokens=4)
-    assert start + extend(start, tokens, root=root, block_tokens=4) == block_hashes(tokens, block_tokens=4, salt=b"s")
+    root = chain_root(block_tokens=2, salt=b"s")
+    start = extend(b"", tokens[:cut], root=root, block_tokens=2)
+    assert start + extend(start, tokens, root=root, block_tokens=2) == block_hashes(tokens, block_tokens=2, salt=b"s")
 
 
-def test_a_chain_is_extended_without_knowing_its_root():
-    start = block_hashes(range(32), salt=b"secret")
-    assert start + extend(bytearray(start), range(64), root=b"") == block_hashes(range(64), salt=b"secret")
+def test_a_chain_is_extended_without_knowing_its_root_behind_its_first_stretch():
+    tokens = range(32 * (STRETCH_BLOCKS + 3))
+    whole = block_hashes(tokens, salt=b"secret")
+    for known in (STRETCH_BLOCKS, STRETCH_BLOCKS + 2):
+        start = whole[: known * HASH_BYTES]
+        assert is_extendable(start, b"")
+        assert start + extend(bytearray(start), tokens, root=b"") == whole
 
 
 def test_a_chain_is_not_started_without_a_root():
     with pytest.raises(ValueError, match="chain_root"):
         extend(b"", range(32), root=b"")
+
+
+def test_a_chain_does_not_go_on_in_its_first_stretch_without_a_root():
+    start = block_hashes(range(32), salt=b"secret")
+    assert not is_extendable(start, b"") and is_extendable(start, b"r" * HASH_BYTES)
+    with pytest.raises(ValueError, match="chain_root"):
+        extend(start, range(64), root=b"")
 
 
 def test_packed_tokens_and_arrays_hash_like_lists():
@@ -82,6 +94,10 @@ def test_packed_tokens_and_arrays_hash_like_lists():
     array = np.array(tokens, np.int32)
     expected = block_hashes(tokens)
     assert expected == block_hashes(packed) == block_hashes(memoryview(packed)) == block_hashes(array.data) == block_hashes(array)
+
+
+def _sha256(before: bytes, tokens: bytes) -> bytes:
+    return hashlib.sha256(b"pdcluster.block." + before + tokens).digest()[:HASH_BYTES]
 
 
 def _split(hashes: bytes) -> list[bytes]:
