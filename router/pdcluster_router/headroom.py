@@ -86,11 +86,11 @@ class Headroom:
 
     def keeps_pace(self, choice: Choice, query: Query, waited_s: float) -> bool:
         """Whether one more row leaves those of the decoding node as fast as they may be, or this request has no time left to wait for that."""
-        pace = choice.decode.pace
-        if pace is None or not pace.rows:
+        station = choice.decode.own_station  # mostly worked out already, for the choice
+        if station is None or not station.rows:
             return True
-        row_s = pace.row_s(query.num_tokens + query.expected_output / 2)
-        if pace.tpot_s + row_s <= (query.itl_s or COMFORT * (pace.decode.fixed_s + row_s)):
+        row_s = station.each_row_s + station.context_s * (query.num_tokens + query.expected_output / 2)
+        if station.tpot_s + row_s <= (query.itl_s or COMFORT * (station.decode_fixed_s + row_s)):
             return True
         alone_s = self.prefill_s(choice.first, max(query.num_tokens, round(query.usual_tokens)))
         return waited_s + (choice.predicted.ttft_s or 0.0) >= HALF * PATIENCE * alone_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import msgspec
@@ -15,6 +16,7 @@ from pdcluster_router.pace import pace
 from pdcluster_router.view import NodeView, Pending
 
 COUNTS = st.integers(0, 5000)
+SAMPLES = st.sampled_from([0, 1, 7, 8, 31, 32, 63, 64, 500, 5000])
 ROLES: st.SearchStrategy[Role] = st.sampled_from(["prefill", "decode", "mixed"])
 
 costs = st.builds(
@@ -47,6 +49,17 @@ def test_a_station_says_of_a_nodes_work_what_its_pace_says(load: Load | None, pe
     assert (station.num_prompts, station.num_requests) == (node.num_prompts, node.num_requests)
     assert (node.prefill_tokens, node.prefill_pairs) == (node.work.prefill_tokens, node.work.prefill_pairs)
     assert station.chunk_tokens == (cost.prefill.chunk_tokens or inf) and station.is_server == (role != "decode")
+    assert (station.decode_fixed_s, station.each_row_s, station.context_s) == (cost.decode.fixed_s, cost.decode.row_s, cost.decode.context_s)
+
+
+@given(load=loads(), cost=st.none() | costs, prefill_samples=SAMPLES, decode_samples=SAMPLES)
+def test_a_node_has_a_station_of_its_own_whenever_it_has_a_pace(
+    load: Load | None, cost: NodeCost | None, prefill_samples: int, decode_samples: int
+) -> None:
+    if cost is not None:
+        cost = NodeCost(replace(cost.prefill, samples=prefill_samples), replace(cost.decode, samples=decode_samples))
+    node = NodeView(Endpoint("n", "boot", "n:1"), "mixed", 0, load, 32, 4096, cost=cost)
+    assert (node.own_station is None) == (node.pace is None)
 
 
 @given(load=loads(), pending=pendings, cost=costs)
