@@ -44,6 +44,8 @@ def filling(place: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[None]
     A place that cannot be locked, or another that takes longer than wait_s, is no reason to stop."""
     filled = place / f"{what}.filled"
     lock = None if filled.exists() else _locked(place / "lock", time.monotonic() + wait_s)
+    if not filled.exists():
+        log.warning("CPU kernels (%s) are not compiled for this installation yet; that is done now, once, and takes some 15 s", what)
     try:
         yield
         if lock is not None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from pdcluster import bundled_model
-from pdcluster.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, UpConfig, cache_directory, keys, load, section_of
+from pdcluster.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, UpConfig, keys, load, section_of
 from pdcluster.errors import ConfigError, PdclusterError, Unavailable
 from pdcluster.keys import Section
 from pdcluster.kinds import split_address
@@ -113,8 +113,7 @@ class Cluster:
     async def start(self) -> Serving:
         began = time.monotonic()
         self._check()
-        first = "" if cache_directory().exists() else "; no kernels are compiled yet, which takes half a minute"
-        self._say(f"starting {' '.join(plan.name for plan in self._nodes)} router bootstrap{first}")
+        self._say(f"starting {' '.join(plan.name for plan in self._nodes)} router bootstrap")
         bootstrap = await self.supervisor.start(self._bootstrap_spec())
         address = str(bootstrap["address"])
         specs = [self._node_spec(plan, address) for plan in self._nodes] + [self._router_spec(address)]
