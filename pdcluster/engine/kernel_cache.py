@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, and that one process at a time fills such a place. It compiles nothing.
+"""Where compiled kernels are kept, that one process at a time fills such a place, and that places which nobody uses go. It compiles nothing.
 
 numba numbers the files of a kernel's variants by an index that it reads, changes and writes back. Two processes that do so at the same time may give
 both their variants one number: then a kernel made for other arrays, or for another machine's CPU, is loaded as if it were the right one.
@@ -10,6 +10,8 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +22,16 @@ log = logging.getLogger(__name__)
 WAIT_S = 180.0
 """For another process that compiles; it takes some 20 s where nothing else runs."""
 LOOK_S = 0.05
+TURN_S = 5.0
+"""For another process that notes its use of a place, or renames old ones."""
+MOST_PLACES = 16
+UNUSED_S = 30 * 86400.0
+"""After so long without a start a place goes."""
+FRESH_S = 86400.0
+"""A place that was used since then stays, however many there are."""
+PLACE = re.compile(r"[0-9a-f]{16}|(engine|transfer)_[0-9a-f]{40}")
+"""Names of places; the longer ones are numba's own, from versions that had only one place."""
+GONE = "gone-"
 SOURCES = ("kernels", "pair_kernels", "chunk_kernels", "layer_kernels", "invariant_kernels", "int8_kernels", "vectors")
 
 
@@ -35,6 +47,55 @@ def place_of(cache_dir: Path) -> Path:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
     digest.update(repr(cpu_target.target_context.codegen().magic_tuple()).encode())
     return cache_dir / digest.hexdigest()
+
+
+def open_place(cache_dir: Path) -> Path:
+    """`place_of`, made where it is missing and noted as used now. Who makes one removes those that nobody used for long, or that are too many."""
+    place = place_of(cache_dir)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with _turn(cache_dir, fcntl.LOCK_SH):
+        is_new = not place.exists()
+        place.mkdir(exist_ok=True)
+        _note_use(place)
+    if is_new:
+        forget_places(cache_dir)
+    return place
+
+
+def forget_places(cache_dir: Path) -> None:
+    """Remove places that are not used, least recently used first. One that another process is about to use is renamed never, or before that process
+    looks for it: it notes its use under the same lock."""
+    try:
+        with _turn(cache_dir, fcntl.LOCK_EX) as has_turn:
+            for place in _unused(cache_dir, time.time()) if has_turn else ():
+                place.rename(cache_dir / f"{GONE}{place.name}-{os.getpid()}")
+        for gone in cache_dir.glob(f"{GONE}*"):
+            shutil.rmtree(gone)
+    except OSError as error:
+        log.debug("not all old places of kernels are removed: %s", error)
+
+
+def _unused(cache_dir: Path, now: float) -> list[Path]:
+    ages = sorted((now - path.stat().st_mtime, path) for path in cache_dir.iterdir() if PLACE.fullmatch(path.name) and path.is_dir())
+    return [path for rank, (age, path) in enumerate(ages) if age > UNUSED_S or (rank >= MOST_PLACES and age > FRESH_S)]
+
+
+def _note_use(place: Path) -> None:
+    try:
+        os.utime(place)
+    except OSError as error:
+        log.debug("use of %s is not noted: %s", place, error)
+
+
+@contextmanager
+def _turn(cache_dir: Path, how: int) -> Iterator[bool]:
+    """For a block that holds the lock of all places, LOCK_SH or LOCK_EX; says whether it does."""
+    lock = _locked(cache_dir / "lock", time.monotonic() + TURN_S, how)
+    try:
+        yield lock is not None
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 @contextmanager
@@ -55,7 +116,7 @@ def filling(place: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[None]
             os.close(lock)
 
 
-def _locked(path: Path, deadline: float) -> int | None:
+def _locked(path: Path, deadline: float, how: int = fcntl.LOCK_EX) -> int | None:
     """A descriptor that holds the lock until it is closed."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -64,13 +125,13 @@ def _locked(path: Path, deadline: float) -> int | None:
         return None
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
             return fd
         except BlockingIOError:
             if time.monotonic() < deadline:
                 time.sleep(LOOK_S)
                 continue
-            log.warning("another process has %s for too long; CPU kernels are compiled beside it", path)
+            log.warning("another process has %s for too long; this one goes on beside it", path)
         except OSError as error:
             log.debug("%s is not locked: %s", path, error)
         os.close(fd)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdcluster.engine.kernel_cache import filling, place_of
+from pdcluster.engine.kernel_cache import filling, open_place
 from pdcluster.errors import ConfigError
 from pdcluster.kv.layout import DType
 
@@ -78,11 +78,10 @@ def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
     except ImportError as error:
         log.warning("numba cannot be imported (%s); the engine runs on plain torch, which is slower", error)
         return None
-    place = place_of(cache_dir)
-    # numba fills its config module at run time, so mypy does not see the name.
-    numba.config.CACHE_DIR = str(place)  # type: ignore[attr-defined]
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        place = open_place(cache_dir)
+        # numba fills its config module at run time, so mypy does not see the name.
+        numba.config.CACHE_DIR = str(place)  # type: ignore[attr-defined]
         with filling(place, dtype):
             from pdcluster.engine import kernels as module
 

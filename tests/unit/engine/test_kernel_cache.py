@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from pdcluster.engine import kernel_cache
-from pdcluster.engine.kernel_cache import SOURCES, filling, place_of
+from pdcluster.engine.kernel_cache import FRESH_S, MOST_PLACES, SOURCES, UNUSED_S, filling, forget_places, open_place, place_of
 
 
 def test_a_second_one_waits_until_the_first_has_filled_it(tmp_path: Path) -> None:
@@ -95,3 +98,84 @@ def test_what_another_numba_filled_is_not_there(tmp_path: Path, monkeypatch: pyt
     own = place_of(tmp_path)
     monkeypatch.setattr("numba.__version__", "0.0")
     assert place_of(tmp_path) != own
+
+
+# ---------------------------------------------------------------- places that nobody uses
+
+
+def _place(cache: Path, number: int, age_s: float, name: str = "{:016x}") -> Path:
+    place = cache / name.format(number)
+    (place / "engine_0").mkdir(parents=True)
+    (place / "engine_0" / "kernels.nbc").write_bytes(b"code")
+    used = time.time() - age_s
+    os.utime(place, (used, used))
+    return place
+
+
+def test_a_new_place_removes_those_that_nobody_used_for_long(tmp_path: Path) -> None:
+    old, older = _place(tmp_path, 1, UNUSED_S + 60), _place(tmp_path, 2, 2 * UNUSED_S, name="engine_{:040x}")
+    used = _place(tmp_path, 3, UNUSED_S - 60)
+    other = _place(tmp_path, 4, 2 * UNUSED_S, name="bench-engine-{}")
+    place = open_place(tmp_path)
+    assert place.exists() and used.exists() and other.exists(), "what is not a place of kernels is not ours to remove"
+    assert not old.exists() and not older.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([place.name, used.name, other.name, "lock"])
+
+
+def test_of_too_many_places_the_least_recently_used_go_but_none_of_the_last_day(tmp_path: Path) -> None:
+    fresh = [_place(tmp_path, number, FRESH_S / 2 + number) for number in range(10)]
+    rest = [_place(tmp_path, number, FRESH_S + 60 * number) for number in range(10, 30)]
+    forget_places(tmp_path)
+    assert all(place.exists() for place in [*fresh, *rest[: MOST_PLACES - 10]])
+    assert not any(place.exists() for place in rest[MOST_PLACES - 10 :])
+    for number in range(30, 50):
+        _place(tmp_path, number, 60)
+    forget_places(tmp_path)
+    assert all(place.exists() for place in fresh) and not any(place.exists() for place in rest)
+
+
+def test_a_place_that_is_opened_counts_as_used(tmp_path: Path) -> None:
+    place = open_place(tmp_path)
+    os.utime(place, (0, 0))
+    assert open_place(tmp_path) == place
+    forget_places(tmp_path)
+    assert place.exists()
+
+
+def test_nothing_is_removed_while_another_process_opens_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the very place that looks unused."""
+    monkeypatch.setattr(kernel_cache, "TURN_S", 0.0)
+    place = _place(tmp_path, 1, 2 * UNUSED_S)
+    with (tmp_path / "lock").open("w") as opening:
+        fcntl.flock(opening, fcntl.LOCK_SH)
+        forget_places(tmp_path)
+        assert place.exists()
+    forget_places(tmp_path)
+    assert not place.exists()
+
+
+def test_a_removal_that_was_cut_short_is_ended_by_the_next(tmp_path: Path) -> None:
+    left = _place(tmp_path, 1, 0.0, name=kernel_cache.GONE + "{:016x}-7")
+    forget_places(tmp_path)
+    assert not left.exists()
+
+
+def test_processes_that_open_and_remove_at_once_never_lose_a_place_in_use(tmp_path: Path) -> None:
+    """Each turn the place looks unused for long; once somebody has opened it, it is there."""
+    lost: list[int] = []
+
+    def remove(stop: threading.Event) -> None:
+        while not stop.is_set():
+            forget_places(tmp_path)
+
+    stop = threading.Event()
+    thread = threading.Thread(target=remove, args=(stop,))
+    thread.start()
+    for turn in range(60):
+        place = open_place(tmp_path)
+        if not place.exists():
+            lost.append(turn)
+        os.utime(place, (0, 0))
+    stop.set()
+    thread.join(30.0)
+    assert not thread.is_alive() and not lost
