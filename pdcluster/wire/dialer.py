@@ -30,7 +30,7 @@ from pdcluster.transfer.base import Peer
 from pdcluster.wire import codec
 from pdcluster.wire.address import format_address, parse_address
 from pdcluster.wire.batch import Batch
-from pdcluster.wire.sockets import Monitor, WireSettings, open_dealer
+from pdcluster.wire.sockets import Monitor, WireSettings, has_message, open_dealer
 
 Open = tuple[tuple[str, int, int], ...]
 """(request, attempt, next output position expected) of each attempt still waited for."""
@@ -215,12 +215,10 @@ class Dialer:
         for _ in range(self._settings.max_drain):
             if self._socket is None:
                 return messages, False
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            if not has_message(self._socket):
                 self._drained_at = now
                 return messages, False
-            messages += self._accept(frame, now)
+            messages += self._accept(self._socket.recv(zmq.NOBLOCK), now)
             if len(messages) >= self._settings.max_drain:
                 break
         return messages, True
