@@ -11,10 +11,15 @@ from typer.core import TyperCommand, TyperGroup
 
 from pdcluster import cli
 from pdcluster_router import cli as router_cli
+from pdcluster_router import pdctl
 
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-DOCUMENTS = [file for file in (ROOT / "README.md", ROOT / "ARCHITECTURE.md") if file.exists()]
-COMMANDS = {"pdcluster": typer.main.get_command(cli.app), "pdcluster-router": typer.main.get_command(router_cli.app)}
+DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "bench" / "README.md"]
+COMMANDS = {
+    "pdcluster": typer.main.get_command(cli.app),
+    "pdcluster-router": typer.main.get_command(router_cli.app),
+    "pdctl": typer.main.get_command(pdctl.app),
+}
 
 
 def code_lines(document: Path) -> list[str]:
@@ -49,6 +54,22 @@ def check(command: TyperCommand | TyperGroup, words: list[str]) -> None:
     for word in words:
         if word.startswith("--"):
             assert word.split("=")[0] in flags, f"{command.name} has no flag {word}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_modules_in_documents_exist_and_have_the_flags_that_are_told(document: Path) -> None:
+    found = [words for line in code_lines(document) if "NAME" not in line and (words := re.match(r"python -m (bench\.\w+)(.*)", line))]
+    for command in found:
+        file = ROOT / f"{command[1].replace('.', '/')}.py"
+        assert file.exists(), f"{document.name} names {command[1]}, which is not there"
+        unknown = [flag for flag in re.findall(r"--[a-z][a-z-]*", command[2]) if f'"{flag}"' not in file.read_text()]
+        assert not unknown, f"{command[1]} has no {unknown}"
+
+
+def test_every_bench_is_told_of() -> None:
+    table = (ROOT / "bench" / "README.md").read_text().partition("# Rivals")[0]
+    benches = [file.stem for file in (ROOT / "bench").glob("*.py") if '"--quick"' in file.read_text()]
+    assert len(benches) > 8 and [name for name in benches if f"`{name}`" not in table] == []
 
 
 def test_every_target_of_the_makefile_is_phony_and_described() -> None:
