@@ -1,5 +1,5 @@
-"""Grammars of requests, compiled for a model's vocabulary: off the step, each once, kept while there is room. The only module that knows xgrammar,
-which is imported when the first grammar comes (with it comes transformers: seconds that most nodes never need).
+"""Grammars of requests, compiled for a model's vocabulary: off the step, each once, kept while it is in use or there is room. The only module that
+knows xgrammar, which is imported when the first grammar comes (with it comes transformers: seconds that most nodes never need).
 
 A grammar that xgrammar refuses, or does not finish in time, is refused by its own words, at once when it comes again. A compile cannot be ended from
 outside: one that takes too long keeps its thread until it is done, at the lowest priority, and while there are few such another takes its place.
@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ NEEDS_LIBRARY = "structured output needs xgrammar, which this node does not have
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """cache_bytes: of compiled grammars that are kept, the last one always; compile_s: longest wait for one; max_late: compiles that may go on beyond
-    it; refusals: how many are remembered."""
+    """cache_bytes: of compiled grammars that are kept; while those in use take more others are turned away; compile_s: longest wait for one; max_late:
+    compiles that may go on beyond it; refusals: how many are remembered."""
 
     cache_bytes: int = 256 << 20
     compile_s: float = 20.0
@@ -72,7 +72,7 @@ def vocabulary_of(model_dir: Path, size: int, eos_token_ids: Sequence[int]) -> V
 
 
 class Grammars:
-    """want and close from one thread, find from any; news_fd is readable when a compile is done. load: the vocabulary, asked for once."""
+    """want, trim and close from one thread, find from any; news_fd is readable when a compile is done. load: the vocabulary, asked for once."""
 
     def __init__(
         self,
@@ -91,6 +91,8 @@ class Grammars:
         self._compiler: Any = None
         self._ready: OrderedDict[Grammar, Any] = OrderedDict()
         self._bytes = 0
+        self._is_crowded = False
+        """The grammars in use take more than all may."""
         self._refused: OrderedDict[Grammar, PdclusterError] = OrderedDict()
         self._began: dict[Grammar, float | None] = {}
         """When each compile that is wanted began; None while it waits, for a thread or for the library."""
@@ -111,6 +113,8 @@ class Grammars:
             if (refused := self._refused.get(grammar)) is not None:
                 raise refused
             self._replace_late()
+            if self._is_crowded and grammar not in self._began:
+                raise Overloaded(f"grammars of running requests take {self._bytes >> 20} MiB here, as many as may be; retry later", 1.0, "grammars")
             if grammar in self._late:
                 raise BadRequest(f"the grammar did not compile within {self._limits.compile_s:g} s; send a simpler one")
             if len(self._late) >= self._limits.max_late and self._began.get(grammar) is None:
@@ -118,6 +122,21 @@ class Grammars:
             if grammar not in self._began:
                 self._enqueue(grammar)
             return False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to `trim`; from any thread."""
+        return self._is_crowded or self._bytes > self._limits.cache_bytes
+
+    def trim(self, used: Set[Grammar]) -> None:
+        """Let go of grammars that nobody uses, those first that were not asked for longest. A row's state can be made anew from its grammar only, so
+        one in use stays, whatever it takes."""
+        with self._lock:
+            for grammar in [each for each in self._ready if each not in used]:
+                if self._bytes <= self._limits.cache_bytes:
+                    break
+                self._bytes -= self._ready.pop(grammar).memory_size_bytes
+            self._is_crowded = self._bytes > self._limits.cache_bytes
 
     def find(self, grammar: Grammar) -> Any:
         """The compiled one, None when it is not, or no longer, here."""
@@ -238,8 +257,6 @@ class Grammars:
             return
         self._ready[grammar] = answer
         self._bytes += answer.memory_size_bytes
-        while self._bytes > self._limits.cache_bytes and len(self._ready) > 1:
-            self._bytes -= self._ready.popitem(last=False)[1].memory_size_bytes
 
     def _remember(self, grammar: Grammar, error: PdclusterError) -> None:
         self._refused[grammar] = error

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 from pdcluster import errors
+from pdcluster.grammar import Grammar
 from pdcluster.kv.pages import PagePool
 from pdcluster.messages import Failed, Finished, Prefill, Reserve, Reserved, Timings, Work
 from pdcluster.node.legs import REFUSALS, Ended, EndedLegs, Output, check_newest, key_of, refusal
@@ -189,6 +190,11 @@ class DecodeSide:
 
     def keys(self) -> Iterator[str]:
         return iter(self._by_key)
+
+    @property
+    def grammars(self) -> set[Grammar]:
+        """In use."""
+        return {leg.sequence.sampling.grammar for leg in self._legs.values() if leg.sequence.sampling.grammar is not None}
 
     @property
     def num_legs(self) -> int:

@@ -30,6 +30,13 @@ class GrammarSource(Protocol):
 
     news_fd: int
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it should be told what is in use."""
+        ...
+
+    def trim(self, used: Set[Grammar]) -> None: ...
+
     def want(self, grammar: Grammar) -> bool:
         """Whether it can be used now. Raises BadRequest or Overloaded."""
         ...
@@ -89,9 +96,11 @@ class GrammarQueue:
 
     def ready(self) -> Iterator[tuple[Peer, Prefill | Reserve | Deliver]]:
         """Work whose grammar is here now, in the order in which it came. What can not wait longer is answered."""
-        if self._source is None or not self._waiting:
+        if self._source is None:
             return
-        self._source.take_news()
+        self._source.take_news()  # also when nobody waits any more, or the loop would never sleep again
+        if not self._waiting:
+            return
         now = self._clock()
         self._look_at = now + LOOK_S
         before, self._waiting = self._waiting, []
@@ -106,6 +115,16 @@ class GrammarQueue:
             elif answer is False:
                 self._waiting.append(waiting)
         self._drop_tickets()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `trim` is due."""
+        return self._source is not None and self._source.is_full
+
+    def trim(self, used: Set[Grammar]) -> None:
+        """used: by what runs or waits behind this queue; what waits in it uses its own."""
+        if self._source is not None:
+            self._source.trim(used | {each.grammar for each in self._waiting})
 
     def cancel(self, request: str, attempt: int) -> None:
         self._keep(lambda each: each.message.work.request != request or each.message.work.attempt > attempt)

@@ -179,7 +179,9 @@ class NodeLoop:
     # ------------------------------------------------------------ messages
 
     def _handle_messages(self) -> None:
-        hub = self._parts.hub
+        hub, grammars = self._parts.hub, self._parts.grammars
+        if grammars.is_full:
+            grammars.trim(self._parts.prefill.grammars | self._parts.decode.grammars)
         for received in hub.receive():
             self._on_message(received)
         for event in hub.events():
@@ -189,7 +191,7 @@ class NodeLoop:
                 self._lose_node(event.peer)
         for peer in self._parts.neighbours.gone():
             self._lose_node(peer)
-        for router, message in self._parts.grammars.ready():
+        for router, message in grammars.ready():
             self._on_work(router, message)
 
     def _on_message(self, received: Received) -> None:

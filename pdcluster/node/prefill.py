@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 
 from pdcluster import errors
+from pdcluster.grammar import Grammar
 from pdcluster.kv.pages import PagePool
 from pdcluster.messages import Deliver, Delivered, Failed, Finished, Prefill, Refused, RefusedLeg, Scheduled, Ticket, Timings, TokenLogprobs
 from pdcluster.node.grouping import LayerGroups
@@ -269,6 +270,11 @@ class PrefillSide:
 
     def keys(self) -> Iterator[str]:
         return iter(self._by_key)
+
+    @property
+    def grammars(self) -> set[Grammar]:
+        """In use."""
+        return {leg.sequence.sampling.grammar for leg in self._legs.values() if leg.sequence.sampling.grammar is not None}
 
     @property
     def num_legs(self) -> int:

@@ -20,6 +20,7 @@ from pdcluster.kv.hashing import chain_root
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.messages import Role, Sampling
 from pdcluster.node.assembly import Shape, Wiring, assemble
+from pdcluster.node.grammar_queue import GrammarSource
 from pdcluster.node.loop import NodeLoop
 from pdcluster.node.parts import StepEngine
 from pdcluster.scheduler.scheduler import Limits
@@ -84,6 +85,7 @@ class EngineKit:
     max_len: int = 512
     token_budget: int = 24
     reserve_tokens: int = 16
+    grammars: GrammarSource | None = None
 
 
 def oracle_kit(num_pages: int, make_engine: Callable[[int, int], OracleEngine] = OracleEngine) -> EngineKit:
@@ -116,7 +118,7 @@ class LocalNode:
             group_s=cluster.group_s,
         )
         limits = Limits(token_budget=kit.token_budget, max_rows=8, max_waiting=64, max_len=kit.max_len, reserve_tokens=kit.reserve_tokens)
-        self.parts = assemble(wiring, kit.shape, self.engine, limits, NoFiles(), self.neighbours, cluster.clock)
+        self.parts = assemble(wiring, kit.shape, self.engine, limits, NoFiles(), self.neighbours, cluster.clock, kit.grammars)
         self.loop = NodeLoop(self.parts, report_s=cluster.report_s, drain_s=5.0, clock=cluster.clock, looks_ahead=cluster.looks_ahead)
         self.is_alive = True
         self.is_paused = False

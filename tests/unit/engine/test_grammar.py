@@ -288,14 +288,40 @@ def test_a_grammar_nested_too_deeply_never_reaches_the_compiler(grammars):
         grammars.want(Grammar('{"type":"regex","pattern":"' + "(" * (MAX_DEPTH + 1) + ")" * (MAX_DEPTH + 1) + '"}'))
 
 
-def test_the_cache_holds_no_more_than_its_bytes_and_the_last_one_always():
+def test_grammars_in_use_are_kept_whatever_they_take_and_others_only_while_there_is_room():
     small = Grammars(lambda: vocabulary_of(path(), TEXT.vocab_size, EOS), GrammarLimits(cache_bytes=1))
     try:
         for pattern in ("a", "b", "c"):
             compile_now(small, regex(pattern))
-        assert len(small) == 1 and small.find(regex("a")) is None and small.find(regex("c")) is not None
+        assert small.is_full
+        small.trim({regex("a"), regex("b")})
+        assert len(small) == 2 and small.find(regex("a")) is not None and small.find(regex("c")) is None
+        assert small.want(regex("a"))
+        with pytest.raises(Overloaded, match="grammars of running requests take"):
+            small.want(regex("d"))
+        small.trim(set())
+        assert len(small) == 0 and small.num_bytes == 0 and not small.is_full
+        compile_now(small, regex("d"))
     finally:
         small.close()
+
+
+def test_those_that_were_not_asked_for_longest_go_first():
+    one = Grammars(lambda: vocabulary_of(path(), TEXT.vocab_size, EOS))
+    try:
+        compile_now(one, regex("a"))
+        size = one.num_bytes
+    finally:
+        one.close()
+    grammars = Grammars(lambda: vocabulary_of(path(), TEXT.vocab_size, EOS), GrammarLimits(cache_bytes=size * 5 // 2))
+    try:
+        for pattern in ("a", "b", "c"):
+            compile_now(grammars, regex(pattern))
+        assert grammars.want(regex("a"))
+        grammars.trim(set())
+        assert [grammars.find(regex(pattern)) is not None for pattern in "abc"] == [True, False, True]
+    finally:
+        grammars.close()
 
 
 class SlowCompiler:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Set
+from dataclasses import replace
+
 import pytest
+from local_cluster import EngineKit, LocalCluster, oracle_kit
 
 from pdcluster import messages as m
 from pdcluster.errors import BadRequest, Overloaded
@@ -23,6 +28,11 @@ class Compiler:
     def __init__(self) -> None:
         self.ready: set[str] = set()
         self.refused: dict[str, Exception] = {}
+        self.has_news = self.is_full = False
+        self.used: set[Grammar] = set()
+
+    def trim(self, used: Set[Grammar]) -> None:
+        self.used = set(used)
 
     def want(self, grammar: Grammar) -> bool:
         if grammar.source in self.refused:
@@ -30,7 +40,7 @@ class Compiler:
         return grammar.source in self.ready
 
     def take_news(self) -> None:
-        pass
+        self.has_news = False
 
 
 class Bed:
@@ -159,3 +169,41 @@ def test_the_queue_is_bounded(bed):
     assert bed.said()[0].retryable
     bed.compiler.ready.add("g")
     assert len(bed.ready()) == MAX_WAITING, "those that wait are not too many for themselves"
+
+
+def test_news_are_taken_though_nobody_waits_for_them_any_more(bed):
+    """The loop would never sleep again."""
+    bed.queue.admit(ROUTER, prefill("a"))
+    bed.queue.cancel("a", 0)
+    bed.compiler.has_news = True
+    assert bed.ready() == [] and not bed.compiler.has_news
+
+
+def test_grammars_of_what_waits_are_in_use_too(bed):
+    bed.queue.admit(ROUTER, prefill("a", grammar="waits"))
+    bed.compiler.is_full = True
+    assert bed.queue.is_full
+    bed.queue.trim({Grammar("runs")})
+    assert bed.compiler.used == {Grammar("waits"), Grammar("runs")}
+
+
+async def test_grammars_of_requests_that_run_on_a_node_are_in_use_until_they_end():
+    compilers: list[Compiler] = []
+
+    def kit(num_pages: int) -> EngineKit:
+        compiler = Compiler()
+        compiler.ready, compiler.is_full = {"one", "other"}, True
+        compilers.append(compiler)
+        return replace(oracle_kit(num_pages), grammars=compiler)
+
+    async with LocalCluster({"p0": "prefill", "d0": "decode"}, make_kit=kit, force="remote") as cluster:
+        engine = cluster.nodes["p0"].engine
+        engine.hold = True
+        names = ("one", "other")
+        tasks = [asyncio.create_task(cluster.run([1, 2, 3], m.Sampling(max_tokens=20, seed=1, grammar=Grammar(name)))) for name in names]
+        await cluster.until(lambda: all(compiler.used == {Grammar("one"), Grammar("other")} for compiler in compilers))
+        engine.hold = False
+        engine.finish()
+        await asyncio.gather(*tasks)
+        await cluster.until_idle()
+        await cluster.until(lambda: not any(compiler.used for compiler in compilers))
