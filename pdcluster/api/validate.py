@@ -159,9 +159,11 @@ def _value_at(body: object, path: str) -> object:
 
 
 def _options(path: str, schemas: Mapping[str, type[msgspec.Struct]]) -> list[str]:
-    """The literals a field takes, from its struct's annotations."""
+    """The literals a field takes, from its struct's annotations, beside other kinds or alone; then the other kinds that are no words."""
     parent, _, name = re.sub(r"\[\d+\]", "[…]", path).rpartition(".")
     for field in msgspec.structs.fields(schemas[parent]) if parent in schemas else ():
-        if field.name == name and get_origin(field.type) is Literal:
-            return [str(option) for option in get_args(field.type)]
+        if field.name == name:
+            kinds = (field.type, *get_args(field.type))
+            words = [str(option) for kind in kinds if get_origin(kind) is Literal for option in get_args(kind)]
+            return words + ["an object"] * any(isinstance(kind, type) and issubclass(kind, msgspec.Struct) for kind in kinds)
     return []

@@ -44,7 +44,7 @@ NEEDS_LIBRARY = "structured output needs xgrammar, which this node does not have
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """cache_bytes: of compiled grammars that are kept; while those in use take more others are turned away; compile_s: longest wait for one; max_late:
+    """cache_bytes: of compiled grammars that are kept; while those in use take more, others wait; compile_s: longest wait for one; max_late:
     compiles that may go on beyond it; refusals: how many are remembered."""
 
     cache_bytes: int = 256 << 20

@@ -191,10 +191,12 @@ class Cluster:
 
     def _router_spec(self, bootstrap: str) -> Spec:
         own: dict[str, object] = {"router.http": self._config.http, "router.bootstrap": bootstrap, "router.drain_s": self._config.drain_s}
-        own["router.grpc"] = self._config.grpc or "none"
+        origins = load(RouterConfig, self._loaded.flags, self._loaded.file).origins
+        if self._is_set("up.grpc") or origins["router.grpc"] == "default":
+            own["router.grpc"] = self._config.grpc or "none"
         if self._config.workers is not None:
             own["router.workers"] = self._config.workers
-        if load(RouterConfig, self._loaded.flags, self._loaded.file).origins["router.admin"] == "default":
+        if origins["router.admin"] == "default":
             own["router.admin"] = "127.0.0.1:0"
         argv = self._argv(RouterConfig, ("pdcluster_router.cli",), own)
         addresses = (("address", "--http"), ("grpc", "--grpc"), ("admin", "--admin"))

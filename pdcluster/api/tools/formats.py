@@ -21,6 +21,9 @@ SPACES = r"[ \t\r\n]*"
 SOME_SPACE = r"[ \n]{0,4}"
 """Before calls: a model that likes line breaks would never begin."""
 
+SPECIAL = frozenset("|[](){}.*+?^$\\")
+"""In a regular expression; a compiler warns of others that are escaped."""
+
 MISTRAL_ID_CHARACTERS = string.ascii_letters + string.digits
 
 
@@ -127,7 +130,7 @@ def _no_call(banned: str | None) -> list[Form]:
 
 def _escaped(text: str) -> str:
     """For a regular expression."""
-    return "".join(character if character.isalnum() else "\\" + character for character in text)
+    return "".join("\\" + character if character in SPECIAL else character for character in text)
 
 
 def _tag(begin: str, content: Form, end: str) -> Form:

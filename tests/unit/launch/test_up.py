@@ -79,6 +79,12 @@ async def test_processes_log_as_quietly_as_up_unless_their_section_says_otherwis
     assert "--log-level" not in cluster({"router.log.level": "debug"})._router_spec("a:1").argv
 
 
+async def test_a_default_of_up_does_not_hide_where_the_router_section_wants_grpc() -> None:
+    assert option(cluster()._router_spec("a:1").argv, "--grpc") == "127.0.0.1:50051"
+    assert "--grpc" not in cluster({"router.grpc": "127.0.0.1:1"})._router_spec("a:1").argv, "the router is told as its section has it"
+    assert option(cluster({"router.grpc": "127.0.0.1:1", "up.grpc": "127.0.0.1:2"})._router_spec("a:1").argv, "--grpc") == "127.0.0.1:2"
+
+
 async def test_settings_of_a_section_reach_its_process_and_no_other() -> None:
     found = cluster({"node.kv.memory_bytes": "2MiB", "router.max_requests": "9"})
     node = found._node_spec(found._nodes[0], "127.0.0.1:99").argv

@@ -184,6 +184,13 @@ def test_a_strict_schema_that_can_not_be_kept_is_refused_by_its_tools_name_and_o
             FORMATS[name].free_form(offer(tools=[*TOOLS, Tool(bad)]), reasons=False)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_compiler_has_nothing_to_warn_of(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    COMPILED.clear()
+    compiled(name), compiled(name, reasons=True)
+    assert capfd.readouterr().err == ""
+
+
 def test_an_offer_is_strict_when_a_tool_that_may_be_called_is() -> None:
     assert offer().is_strict and not offer(tools=TOOLS[1:]).is_strict
     named = offer_of(TOOLS, NamedChoice(NamedFunction("add")), None)
