@@ -262,7 +262,7 @@ def read_ceiling(plan: Plan, nbytes: int) -> float:
     return values.nbytes / min(min(_repeat(plan, way)) for way in ways)
 
 
-@numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
+@numba.njit(fastmath=True)
 def add_runs(words: NDArray[np.uint64]) -> int:
     """The sum of four runs that are read side by side: one stream of loads does not fill the memory bus."""
     run = len(words) // 4

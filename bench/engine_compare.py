@@ -51,7 +51,7 @@ class Contender:
             self.process.stdin.flush()
         except OSError as error:
             raise Silent(f"{self.name} ended: {error}") from error
-        return float(read_answer(self.name, self.process)["seconds"])
+        return float(str(read_answer(self.name, self.process)["seconds"]))
 
 
 def compare(

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +75,16 @@ def ours(roles: Sequence[str], token_s: float = 0.0) -> Iterator[tuple[Placed, s
         stop(running)
 
 
+def _until_finished(finished: asyncio.Future[None]) -> Callable[[object, object], None]:
+    """Hears what is said of a request."""
+
+    def hear(_: object, body: object) -> None:
+        if isinstance(body, Finished):
+            finished.set_result(None)
+
+    return hear
+
+
 async def _direct(bootstrap: str, count: int) -> list[float]:
     """Seconds of each of `count` requests asked of a fake over a link of our own."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -91,8 +101,8 @@ async def _direct(bootstrap: str, count: int) -> list[float]:
         hashes = extend(b"", packed, root=root, block_tokens=nodes[0].block_tokens)
         for number in range(count):
             request = f"direct-{number}"
-            finished = asyncio.get_running_loop().create_future()
-            cluster.ledger.open(request, lambda _, body, finished=finished: finished.set_result(None) if isinstance(body, Finished) else None)
+            finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            cluster.ledger.open(request, _until_finished(finished))
             cluster.ledger.enter(Leg(request, 0, nodes[0].endpoint, 0))
             began = time.perf_counter()
             work = Work(request, 0, packed, NUM_PROMPT, hashes, Sampling(1, 1, temperature=0.0), 60.0, root)
