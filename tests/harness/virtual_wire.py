@@ -206,6 +206,10 @@ class Socket:
             raise zmq.ZMQError(zmq.EHOSTUNREACH)
         self.wire.send(connection, self, parts[1])
 
+    def get(self, option: int) -> int:
+        assert option == zmq.EVENTS
+        return zmq.POLLOUT | (zmq.POLLIN if self.inbox else 0)
+
     def recv(self, flags: int = 0) -> bytes:
         (data,) = self.recv_multipart(flags)
         return data
