@@ -66,7 +66,6 @@ def _message_fields(said: pb.ChatMessage) -> dict[str, object]:
         fields["reasoning_content"] = said.reasoning
     if said.tool_calls:
         fields["tool_calls"] = [{"id": call.id, "function": {"name": call.name, "arguments": call.arguments}} for call in said.tool_calls]
-        fields["content"] = said.content or None
     return fields
 
 

@@ -12,7 +12,10 @@ import pytest
 from scripted_dispatcher import SPEAKING, SpeakingDispatcher, says
 
 from pdcluster import client as api
+from pdcluster.api.openai import ChatRequest
 from pdcluster.errors import BadRequest
+from pdcluster.rpc import inference_pb2 as pb
+from pdcluster.rpc.inference import request_from_proto
 from tests.unit.router.test_grpc_api import ROOT, protoc, served
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -82,6 +85,13 @@ async def test_a_history_of_calls_thoughts_and_results_is_shown_to_the_template(
     await client.complete(turns, tools=[WEATHER], template_kwargs={"open": True})
     prompt = prompt_of(dispatcher)
     assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' in prompt and "tool\n2" in prompt and prompt.endswith("<think>\n")
+
+
+def test_an_assistant_that_only_called_has_an_empty_text_and_not_none() -> None:
+    """Templates that know no tools take the content of every message for text."""
+    said = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(id="c", name="f", arguments="{}")])
+    request = request_from_proto(pb.GenerateRequest(chat=pb.Chat(messages=[said])), "m")
+    assert isinstance(request, ChatRequest) and request.messages[0].content == ""
 
 
 @pytest.mark.parametrize(
