@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pdcluster.engine.attention.base import Angles, AttentionShape
 from pdcluster.engine.batch import Batch
+from pdcluster.engine.layer_arrays import LayerArrays, RowArrays, Scratch
 from pdcluster.engine.linear import MOST_ROWS, bias_array, takes_rows
 from pdcluster.engine.native import Array, PairKernels, Parallel, as_array
 from pdcluster.engine.weights import LayerWeights
@@ -25,44 +26,38 @@ class FewRows:
     def __init__(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor, kernels: PairKernels, parallel: Parallel) -> None:
         first = layers[0]
         self._parallel, self._kernel = parallel, kernels.decode_layer
-        self._pool, self._eps, self._scale = as_array(pages), np.float32(shape.eps), np.float32(shape.scale)
+        self._pool, self._scale = as_array(pages), np.float32(shape.scale)
         no_norm = as_array(torch.ones(shape.head_dim, dtype=pages.dtype))
-        self._layers = tuple(_arrays(layer, no_norm) for layer in layers)
+        self._layers = tuple(tuple(_arrays(layer, no_norm, np.float32(shape.eps))) for layer in layers)
         queries = MOST_ROWS, shape.num_heads, shape.head_dim
-        self._scratch = (
-            np.empty((MOST_ROWS, first.input_norm.shape[0]), np.uint16),
-            np.empty((MOST_ROWS, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim), np.uint16),
-            np.empty(queries, np.uint16),
-            np.empty(queries, np.uint16),
-            np.empty((MOST_ROWS, 2 * first.gate.shape[0]), np.uint16),
-            np.empty((MOST_ROWS, first.gate.shape[0]), np.uint16),
+        scratch = Scratch(
+            x=np.empty((MOST_ROWS, first.input_norm.shape[0]), np.uint16),
+            qkv=np.empty((MOST_ROWS, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim), np.uint16),
+            queries=np.empty(queries, np.uint16),
+            attended=np.empty(queries, np.uint16),
+            gate_up=np.empty((MOST_ROWS, 2 * first.gate.shape[0]), np.uint16),
+            active=np.empty((MOST_ROWS, first.gate.shape[0]), np.uint16),
         )
+        self._scratch = tuple(scratch)
 
     def takes(self, batch: Batch) -> bool:
         return batch.num_decodes == len(batch.spans) <= MOST_ROWS
 
     def run(self, index: int, hidden: Tensor, angles: Angles, batch: Batch) -> None:
         """Layer `index` turns hidden into its output and writes the rows' KV."""
-        rows = hidden.shape[0]
-        self._parallel.run(
-            self._kernel,
-            rows,
-            as_array(hidden),
-            self._eps,
-            *self._layers[index],
-            angles.cos.numpy(),
-            angles.sin.numpy(),
-            batch.slot_pages.numpy(),
-            batch.slot_offsets.numpy(),
-            self._pool,
-            index,
-            batch.decode_pages,
-            batch.decode_first,
-            batch.decode_lengths,
-            self._scale,
-            *self._scratch,
-            grain=rows,
+        count = hidden.shape[0]
+        rows = RowArrays(
+            cos=angles.cos.numpy(),
+            sin=angles.sin.numpy(),
+            slot_pages=batch.slot_pages.numpy(),
+            slot_offsets=batch.slot_offsets.numpy(),
+            pages=batch.decode_pages,
+            first_page=batch.decode_first,
+            lengths=batch.decode_lengths,
+            scale=self._scale,
         )
+        arguments = as_array(hidden), self._layers[index], tuple(rows), self._pool, index, self._scratch
+        self._parallel.run(self._kernel, count, *arguments, grain=count)
 
 
 def fits_few_rows(layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> bool:
@@ -71,23 +66,31 @@ def fits_few_rows(layers: Sequence[LayerWeights], shape: AttentionShape, pages: 
     return bool(layers) and takes_rows(products) and shape.head_dim % 32 == 0 and pages.shape[4] % 8 == 0
 
 
-def _arrays(layer: LayerWeights, no_norm: Array) -> tuple[Array | bool, ...]:
-    """The arguments of the kernel that are the layer's own, in their order."""
-    normed = layer.q_norm is not None and layer.k_norm is not None
+def _arrays(layer: LayerWeights, no_norm: Array, eps: np.float32) -> LayerArrays:
     q_norm, k_norm = (no_norm if norm is None else as_array(norm) for norm in (layer.q_norm, layer.k_norm))
-    attention = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
-    feed_forward = ((layer.gate, layer.gate_bias), (layer.up, layer.up_bias), (layer.down, layer.down_bias))
-    return (
-        as_array(layer.input_norm),
-        *_pairs(attention),
-        q_norm,
-        k_norm,
-        normed,
-        *_pairs(((layer.o, layer.o_bias),)),
-        as_array(layer.post_norm),
-        *_pairs(feed_forward),
+    return LayerArrays(
+        input_norm=as_array(layer.input_norm),
+        q_weight=as_array(layer.q),
+        q_bias=_bias(layer.q, layer.q_bias),
+        k_weight=as_array(layer.k),
+        k_bias=_bias(layer.k, layer.k_bias),
+        v_weight=as_array(layer.v),
+        v_bias=_bias(layer.v, layer.v_bias),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        normed=layer.q_norm is not None and layer.k_norm is not None,
+        o_weight=as_array(layer.o),
+        o_bias=_bias(layer.o, layer.o_bias),
+        post_norm=as_array(layer.post_norm),
+        gate_weight=as_array(layer.gate),
+        gate_bias=_bias(layer.gate, layer.gate_bias),
+        up_weight=as_array(layer.up),
+        up_bias=_bias(layer.up, layer.up_bias),
+        down_weight=as_array(layer.down),
+        down_bias=_bias(layer.down, layer.down_bias),
+        eps=eps,
     )
 
 
-def _pairs(products: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Array, ...]:
-    return tuple(array for weight, bias in products for array in (as_array(weight), bias_array(bias, weight.shape[0])))
+def _bias(weight: Tensor, bias: Tensor | None) -> Array:
+    return bias_array(bias, weight.shape[0])

@@ -12,73 +12,48 @@ from __future__ import annotations
 import numba
 
 from pdcluster.engine.kernels import narrow, rms_norm, silu_mul, store_kv, widen
+from pdcluster.engine.layer_arrays import LayerArrays, RowArrays, Scratch
 from pdcluster.engine.pair_kernels import attend_chunk, attend_rows, chunk_tasks, has_chunks, linear_rows, pack_context
 
 __all__ = ["attend_chunk", "attend_rows", "chunk_tasks", "decode_layer", "has_chunks", "linear_rows", "pack_context"]
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
-def decode_layer(
-    hidden,
-    eps,
-    input_norm,
-    q_weight,
-    q_bias,
-    k_weight,
-    k_bias,
-    v_weight,
-    v_bias,
-    q_norm,
-    k_norm,
-    normed,
-    o_weight,
-    o_bias,
-    post_norm,
-    gate_weight,
-    gate_bias,
-    up_weight,
-    up_bias,
-    down_weight,
-    down_bias,
-    cos,
-    sin,
-    slot_pages,
-    slot_offsets,
-    pool,
-    layer,
-    pages,
-    first_page,
-    lengths,
-    scale,
-    x,
-    qkv,
-    queries,
-    attended,
-    gate_up,
-    active,
-    lo,
-    hi,
-):
-    """hidden becomes the layer's output; lo is 0, hi all rows or none. From x on: scratch of at least as many rows."""
+def decode_layer(hidden, weights, rows, pool, layer, scratch, lo, hi):
+    """hidden becomes the layer's output; lo is 0, hi all rows or none. weights, rows and scratch: tuples in the order of `layer_arrays`, scratch of
+    at least as many rows."""
     if hi == 0:
         return
-    x, qkv, queries, attended, gate_up, active = x[:hi], qkv[:hi], queries[:hi], attended[:hi], gate_up[:hi], active[:hi]
-    rms_norm(hidden, input_norm, eps, x, lo, hi)
-    keys = q_weight.shape[0]
-    values = keys + k_weight.shape[0]
-    project(x, q_weight, q_bias, qkv[:, :keys], lo)
-    project(x, k_weight, k_bias, qkv[:, keys:values], lo)
-    project(x, v_weight, v_bias, qkv[:, values:], lo)
-    store_kv(qkv, q_norm, k_norm, normed, eps, cos, sin, slot_pages, slot_offsets, pool, layer, queries, lo, hi)
-    attend_rows(queries, pool, layer, pages, first_page, lengths, scale, attended, lo, hi * pool.shape[3])
-    project(attended.reshape(hi, o_weight.shape[1]), o_weight, o_bias, x, lo)
+    named, memory = LayerArrays(*weights), Scratch(*scratch)
+    attend_block(hidden, named, RowArrays(*rows), pool, layer, memory, lo, hi)
+    feed_forward_block(hidden, named, memory, lo, hi)
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
+def attend_block(hidden, weights, rows, pool, layer, scratch, lo, hi):
+    x, qkv, queries, attended = scratch.x[:hi], scratch.qkv[:hi], scratch.queries[:hi], scratch.attended[:hi]
+    rms_norm(hidden, weights.input_norm, weights.eps, x, lo, hi)
+    keys = weights.q_weight.shape[0]
+    values = keys + weights.k_weight.shape[0]
+    project(x, weights.q_weight, weights.q_bias, qkv[:, :keys], lo)
+    project(x, weights.k_weight, weights.k_bias, qkv[:, keys:values], lo)
+    project(x, weights.v_weight, weights.v_bias, qkv[:, values:], lo)
+    norms = weights.q_norm, weights.k_norm, weights.normed, weights.eps
+    store_kv(qkv, *norms, rows.cos, rows.sin, rows.slot_pages, rows.slot_offsets, pool, layer, queries, lo, hi)
+    attend_rows(queries, pool, layer, rows.pages, rows.first_page, rows.lengths, rows.scale, attended, lo, hi * pool.shape[3])
+    project(attended.reshape(hi, weights.o_weight.shape[1]), weights.o_weight, weights.o_bias, x, lo)
     add_to(hidden, x)
-    rms_norm(hidden, post_norm, eps, x, lo, hi)
-    inner = gate_weight.shape[0]
-    project(x, gate_weight, gate_bias, gate_up[:, :inner], lo)
-    project(x, up_weight, up_bias, gate_up[:, inner:], lo)
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
+def feed_forward_block(hidden, weights, scratch, lo, hi):
+    x, gate_up, active = scratch.x[:hi], scratch.gate_up[:hi], scratch.active[:hi]
+    rms_norm(hidden, weights.post_norm, weights.eps, x, lo, hi)
+    inner = weights.gate_weight.shape[0]
+    project(x, weights.gate_weight, weights.gate_bias, gate_up[:, :inner], lo)
+    project(x, weights.up_weight, weights.up_bias, gate_up[:, inner:], lo)
     silu_mul(gate_up, active, lo, hi)
-    project(active, down_weight, down_bias, x, lo)
+    project(active, weights.down_weight, weights.down_bias, x, lo)
     add_to(hidden, x)
 
 

@@ -211,10 +211,10 @@ def _compile_layer(kernels: PairKernels, pool: Array, pages: Array) -> None:
     """One head of 32 dimensions in a model as wide."""
     row, scale, angles = np.zeros((1, 32), np.uint16), np.float32(1.0), np.zeros((1, 16), np.float32)
     product = np.zeros((32, 32), np.uint16), np.zeros(32, np.float32)
-    attention, feed_forward = (*product * 3, row[0], row[0], True, *product), (row[0], *product * 3)
-    where = angles, angles, pages, pages, pool, 0, pages, pages, pages + 1, scale
+    weights = row[0], *product * 3, row[0], row[0], True, *product, row[0], *product * 3, scale
+    rows = angles, angles, pages, pages, pages, pages, pages + 1, scale
     scratch = row.copy(), row.repeat(3, axis=1), row[None].copy(), row[None].copy(), row.repeat(2, axis=1), row.copy()
-    kernels.decode_layer(row.copy(), scale, row[0], *attention, *feed_forward, *where, *scratch, 0, 1)
+    kernels.decode_layer(row.copy(), weights, rows, pool, 0, scratch, 0, 1)
 
 
 def _compile_invariant(kernels: InvariantKernels) -> None:
