@@ -35,7 +35,9 @@ WRITE_MAGIC, ACK_MAGIC = b"KVw1", b"KVa1"
 MAX_RUNS = 65536
 MAX_WRITE_BYTES = 1 << 30
 DIGEST_BYTES = 512 << 10
-"""Received, then digested: still in the cache."""
+"""Sent or received, then digested: still in the cache, which the kernel's copy filled. A sender that digested first would wait for memory, and the
+receiver for the sender. A write's source is pinned until its answer, which the same thread takes after its digest; would it change all the same,
+in between, the digests of both ends would differ, as they would in the other order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +53,23 @@ class TcpSettings:
 
 @dataclass(slots=True)
 class _Body:
-    """Of a write. payload: its first nbytes are to be digested a burst ahead of the sending, so that they are in the cache for both; a Packer does
-    it by itself."""
+    """Of a write. payload: digested as far as it was sent, in bursts that are still in the cache; None: a Packer does it by itself."""
 
     cursor: Cursor | Packer
     payload: Payload | None
-    nbytes: int
-    digested: int = 0
+    fresh: int = 0
+    """Sent and not digested."""
 
-    def digest_burst(self, sent: int) -> None:
-        if self.payload is not None and self.digested < min(sent + BURST_BYTES, self.nbytes):
-            self.payload.advance(BURST_BYTES)
-            self.digested += BURST_BYTES
+    def advance(self, nbytes: int) -> None:
+        self.cursor.advance(nbytes)
+        self.fresh += nbytes
+        if self.fresh >= DIGEST_BYTES:
+            self.digest_sent()
+
+    def digest_sent(self) -> None:
+        if self.payload is not None and self.fresh:
+            self.payload.advance(self.fresh)
+        self.fresh = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -71,10 +78,10 @@ class _Write:
     stamp: Stamp
     header: Cursor
     """Sent alone, so that the receiver gets ready while the first burst of the payload is."""
-    prepare: Callable[[], _Body]
+    prepare: Callable[[], tuple[_Body, Payload | None]]
     body: _Body | None = None
-    sent: int = 0
-    """Of the body."""
+    payload: Payload | None = None
+    """Gives the digest, if one is wanted."""
 
     @property
     def is_done(self) -> bool:
@@ -85,8 +92,7 @@ class _Write:
         if not self.header.is_done:
             return self.header.head()
         if self.body is None:
-            self.body = self.prepare()
-        self.body.digest_burst(self.sent)
+            self.body, self.payload = self.prepare()
         return self.body.cursor.head()
 
     def advance(self, nbytes: int) -> None:
@@ -94,11 +100,15 @@ class _Write:
             self.header.advance(nbytes)
             return
         assert self.body is not None  # `head` made it
-        self.body.cursor.advance(nbytes)
-        self.sent += nbytes
+        self.body.advance(nbytes)
+
+    def digest_sent(self) -> None:
+        """While the other end, or the network, takes its time."""
+        if self.body is not None:
+            self.body.digest_sent()
 
     def digest(self) -> int | None:
-        return None if self.body is None or self.body.payload is None else self.body.payload.digest()
+        return None if self.payload is None else self.payload.digest()
 
 
 class _Lane:
@@ -190,7 +200,9 @@ class _Lane:
                 write.advance(link.sock.sendmsg(write.head()))
                 self._progress = time.monotonic()
         except BlockingIOError:
+            write.digest_sent()
             return
+        write.digest_sent()
         self._unanswered.append(write)
         self._sending = None
 
@@ -315,16 +327,15 @@ class TcpBackend:
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
 
-    def _prepare(self, runs: RunTable, region: Region, block: Block, *, digests: bool) -> _Body:
+    def _prepare(self, runs: RunTable, region: Region, block: Block, *, digests: bool) -> tuple[_Body, Payload | None]:
         """On the lane's thread, when the header is on its way."""
         if is_scattered(runs.sources):
-            payload = Payload(table_of(()), digests=digests, cached=True, waits=self.gil_waits)
-            return _Body(Packer(runs, region.address, payload, block), payload if digests else None, 0)
+            packing = Payload(table_of(()), digests=digests, cached=True, waits=self.gil_waits)
+            return _Body(Packer(runs, region.address, packing, block), None), packing if digests else None
         memory, sources = self._memory[region.id], runs.sources
         cursor = Cursor(memory[offset : offset + nbytes] for offset, nbytes in sources.joined())
-        return _Body(
-            cursor, Payload(reads(sources, region.address), digests=True, cached=True, waits=self.gil_waits) if digests else None, sources.nbytes
-        )
+        payload = Payload(reads(sources, region.address), digests=True, cached=True, waits=self.gil_waits) if digests else None
+        return _Body(cursor, payload), payload
 
     # ------------------------------------------------------------ receiving, on the listener's threads
 

@@ -10,7 +10,8 @@ import xxhash
 from backend_ends import NBYTES, REAL, Ends, eventually
 from transfer_peer import READER, WRITER
 
-from pdcluster.transfer.base import Arrival, Permit, Run, Stamp, WriteStatus
+from pdcluster.errors import PeerUnreachable
+from pdcluster.transfer.base import Arrival, Handle, Permit, Run, Stamp, WriteStatus
 
 LARGE = (Run(4096, 0, 3000), Run(0, 100_000, 65_536), Run(500_001, 300_007, 200_003))
 SMALL = tuple(Run(7 + 2001 * index, NBYTES - 1999 * (index + 1), 1990 + index % 7) for index in range(300))
@@ -53,3 +54,58 @@ def test_a_digest_is_given_once(ends: Ends) -> None:
     handle = ends.writer.write(READER, 0, 0, Stamp(7, 0, 1, 64), (Run(0, 0, 64),), True)
     assert ends.result(handle) is WriteStatus.DONE
     assert ends.writer.take_digest(handle) is not None and ends.writer.take_digest(handle) is None
+
+
+HUGE_BYTES = 24 << 20
+"""Far more than a socket holds, so that a write goes out in many pieces of any length."""
+HUGE = tuple(Run(HUGE_BYTES // 8 * (7 - index), HUGE_BYTES // 8 * index, HUGE_BYTES // 8 - 4099) for index in range(8))
+
+
+def digest_of(ends: Ends, runs: tuple[Run, ...]) -> int:
+    return xxhash.xxh3_64(b"".join(ends.source.bytes[run.source : run.source + run.nbytes].tobytes() for run in runs)).intdigest()
+
+
+def begin(ends: Ends, chunk: int, runs: tuple[Run, ...], trial: int = 1) -> Handle:
+    return ends.writer.write(READER, 0, 0, Stamp(7, chunk, trial, sum(run.nbytes for run in runs)), runs, True)
+
+
+def test_writes_of_many_pieces_on_several_connections_at_once_keep_their_digests_apart() -> None:
+    ends = Ends("tcp", HUGE_BYTES)
+    ends.connect()
+    ends.reader.permit(Permit(7, WRITER, 0, ((0, HUGE_BYTES),), True))
+    parts = HUGE[:4], HUGE[4:]
+    handles = [begin(ends, chunk, runs) for chunk, runs in enumerate(parts)]
+    assert [ends.result(handle) for handle in handles] == [WriteStatus.DONE] * 2
+    arrivals: list[Arrival] = []
+    eventually(lambda: arrivals.extend(ends.reader.arrivals()) or len(arrivals) == 2, "both arrivals")
+    landed = {arrival.stamp.chunk: arrival.digest for arrival in arrivals}
+    for chunk, runs in enumerate(parts):
+        assert ends.writer.take_digest(handles[chunk]) == landed[chunk] == digest_of(ends, runs)
+    ends.close()
+
+
+def test_a_write_whose_connection_was_cut_has_no_digest_and_is_digested_from_its_start_when_it_is_sent_again() -> None:
+    ends = Ends("tcp", HUGE_BYTES)
+    ends.connect()
+    ends.reader.permit(Permit(7, WRITER, 0, ((0, HUGE_BYTES),), True))
+    cut = begin(ends, 0, HUGE)
+    eventually(lambda: ends.target.bytes[:4096].any(), "the first bytes land")
+    ends.reader.close(WRITER)
+    status = ends.result(cut)
+    assert status in (WriteStatus.LOST, WriteStatus.DONE)
+    assert (ends.writer.take_digest(cut) is not None) is (status is WriteStatus.DONE)
+    ends.reader.permit(Permit(7, WRITER, 0, ((0, HUGE_BYTES),), True))
+    again: list[Handle] = []
+    eventually(lambda: begins_again(ends, again), "the reader is reached again")
+    assert ends.result(again[0]) is WriteStatus.DONE
+    assert ends.writer.take_digest(again[0]) == digest_of(ends, HUGE)
+    ends.close()
+
+
+def begins_again(ends: Ends, handles: list[Handle]) -> bool:
+    try:
+        ends.connect()
+        handles.append(begin(ends, 0, HUGE, trial=2))
+    except PeerUnreachable:
+        return False
+    return True
