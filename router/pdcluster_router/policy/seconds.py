@@ -16,8 +16,8 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
  5. Remote or local, whichever is less; the mode of the last choice keeps a margin, so that a tie does not flip with every report: as a share of the
     time to first token, and what the nodes' models may be wrong by (their error bars), so that it does not flip with what is not known. A prompt
     that would hold up running rows longer than the inter-token limit, or make them slow on average over an answer, goes elsewhere while there is a
-    pair that can take it: many would lose what one wins. Prompts that wait on a
-    decode node will be rows there.
+    pair that can take it: many would lose what one wins. Where the prefill node has rows that it would hold up, too, it goes where these are fewer:
+    a single row on a prefill node is no reason to slow all those of a decode node. Prompts that wait on a decode node will be rows there.
  6. While no node has run enough steps to know what they cost: the product score.
 """
 
@@ -35,7 +35,7 @@ from pdcluster_router.policy.estimates import Market, Values
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scales import Ranked, Scales, Weighed, scales
 from pdcluster_router.policy.scored import Scored
-from pdcluster_router.stations import Totals
+from pdcluster_router.stations import Station, Totals
 from pdcluster_router.view import ClusterView, NodeView
 
 
@@ -158,24 +158,28 @@ class Seconds:
         if local is None:
             return self._remote_choice(remote, view, weighed, Compared(pair, rejected))
         best = Pick.best(local)
-        calm = self._calm(best, query, view) if self._keeps_pace(remote[0].row, query, view) else best
+        calm = self._calm(best, remote[0].row, query, view)
         compared = *pair, local.record("" if calm is not None else "holds up running rows")
         if calm is not None and self._is_local_better(query, view, weighed, remote, calm):
             return self._local_choice(calm, view, weighed, Compared(compared, rejected))
         return self._remote_choice(remote, view, weighed, Compared(compared, rejected))
 
-    def _calm(self, best: Pick, query: Query, view: ClusterView) -> Pick | None:
-        """The best one that holds up no running rows for long."""
-        if self._keeps_pace(best.row, query, view):
+    def _calm(self, best: Pick, prefill: int, query: Query, view: ClusterView) -> Pick | None:
+        """The best one that holds up no running rows for long; where the prefill node would, too, one that holds up no more rows than that."""
+        stations, local = view.stations, best.ranked
+        bearable = -1.0 if self._keeps_pace(prefill, query, view) else _num_slowed(stations.one(prefill))
+        if self._bears(best.row, bearable, query, view):
             return best
-        local = best.ranked
-        row = next((row for row in local.order() if self._keeps_pace(row, query, view)), None)
+        row = next((row for row in local.order() if self._bears(row, bearable, query, view)), None)
         return None if row is None else Pick(local, row, local.values(row))
+
+    def _bears(self, row: int, most: float, query: Query, view: ClusterView) -> bool:
+        return _num_slowed(view.stations.one(row)) <= most or self._keeps_pace(row, query, view)
 
     def _keeps_pace(self, row: int, query: Query, view: ClusterView) -> bool:
         """Whether running rows wait no longer for a token than they may, once and on average, while the prompt is computed there."""
         station = view.stations.one(row)
-        if not (station.rows or (station.num_prompts and not station.is_server)):
+        if not _num_slowed(station):
             return True
         node = view.nodes[row]
         cached = query.cached_on(node)
@@ -233,6 +237,11 @@ MOST_DOUBT = 0.5
 """More than that is not known better either, and a mode shall not stay for ever."""
 SHARPNESS = 3
 """How fast the price is forgotten beyond that point: by replays of generated mixes, where 1, 2 and 5 gave less goodput."""
+
+
+def _num_slowed(node: Station[float]) -> float:
+    """Rows that a prompt there slows. Those of a decode node's prompts are its own."""
+    return node.rows if node.is_server else node.rows + node.num_prompts
 
 
 def _lateness(query: Query, view: ClusterView) -> float:

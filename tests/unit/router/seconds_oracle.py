@@ -284,14 +284,15 @@ class PlainSeconds:
         record = remote[0].candidates(query) + remote[1].candidates(query)
         if local is None:
             return self._remote_choice(remote, market, query, record)
-        calm = self._without_long_pauses(local, query) if self._keeps_pace(remote[0].best, query) else local
+        calm = self._without_long_pauses(local, remote[0].best, query)
         record += local.candidates(query) if calm is not None else local.candidates(query, "holds up running rows")
         if calm is not None and self._is_local_better(query, remote, calm, market, stations):
             return self._local_choice(calm, market, query, record)
         return self._remote_choice(remote, market, query, record)
 
-    def _without_long_pauses(self, local: Ranked, query: Query) -> Ranked | None:
-        entries = tuple(entry for entry in local.entries if self._keeps_pace(entry[1], query))
+    def _without_long_pauses(self, local: Ranked, prefill: Station, query: Query) -> Ranked | None:
+        most = -1.0 if self._keeps_pace(prefill, query) else _num_slowed(prefill)
+        entries = tuple(entry for entry in local.entries if self._keeps_pace(entry[1], query) or _num_slowed(entry[1]) <= most)
         return of_legs(local, entries=entries) if entries else None
 
     def _keeps_pace(self, station: Station, query: Query) -> bool:
@@ -326,6 +327,11 @@ class PlainSeconds:
         prefills, decodes = remote
         predicted, pull = _predicted(prefills, decodes, market, query), _pull(prefills.best, market, query)
         return Choice("remote", prefills.best.node, decodes.best.node, lambda: record, predicted, self.name, pull)
+
+
+def _num_slowed(station: Station) -> float:
+    own = station.node.num_prompts if station.node.role == "decode" else 0
+    return station.pace.rows + own
 
 
 def _paced_s(station: Station, query: Query) -> float:

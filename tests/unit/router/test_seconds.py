@@ -266,6 +266,16 @@ def test_rule_5_a_limit_of_times_their_own_pace_may_be_given() -> None:
     assert choose(query, *busy, gap=9.0).mode == "local" and choose(query, *busy, gap=8.0).mode == "remote", "0.1 s and 2 ms are 8.5 times 12 ms"
 
 
+def test_rule_5_one_row_on_the_prefill_node_is_no_reason_to_hold_up_all_of_a_decode_node() -> None:
+    """Both would hold rows up for 0.1 s, and the queue of the prefill node makes local the less by seconds."""
+    query = replace(PAIR, fallback="conditional", itl_s=0.05)
+    queued = make_load(waiting=60, waiting_tokens=60_000, waiting_pairs=0, running=1, rows=1, context_tokens=1000, slots_used=1)
+    prefill, few, many = node("p0", "prefill", queued), node("d0", "decode", batch(1)), node("d0", "decode", batch(10))
+    assert choose(query, prefill, many).mode == "remote"
+    assert choose(query, prefill, few).mode == "local", "no more rows than there"
+    assert choose(query, prefill, many, node("d1", "decode")).first.name == "d1", "nobody is held up"
+
+
 # ---------------------------------------------------------------- 6. cold start
 
 
