@@ -8,7 +8,8 @@ Ceilings, for the same number of bytes, each time at the
 next place of memory as large as the pool, as a transfer's pages are:
 
     shm       one memmove between pools of the same kind and size, touched before
-    tcp       a plain loopback socket between the two processes, sendall → recv_into, one answer byte
+    tcp       a plain loopback socket between the two processes, sendall → recv_into, one answer byte; beside it (`digest`) the same socket
+              when both ends digest each piece after they sent or received it, which is what digests over tcp can come to
     mooncake  the engine alone, 4 MiB entries, 8 in flight, no copies to or from staging; beside it (`staging`) what is left when
               each entry is copied at the writer, which any staging costs
 
@@ -26,14 +27,15 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench import transfer_load
 from bench.report import Row, print_rows, row, write_json
-from bench.transfer_ends import HOST, PAGE_TOKENS, Address, Near, Sink, plain
+from bench.transfer_ends import HOST, PAGE_TOKENS, Address, Near, Sink, digest_only, plain
 from pdcluster.transfer.base import WriteStatus
+from pdcluster.transfer.tcp import DIGEST_BYTES
 
 BACKENDS = ("shm", "tcp", "mooncake")
 GOALS = {("shm", False): 0.85, ("shm", True): 0.65, ("tcp", True): 0.9, ("mooncake", True): 0.9}
@@ -97,21 +99,36 @@ def seconds_of_memmove(near: Near, nbytes: int, repeats: int) -> list[float]:
     return [move(start) for start, _ in zip(places(near, nbytes), range(repeats + 1), strict=False)][1:]
 
 
-def seconds_of_socket(near: Near, nbytes: int, repeats: int) -> list[float]:
-    near.pipe.send(Sink("socket", nbytes, repeats + 1))
+def seconds_of_socket(near: Near, nbytes: int, repeats: int, *, digests: bool = False) -> list[float]:
+    """digests: both ends digest each piece when it was sent or received, with the product's own loop, and the other end's comes back."""
+    near.pipe.send(Sink("digested" if digests else "socket", nbytes, repeats + 1))
     address = near.pipe.receive()
     assert isinstance(address, Address)
-    data = near.pools[0].bytes.data
+    pool = near.pools[0].bytes
     with socket.create_connection((HOST, address.number)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
         def move(start: int) -> float:
+            data = pool[start : start + nbytes]
             begin = time.perf_counter()
-            sock.sendall(data[start : start + nbytes])
-            sock.recv(1)
+            if digests:
+                send_and_digest(sock, data.data, data.ctypes.data)
+            else:
+                sock.sendall(data.data)
+                sock.recv(1)
             return time.perf_counter() - begin
 
         return [move(start) for start, _ in zip(places(near, nbytes), range(repeats + 1), strict=False)][1:]
+
+
+def send_and_digest(sock: socket.socket, data: memoryview, address: int) -> None:
+    payload = digest_only(address, len(data))
+    for start in range(0, len(data), DIGEST_BYTES):
+        piece = data[start : start + DIGEST_BYTES]
+        sock.sendall(piece)
+        payload.advance(len(piece))
+    if sock.recv(8, socket.MSG_WAITALL) != payload.digest().to_bytes(8, "little"):
+        raise RuntimeError("the two ends of the ceiling digested different bytes")
 
 
 def seconds_of_engine(near: Near, nbytes: int, repeats: int, *, packed: bool = False) -> list[float]:
@@ -152,52 +169,69 @@ def seconds_of_engine(near: Near, nbytes: int, repeats: int, *, packed: bool = F
     return times
 
 
-def ceiling(near: Near, case: Case, repeats: int) -> tuple[str, list[float]]:
-    if near.shape.backend == "shm":
-        return "memmove", seconds_of_memmove(near, case.nbytes, repeats)
-    if near.shape.backend == "tcp":
-        return "loopback socket", seconds_of_socket(near, case.nbytes, repeats)
-    return "engine alone", seconds_of_engine(near, case.nbytes, repeats)
+CEILINGS = {"shm": "memmove", "tcp": "loopback socket", "mooncake": "engine alone"}
+
+
+def ceiling(near: Near, case: Case, repeats: int) -> list[float]:
+    measures = {"shm": seconds_of_memmove, "tcp": seconds_of_socket, "mooncake": seconds_of_engine}
+    return measures[near.shape.backend](near, case.nbytes, repeats)
 
 
 # ---------------------------------------------------------------- the runs
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Seconds of a few transfers, of as many runs of the ceiling, and of as many of what digests leave of it (none where that is not asked)."""
+
+    moves: list[float]
+    stages: list[tuple[float, float, float]]
+    tops: list[float]
+    digested: list[float]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.tops) / statistics.median(self.moves)
+
+
+def take_turn(near: Near, case: Case, repeats: int) -> Turn:
+    moved = [(near.move(case.num_tokens), near.stages) for _ in range(repeats + 1)][1:]
+    tops = ceiling(near, case, repeats)
+    has_bound = near.shape.backend == "tcp" and near.shape.digests and case.nbytes >= GOAL_BYTES
+    digested = seconds_of_socket(near, case.nbytes, repeats, digests=True) if has_bound else []
+    return Turn([seconds for seconds, _ in moved], [each for _, each in moved], tops, digested)
+
+
 def measure(near: Near, case: Case, repeats: int) -> list[Row]:
-    """Rows of one case on one pair of processes: turns of a few transfers and as many runs of the ceiling."""
+    """Rows of one case on one pair of processes."""
     near.move(case.num_tokens)  # warm: connection, page tables
     repeats = min(repeats, LONG_REPEATS) if case.nbytes >= 1 << 30 else repeats
-    rate: Callable[[float], float] = lambda seconds: case.nbytes / seconds / 1e9  # noqa: E731
-    samples: list[float] = []
-    tops: list[float] = []
-    ratios: list[float] = []
-    stages: list[tuple[float, float, float]] = []
-    name = ""
-    for _ in range(TURNS):
-        moved = [(near.move(case.num_tokens), near.stages) for _ in range(repeats + 1)][1:]
-        moves = [seconds for seconds, _ in moved]
-        stages += [each for _, each in moved]
-        name, times = ceiling(near, case, repeats)
-        samples += moves
-        tops += times
-        ratios.append(statistics.median(times) / statistics.median(moves))
+    turns = [take_turn(near, case, repeats) for _ in range(TURNS)]
     shape = near.shape
     goal = GOALS.get((shape.backend, shape.digests)) if case.nbytes >= GOAL_BYTES else None
     label = f"{case.name}, digests {'on' if shape.digests else 'off'}"
-    rates, top = [rate(each) for each in samples], rate(statistics.median(tops))
-    speed = row(f"transfer.{shape.backend}", label, rates, "GB/s", against=name, against_value=top)
-    ratio = statistics.median(ratios)
-    speed = replace(speed, ratio=ratio, goal=goal, holds=None if goal is None else ratio >= goal)
-    where = where_time_goes(label, stages) if case.nbytes == GOAL_BYTES else []
+    samples = [seconds for turn in turns for seconds in turn.moves]
+    top = statistics.median(seconds for turn in turns for seconds in turn.tops)
+    speed = beside(f"transfer.{shape.backend}", label, case, samples, shape.backend, top)
+    ratio = statistics.median(turn.ratio for turn in turns)
+    rows = [replace(speed, ratio=ratio, goal=goal, holds=None if goal is None else ratio >= goal)]
+    if case.nbytes == GOAL_BYTES:
+        rows += where_time_goes(label, [each for turn in turns for each in turn.stages])
+    if digested := [seconds for turn in turns for seconds in turn.digested]:
+        bound = beside("digest.tcp", f"{case.name}, socket and a digest at both ends", case, digested, shape.backend, top)
+        rows.append(replace(bound, ratio=statistics.median(statistics.median(turn.tops) / statistics.median(turn.digested) for turn in turns)))
     if goal is not None and shape.backend == "mooncake":
-        packs = [rate(seconds) for seconds in seconds_of_engine(near, case.nbytes, repeats, packed=True)]
-        return [
-            speed,
-            *where,
-            row("staging.mooncake", f"{case.name}, engine and a copy at the writer", packs, "GB/s", against=name, against_value=top),
-        ]
-    whole = row(f"handover.{shape.backend}", label, [each * 1e3 for each in samples], "ms")
-    return [speed, whole] if case.nbytes <= 1 << 20 else [speed, *where]
+        packs = seconds_of_engine(near, case.nbytes, repeats, packed=True)
+        rows.append(beside("staging.mooncake", f"{case.name}, engine and a copy at the writer", case, packs, shape.backend, top))
+    if case.nbytes <= 1 << 20:
+        rows.append(row(f"handover.{shape.backend}", label, [each * 1e3 for each in samples], "ms"))
+    return rows
+
+
+def beside(metric: str, label: str, case: Case, samples: list[float], backend: str, top: float) -> Row:
+    """A speed beside the ceiling; samples, top: seconds."""
+    rates = [case.nbytes / seconds / 1e9 for seconds in samples]
+    return row(metric, label, rates, "GB/s", against=CEILINGS[backend], against_value=case.nbytes / top / 1e9)
 
 
 def where_time_goes(label: str, stages: list[tuple[float, float, float]]) -> list[Row]:

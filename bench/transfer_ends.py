@@ -27,13 +27,13 @@ from pdcluster.node.rank_link import LinkedMemories
 from pdcluster.transfer.base import Backend, Peer, Region
 from pdcluster.transfer.choose import create_backends
 from pdcluster.transfer.geometry import PageShape
-from pdcluster.transfer.moving import GilWaits
+from pdcluster.transfer.moving import GilWaits, Payload, table_of
 from pdcluster.transfer.ranked import RankedBackend
 from pdcluster.transfer.reader import Reader
 from pdcluster.transfer.session import Acked, Drained, GaveUp, Send, Settings, peer_of
 from pdcluster.transfer.shm import ShmBackend
 from pdcluster.transfer.staged import StagedBackend
-from pdcluster.transfer.tcp import TcpBackend
+from pdcluster.transfer.tcp import DIGEST_BYTES, TcpBackend
 from pdcluster.transfer.writer import Writer
 
 NEAR, FAR = Peer("bench-p", "near"), Peer("bench-d", "far")
@@ -54,8 +54,8 @@ class Check(Message, frozen=True, array_like=True):
 
 
 class Sink(Message, frozen=True, array_like=True):
-    """Please listen on a socket and swallow so many bytes `repeats` times, into the next place of a memory as large as the pool each time; or,
-    for mooncake, register that memory."""
+    """Please listen on a socket and swallow so many bytes `repeats` times, into the next place of a memory as large as the pool each time, and
+    answer each; kind digested: with their digest. Or, for mooncake, register that memory."""
 
     kind: str
     nbytes: int
@@ -280,9 +280,27 @@ def swallow(pipe: Pipe, message: Sink, memory: Pool) -> None:
             starts = itertools.cycle(range(0, buffer.size - message.nbytes + 1, message.nbytes))
             for start, _ in zip(starts, range(message.repeats), strict=False):
                 view = buffer.data[start : start + message.nbytes]
-                while view:
-                    view = view[sock.recv_into(view) :]
-                sock.send(b"k")
+                sock.send(received_digest(sock, view, buffer[start:].ctypes.data) if message.kind == "digested" else received(sock, view))
+
+
+def received(sock: socket.socket, view: memoryview) -> bytes:
+    while view:
+        view = view[sock.recv_into(view) :]
+    return b"k"
+
+
+def received_digest(sock: socket.socket, view: memoryview, address: int) -> bytes:
+    """Receive and digest each piece, as `tcp` does."""
+    payload = digest_only(address, len(view))
+    while view:
+        piece, view = view[:DIGEST_BYTES], view[DIGEST_BYTES:]
+        received(sock, piece)
+        payload.advance(len(piece))
+    return payload.digest().to_bytes(8, "little")
+
+
+def digest_only(address: int, nbytes: int) -> Payload:
+    return Payload(table_of([(0, address, nbytes)]), digests=True, cached=True)
 
 
 # ---------------------------------------------------------------- near
