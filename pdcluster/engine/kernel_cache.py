@@ -64,19 +64,28 @@ def open_place(cache_dir: Path) -> Path:
 
 def forget_places(cache_dir: Path) -> None:
     """Remove places that are not used, least recently used first. One that another process is about to use is renamed never, or before that process
-    looks for it: it notes its use under the same lock."""
+    looks for it: it notes its use under the same lock. What cannot be removed stays, and keeps no other."""
     try:
         with _turn(cache_dir, fcntl.LOCK_EX) as has_turn:
             for place in _unused(cache_dir, time.time()) if has_turn else ():
-                place.rename(cache_dir / f"{GONE}{place.name}-{os.getpid()}")
+                _set_aside(place)
         for gone in cache_dir.glob(f"{GONE}*"):
-            shutil.rmtree(gone)
+            shutil.rmtree(gone, ignore_errors=True)
     except OSError as error:
         log.debug("not all old places of kernels are removed: %s", error)
 
 
+def _set_aside(place: Path) -> None:
+    try:
+        # Not the process's number: in a container that is 1 each time, and what one left half removed would be in the way for ever.
+        place.rename(place.with_name(f"{GONE}{place.name}-{time.time_ns()}"))
+    except OSError as error:
+        log.debug("%s, which nobody uses, is not removed: %s", place, error)
+
+
 def _unused(cache_dir: Path, now: float) -> list[Path]:
-    ages = sorted((now - path.stat().st_mtime, path) for path in cache_dir.iterdir() if PLACE.fullmatch(path.name) and path.is_dir())
+    places = (path for path in cache_dir.iterdir() if PLACE.fullmatch(path.name) and path.is_dir() and not path.is_symlink())
+    ages = sorted((now - path.stat().st_mtime, path) for path in places)
     return [path for rank, (age, path) in enumerate(ages) if age > UNUSED_S or (rank >= MOST_PLACES and age > FRESH_S)]
 
 
@@ -110,10 +119,18 @@ def filling(place: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[None]
     try:
         yield
         if lock is not None:
-            filled.touch()
+            _note_filled(filled)
     finally:
         if lock is not None:
             os.close(lock)
+
+
+def _note_filled(filled: Path) -> None:
+    """What was compiled is in memory anyway; who comes next compiles it again."""
+    try:
+        filled.touch()
+    except OSError as error:
+        log.debug("%s is not noted: %s", filled, error)
 
 
 def _locked(path: Path, deadline: float, how: int = fcntl.LOCK_EX) -> int | None:

@@ -160,6 +160,40 @@ def test_a_removal_that_was_cut_short_is_ended_by_the_next(tmp_path: Path) -> No
     assert not left.exists()
 
 
+def test_what_is_left_of_a_removal_by_a_process_of_the_same_number_keeps_nothing(tmp_path: Path) -> None:
+    """In a container every node is process 1."""
+    left = _place(tmp_path, 1, 0.0, name=f"{kernel_cache.GONE}{{:016x}}-{os.getpid()}")
+    again, other = _place(tmp_path, 1, 2 * UNUSED_S), _place(tmp_path, 2, 3 * UNUSED_S)
+    forget_places(tmp_path)
+    assert not left.exists() and not again.exists() and not other.exists()
+
+
+def test_one_that_can_not_be_removed_keeps_no_other(tmp_path: Path) -> None:
+    (tmp_path / f"{kernel_cache.GONE}{0:016x}-7").write_text("no directory at all")
+    left, old = _place(tmp_path, 1, 0.0, name=kernel_cache.GONE + "{:016x}-7"), _place(tmp_path, 2, 2 * UNUSED_S)
+    forget_places(tmp_path)
+    assert not left.exists() and not old.exists()
+    assert [path.name for path in tmp_path.glob(f"{kernel_cache.GONE}*")] == [f"{kernel_cache.GONE}{0:016x}-7"]
+
+
+def test_a_link_to_somebody_elses_directory_is_left_as_it_is(tmp_path: Path) -> None:
+    elsewhere, cache = _place(tmp_path / "theirs", 1, 2 * UNUSED_S), tmp_path / "cache"
+    cache.mkdir()
+    (cache / f"{1:016x}").symlink_to(elsewhere)
+    old = _place(cache, 2, 2 * UNUSED_S)
+    forget_places(cache)
+    assert (cache / f"{1:016x}" / "engine_0" / "kernels.nbc").exists() and not old.exists()
+
+
+def test_what_was_compiled_is_used_though_its_place_is_gone(tmp_path: Path) -> None:
+    """A clock that was set right meanwhile made the place look old, or somebody has cleaned up."""
+    place = tmp_path / "place"
+    place.mkdir()
+    with filling(place, "pairs"):
+        shutil.rmtree(place)
+    assert not place.exists(), "it is not said to be filled"
+
+
 def test_processes_that_open_and_remove_at_once_never_lose_a_place_in_use(tmp_path: Path) -> None:
     """Each turn the place looks unused for long; once somebody has opened it, it is there."""
     lost: list[int] = []
