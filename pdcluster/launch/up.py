@@ -19,7 +19,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TextIO, TypeVar, cast
 
 from pdcluster import bundled_model
 from pdcluster.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, UpConfig, keys, load, section_of
@@ -132,16 +132,28 @@ class Cluster:
     def _check(self) -> None:
         """Refuse what cannot work before anything starts."""
         load(BootstrapConfig, self._loaded.flags, self._loaded.file)
-        router = load(RouterConfig, self._loaded.flags, self._loaded.file).config
+        router = self._router_settings.config
         if router.security.key_bytes() != self._node_settings.config.security.key_bytes():
             raise ConfigError("node.security and router.security hold different cluster keys, so they could not talk; set both to the same")
         if self._config.model is not None:
             model_directory(self._config.model)
         elif self._node_settings.config.model is None:
             bundled_model.path()
-        check_free("http", self._config.http)
-        if self._config.grpc is not None:
-            check_free("grpc", self._config.grpc)
+        for name in ("http", "grpc"):
+            path, address = self._listens(name)
+            if address is not None:
+                check_free(path, address)
+
+    def _listens(self, name: str) -> tuple[str, str | None]:
+        """The setting that says where the router listens for `name`, and what it says: up's own, unless only the router's section has one."""
+        path, values = f"up.{name}", self._loaded.values
+        if not self._is_set(path) and self._router_settings.origins[f"router.{name}"] != "default":
+            path, values = f"router.{name}", self._router_settings.values
+        return path, cast("str | None", values[path])
+
+    @cached_property
+    def _router_settings(self) -> Loaded[RouterConfig]:
+        return load(RouterConfig, self._loaded.flags, self._loaded.file)
 
     @cached_property
     def _node_settings(self) -> Loaded[NodeConfig]:
@@ -190,13 +202,11 @@ class Cluster:
         return Spec(plan.name, argv, NODE_STOP_S + KILL_GRACE_S)
 
     def _router_spec(self, bootstrap: str) -> Spec:
-        own: dict[str, object] = {"router.http": self._config.http, "router.bootstrap": bootstrap, "router.drain_s": self._config.drain_s}
-        origins = load(RouterConfig, self._loaded.flags, self._loaded.file).origins
-        if self._is_set("up.grpc") or origins["router.grpc"] == "default":
-            own["router.grpc"] = self._config.grpc or "none"
+        own: dict[str, object] = {"router.bootstrap": bootstrap, "router.drain_s": self._config.drain_s}
+        own |= {f"router.{name}": self._listens(name)[1] or "none" for name in ("http", "grpc")}
         if self._config.workers is not None:
             own["router.workers"] = self._config.workers
-        if origins["router.admin"] == "default":
+        if self._router_settings.origins["router.admin"] == "default":
             own["router.admin"] = "127.0.0.1:0"
         argv = self._argv(RouterConfig, ("pdcluster_router.cli",), own)
         addresses = (("address", "--http"), ("grpc", "--grpc"), ("admin", "--admin"))
@@ -312,8 +322,8 @@ def model_directory(model: Path) -> Path:
     return model
 
 
-def check_free(name: str, address: str) -> None:
-    """Refuse an address that the router could not listen on, before anything starts."""
+def check_free(path: str, address: str) -> None:
+    """Refuse an address that the router could not listen on, before anything starts. path: of the setting that says so."""
     host, port = split_address(address)
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -322,7 +332,8 @@ def check_free(name: str, address: str) -> None:
             probe.bind(where)
             probe.listen(1)
     except OSError as error:
-        raise ConfigError(f"up.{name} {address} cannot be used: {error.strerror}; stop what holds it, or choose another with --{name}") from error
+        flag = f"--{path.rpartition('.')[2]}"
+        raise ConfigError(f"{path} {address} cannot be used: {error.strerror}; stop what holds it, or choose another with {flag}") from error
 
 
 def _transfer(nodes: list[Facts]) -> str:

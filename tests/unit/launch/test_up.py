@@ -79,10 +79,22 @@ async def test_processes_log_as_quietly_as_up_unless_their_section_says_otherwis
     assert "--log-level" not in cluster({"router.log.level": "debug"})._router_spec("a:1").argv
 
 
-async def test_a_default_of_up_does_not_hide_where_the_router_section_wants_grpc() -> None:
-    assert option(cluster()._router_spec("a:1").argv, "--grpc") == "127.0.0.1:50051"
-    assert "--grpc" not in cluster({"router.grpc": "127.0.0.1:1"})._router_spec("a:1").argv, "the router is told as its section has it"
-    assert option(cluster({"router.grpc": "127.0.0.1:1", "up.grpc": "127.0.0.1:2"})._router_spec("a:1").argv, "--grpc") == "127.0.0.1:2"
+@pytest.mark.parametrize(("name", "default"), [("http", "127.0.0.1:8000"), ("grpc", "127.0.0.1:50051")])
+async def test_a_default_of_up_does_not_hide_where_the_router_section_wants_to_listen(name: str, default: str) -> None:
+    section: dict[str, object] = {f"router.{name}": "127.0.0.1:1"}
+    for settings, address in (({}, default), (section, "127.0.0.1:1"), (section | {f"up.{name}": "127.0.0.1:2"}, "127.0.0.1:2")):
+        assert option(cluster(settings)._router_spec("a:1").argv, f"--{name}") == address
+    assert option(cluster({"router.grpc": "none"})._router_spec("a:1").argv, "--grpc") == "none"
+
+
+async def test_only_where_the_router_will_listen_must_be_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy, socket.create_server(("127.0.0.1", 0)) as other:
+        taken, also = (f"127.0.0.1:{server.getsockname()[1]}" for server in (busy, other))
+        with pytest.raises(ConfigError, match=rf"router\.http {taken} cannot be used: Address already in use.*--http"):
+            cluster({"router.http": taken})._check()
+        with pytest.raises(ConfigError, match=rf"up\.grpc {also} cannot be used"):
+            cluster({"up.http": "127.0.0.1:0", "up.grpc": also, "router.grpc": "none"})._check()
+        cluster({"up.http": "127.0.0.1:0", "router.http": taken, "router.grpc": "none"})._check()
 
 
 async def test_settings_of_a_section_reach_its_process_and_no_other() -> None:
@@ -123,13 +135,13 @@ def test_a_busy_port_is_refused_with_the_way_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"up\.http 127\.0\.0\.1:{port} cannot be used: Address already in use.*--http"):
-            check_free("http", f"127.0.0.1:{port}")
-    check_free("http", f"127.0.0.1:{port}")
+            check_free("up.http", f"127.0.0.1:{port}")
+    check_free("up.http", f"127.0.0.1:{port}")
 
 
 def test_a_host_that_is_not_ours_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"up\.http"):
-        check_free("http", "192.0.2.1:0")
+        check_free("up.http", "192.0.2.1:0")
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
