@@ -4,7 +4,9 @@
 
 All of them take raw arrays and a range [lo, hi) of independent tasks, so that `native.Parallel` can split one call over threads; none holds the
 GIL. bfloat16 arrives as uint16 (numpy has no such type) and is widened to float32 by a shift; every sum is kept in float32. The arithmetic may
-be reordered (fastmath), which is why no kernel uses infinities.
+be reordered (fastmath), which is why no kernel uses infinities. Not so where heads are normalised and rotated: of a kernel that others call there is
+a compiled copy in each of them, and which one runs depends on what a process loaded first; those copies added in different orders and fused other
+products. A kernel that says nothing of fastmath is compiled with it when its first caller has it, hence `fastmath=False`.
 """
 
 from __future__ import annotations
@@ -46,6 +48,16 @@ def narrow(typing_context, value, like):
         return builder.trunc(builder.lshr(rounded, ir.Constant(word, 16)), ir.IntType(16))
 
     return types.uint16(types.float32, types.uint16), round_to_even
+
+
+@intrinsic
+def fused(typing_context, a, b, c):
+    """a * b + c, rounded once. Which of two products it fuses with their sum is a compiler's choice, and not the same in every copy of a kernel."""
+
+    def build(context, builder, signature, args):
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), build
 
 
 @intrinsic
@@ -102,7 +114,23 @@ def silu_mul(gate_up, out, lo, hi):
             target[i] = narrow(g / (np.float32(1.0) + exponential(-g)) * widen(up[i]), target[i])
 
 
-@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
+@numba.njit(error_model="numpy", fastmath=False, nogil=True, cache=True)
+def sum_of_squares(values):
+    """Of float32. Four sums side by side, so that additions need not wait for each other; their order is fixed."""
+    size = values.shape[0]
+    whole = size - size % 4
+    a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+    for i in range(0, whole, 4):
+        a = fused(values[i], values[i], a)
+        b = fused(values[i + 1], values[i + 1], b)
+        c = fused(values[i + 2], values[i + 2], c)
+        d = fused(values[i + 3], values[i + 3], d)
+    for i in range(whole, size):
+        a = fused(values[i], values[i], a)
+    return (a + b) + (c + d)
+
+
+@numba.njit(error_model="numpy", fastmath=False, nogil=True, cache=True)
 def rotate(source, norm, normed, eps, cos, sin, scratch, target):
     """One head of one token: normalised over its dimensions if `normed`, rotated by halves, stored in `target`. scratch: float32 of its size."""
     size = source.shape[0]
@@ -110,16 +138,13 @@ def rotate(source, norm, normed, eps, cos, sin, scratch, target):
     for i in range(size):
         scratch[i] = widen(source[i])
     if normed:
-        total = np.float32(0)
-        for i in range(size):
-            total += scratch[i] * scratch[i]
-        scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
+        scale = np.float32(1.0) / np.sqrt(sum_of_squares(scratch) / np.float32(size) + eps)
         for i in range(size):
             scratch[i] = scratch[i] * scale * widen(norm[i])
     for i in range(half):
         a, b = scratch[i], scratch[half + i]
-        target[i] = narrow(a * cos[i] - b * sin[i], target[i])
-        target[half + i] = narrow(b * cos[i] + a * sin[i], target[half + i])
+        target[i] = narrow(fused(a, cos[i], -(b * sin[i])), target[i])
+        target[half + i] = narrow(fused(b, cos[i], a * sin[i]), target[half + i])
 
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)

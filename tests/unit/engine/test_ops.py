@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import KERNEL_CACHE
@@ -118,3 +120,21 @@ def test_weights_may_lie_where_the_file_put_them() -> None:
     storage, x = noise(64 * 32 + 1, dtype="bfloat16"), noise(3, 32, dtype="bfloat16")
     shifted = storage[1:].view(64, 32)
     assert torch.equal(ops.linear([shifted], [None])(x), ops.linear([shifted.clone()], [None])(x))
+
+
+def test_heads_are_rotated_alike_by_every_compiled_copy() -> None:
+    """A kernel that others call is compiled into each of them; which copy runs depends on what a process has loaded. In float32 no rounding hides a
+    difference."""
+    kernels = cast(Any, load_kernels(KERNEL_CACHE, "float32"))
+    rng = np.random.default_rng(3)
+    rows, heads, size = 2000, 4, 32
+    qkv = rng.standard_normal((rows, (heads + 2) * size)).astype(np.float32)
+    phase, eps, zeros = rng.uniform(0, 6, (rows, size // 2)).astype(np.float32), np.float32(1e-6), np.zeros(rows, np.int64)
+    cos, sin, norm, scratch = np.cos(phase), np.sin(phase), qkv[0, :size].copy(), np.empty(size, np.float32)
+    together, alone = np.empty((rows, heads, size), np.float32), np.empty((rows, heads, size), np.float32)
+    pool = np.zeros((1, 1, 2, 1, 8, size), np.float32)
+    kernels.store_kv(qkv, norm, norm, True, eps, cos, sin, zeros, zeros, pool, 0, together, 0, rows)
+    for row, head in np.ndindex(rows, heads):
+        source = qkv[row, head * size : (head + 1) * size]
+        kernels.rotate(source, norm, True, eps, cos[row], sin[row], scratch, alone[row, head])
+    assert np.array_equal(together, alone)
