@@ -23,17 +23,18 @@ _IDS = b"0123456789, "
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
-def check_bulk(body: bytes) -> None:
+def check_bulk(body: bytes, what: str = "the body") -> None:
+    """what: how it is called in errors."""
     if len(body) <= SMALL_BYTES or len(body.translate(None, _IDS)) <= SMALL_BYTES:
         return
     num_strings = (body.count(b'"') - body.count(b'\\"') + 1) // 2
     if num_strings > MOST_STRINGS:
-        raise BadRequest(f"the body has some {num_strings} strings and keys, at most {MOST_STRINGS} are taken; send several requests")
+        raise BadRequest(f"{what} has some {num_strings} strings and keys, at most {MOST_STRINGS} are taken; send several requests")
     if _num_containers(body) <= MOST_CONTAINERS:
         return
     num_containers = _num_containers(_STRING.sub(b"", body))
     if num_containers > MOST_CONTAINERS:
-        raise BadRequest(f"the body has {num_containers} lists and objects, at most {MOST_CONTAINERS} are taken; send several requests")
+        raise BadRequest(f"{what} has {num_containers} lists and objects, at most {MOST_CONTAINERS} are taken; send several requests")
 
 
 def _num_containers(text: bytes) -> int:

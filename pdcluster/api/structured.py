@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, Protocol, cast
 
+import msgspec
 from msgspec import Struct
 
+from pdcluster.api.bulk import check_bulk
 from pdcluster.api.patterns import check_ebnf, check_regex
 from pdcluster.api.schemas import check_schema
 from pdcluster.errors import BadRequest
@@ -155,15 +157,27 @@ def _structured(asked: StructuredOutputs) -> Form:
 
 
 def parsed(schema: object, param: str) -> object:
-    """As text or as an object, both are usual. Raises BadRequest naming param."""
+    """As text or as an object, both are usual. Text is taken where a body would be. Raises BadRequest naming param."""
     if not isinstance(schema, str):
         return schema
+    check_bulk(schema.encode(errors="replace"), param)
     try:
-        return json.loads(schema)  # which says where
+        return msgspec.json.decode(schema)
     except RecursionError as error:
-        raise BadRequest(f"{param} is nested too deeply; send a flatter schema", param) from error
+        raise BadRequest(f"{param} is nested too deeply; send a flatter one", param) from error
     except ValueError as error:
-        raise BadRequest(f"{param} is text, but no JSON: {error}; correct it", param) from error
+        raise BadRequest(f"{param} is text, but no JSON: {_fault(schema, error)}; correct it", param) from error
+
+
+def _fault(text: str, error: ValueError) -> str:
+    """What is wrong with it: Python says where, msgspec knows more that is."""
+    try:
+        has_half = not _is_text(json.dumps(json.loads(text), ensure_ascii=False))
+    except RecursionError:
+        return str(error)
+    except ValueError as where:
+        return str(where)
+    return "half a surrogate pair (such as \\ud800 alone) is no character" if has_half else str(error)
 
 
 def _choice(choices: list[str], param: str) -> Form:

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from google.protobuf.message import Message as Proto
 
 from pdcluster.api import openai
+from pdcluster.api.bulk import MOST_STRINGS, check_bulk
 from pdcluster.api.choice import Piece, Token
 from pdcluster.api.replies import RouteReport, Usage
 from pdcluster.api.structured import parsed
+from pdcluster.api.tools.offered import MAX_TOOLS
 from pdcluster.errors import BadRequest
 from pdcluster.rpc import inference_pb2 as pb
 
@@ -21,7 +23,10 @@ _SAME_NAME = (
 """Optional fields that are called and mean the same over HTTP."""
 
 _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH, "tool_calls": pb.FINISH_REASON_TOOL_CALLS}
-_TOOL_MODES = {pb.TOOL_MODE_AUTO: "auto", pb.TOOL_MODE_NONE: "none", pb.TOOL_MODE_REQUIRED: "required"}
+_TOOL_MODES = {pb.TOOL_MODE_UNSPECIFIED: None, pb.TOOL_MODE_AUTO: "auto", pb.TOOL_MODE_NONE: "none", pb.TOOL_MODE_REQUIRED: "required"}
+
+MOST_TURNS = MOST_STRINGS // 4
+"""Messages of a chat, and calls in them: as many as a JSON body may have, where each is two fields with their names."""
 
 
 def request_from_proto(message: pb.GenerateRequest, model: str) -> openai.ChatRequest | openai.CompletionRequest:
@@ -49,6 +54,7 @@ def _chat_fields(message: pb.GenerateRequest) -> dict[str, object]:
     if message.HasField("echo"):
         raise BadRequest("echo is for text and token_ids, not for chat; leave it out", "echo")
     chat = message.chat
+    _check_number(chat)
     fields: dict[str, object] = {"messages": [_message_fields(said) for said in chat.messages]}
     fields |= _given(chat, "add_generation_prompt", "continue_final_message", "parallel_tool_calls")
     if chat.tools:
@@ -58,6 +64,18 @@ def _chat_fields(message: pb.GenerateRequest) -> dict[str, object]:
     if chat.HasField("template_kwargs"):
         fields["chat_template_kwargs"] = parsed(chat.template_kwargs, "chat.template_kwargs")
     return fields | ({"logprobs": True, "top_logprobs": message.logprobs} if message.HasField("logprobs") else {})
+
+
+def _check_number(chat: pb.Chat) -> None:
+    """Of what is a few bytes here and a thousand as plain values; what is among them is bounded by the size of a message."""
+    if len(chat.tools) > MAX_TOOLS:
+        raise BadRequest(f"chat.tools has {len(chat.tools)} entries, at most {MAX_TOOLS} are allowed", "tools")
+    num_turns = len(chat.messages)
+    if num_turns <= MOST_TURNS:
+        num_turns += sum(len(said.tool_calls) for said in chat.messages)
+    if num_turns > MOST_TURNS:
+        raise BadRequest(f"chat.messages has {num_turns} messages and calls, at most {MOST_TURNS} are taken; send several requests", "messages")
+    check_bulk("".join(tool.parameters for tool in chat.tools).encode(), "chat.tools")
 
 
 def _message_fields(said: pb.ChatMessage) -> dict[str, object]:
@@ -79,7 +97,10 @@ def _tool_fields(tool: pb.Tool, param: str) -> dict[str, object]:
 def _tool_choice(choice: pb.ToolChoice) -> object:
     if choice.WhichOneof("kind") == "function":
         return {"type": "function", "function": {"name": choice.function}}
-    return _TOOL_MODES.get(choice.mode)
+    if choice.mode not in _TOOL_MODES:
+        known = ", ".join(pb.ToolMode.Name(mode) for mode in _TOOL_MODES if mode)
+        raise BadRequest(f"chat.tool_choice.mode is {choice.mode}; it must be one of {known}", "tool_choice")
+    return _TOOL_MODES[choice.mode]
 
 
 def _given(message: Proto, *names: str) -> dict[str, object]:

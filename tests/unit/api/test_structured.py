@@ -46,6 +46,13 @@ def test_half_a_surrogate_pair_in_a_schema_that_came_as_text_is_refused():
         asked_of(Asked(structured_outputs=StructuredOutputs(json='{"const": "\\ud800"}')))
 
 
+def test_a_schema_that_came_as_text_is_taken_where_a_body_would_be():
+    lists = '{"enum": [' + "[]," * 200_000 + "[]]}"
+    for text, words in [('{"const": NaN}', "no JSON"), ('{"const": 1e999}', "out of range"), (lists, "at most 200000")]:
+        with pytest.raises(BadRequest, match=rf"structured_outputs\.json .*{words}"):
+            form(json=text)
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (

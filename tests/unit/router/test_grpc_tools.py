@@ -14,6 +14,7 @@ from scripted_dispatcher import SPEAKING, SpeakingDispatcher, says
 from pdcluster import client as api
 from pdcluster.api.openai import ChatRequest
 from pdcluster.errors import BadRequest
+from pdcluster.rpc import inference
 from pdcluster.rpc import inference_pb2 as pb
 from pdcluster.rpc.inference import request_from_proto
 from tests.unit.router.test_grpc_api import ROOT, protoc, served
@@ -117,6 +118,43 @@ async def test_a_bad_chat_says_what_to_change(client: api.AsyncClient, dispatche
 async def test_tools_without_a_chat_are_refused(client: api.AsyncClient) -> None:
     with pytest.raises(BadRequest, match="tools is for a chat"):
         await client.complete("hi", tools=[WEATHER])
+
+
+ONE = pb.ChatMessage(role="user", content="hi")
+
+
+@pytest.mark.parametrize("text", ['{"a": "\\ud800"}', '{"\\ud800x": 1}', '{"a": NaN}', '{"a": 1e999}', '{"a": [' + "[]," * 200_000 + "[]]}"])
+@pytest.mark.parametrize("field", ["parameters", "template_kwargs"])
+def test_json_in_a_chat_is_taken_where_a_json_body_would_be(field: str, text: str) -> None:
+    """Half a surrogate pair was an internal error, a number that is none went to the template, and 8 MiB of lists took seconds."""
+    chat = pb.Chat(messages=[ONE], template_kwargs=text) if field == "template_kwargs" else pb.Chat(messages=[ONE], tools=[pb.Tool(parameters=text)])
+    with pytest.raises(BadRequest, match=r"^chat\.(tools|template_kwargs).*(no character|no JSON|at most 200000 are taken)"):
+        request_from_proto(pb.GenerateRequest(chat=chat), "m")
+
+
+def test_what_is_small_on_its_way_and_large_in_memory_is_counted_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four million tools without a name fit into a message, and took half a minute and two gigabytes before it was said that 128 are allowed."""
+    small = json.dumps({"a": [[]] * 30_000})
+    many: list[tuple[pb.Chat, str]] = [
+        (pb.Chat(messages=[ONE], tools=[pb.Tool()] * 129), "chat.tools has 129 entries, at most 128"),
+        (pb.Chat(messages=[ONE], tools=[pb.Tool(parameters=small)] * 10), "chat.tools has .* lists and objects"),
+        (pb.Chat(messages=[ONE] * 25_001), "25001 messages and calls, at most 25000"),
+        (pb.Chat(messages=[pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall()] * 25_000)]), "25001 messages and calls"),
+    ]
+    monkeypatch.setattr(inference, "_tool_fields", None)
+    monkeypatch.setattr(inference, "_message_fields", None)
+    for chat, words in many:
+        with pytest.raises(BadRequest, match=words):
+            request_from_proto(pb.GenerateRequest(chat=chat), "m")
+
+
+def test_a_mode_of_tools_that_is_not_known_is_no_other_one() -> None:
+    chat = pb.Chat(messages=[ONE], tools=[pb.Tool(name="f")], tool_choice=pb.ToolChoice(mode=9))  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="mode is 9; it must be one of TOOL_MODE_AUTO, TOOL_MODE_NONE, TOOL_MODE_REQUIRED"):
+        request_from_proto(pb.GenerateRequest(chat=chat), "m")
+    chat.tool_choice.mode = pb.TOOL_MODE_UNSPECIFIED
+    request = request_from_proto(pb.GenerateRequest(chat=chat), "m")
+    assert isinstance(request, ChatRequest) and request.tool_choice is None
 
 
 SCRIPT = """
