@@ -187,7 +187,12 @@ class Run:
     def _go_on(self, attempt: Attempt, row: TokenRow) -> None:
         """Most rows: nothing of the request is another but that there is more."""
         self._entry.num_output = row.position + len(row.tokens)
-        if not self._sink.on_more(row.position, row.tokens):
+        try:
+            is_taken = self._sink.on_more(row.position, row.tokens)
+        except Exception as error:  # the top of what happens to a request, as in `_step`
+            self._fail(error)
+            return
+        if not is_taken:
             self._step(self._tell, attempt, Chunk(row.position, row.tokens, row.logprobs, (), attempt.route()))
 
     def _hear(self, incarnation: str, body: Body) -> None:

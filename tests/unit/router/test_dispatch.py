@@ -76,6 +76,27 @@ async def test_a_request_goes_through_prefill_and_decode_and_ends_once() -> None
     assert not cluster.sent_to("p0", m.Cancel) and not cluster.sent_to("d0", m.Cancel), "nothing is cancelled after a good end"
 
 
+class Breaks(Events):
+    """A sink whose short way fails."""
+
+    def on_more(self, position: int, token_ids: tuple[int, ...]) -> bool:
+        raise RuntimeError("no bytes")
+
+
+async def test_an_error_on_the_short_way_ends_its_own_request_and_not_those_whose_rows_come_behind_it_in_the_frame() -> None:
+    """Who reads the frames of a node calls all its requests one after the other."""
+    cluster = FakeCluster([make_node("m0", "mixed")])
+    dispatch, sink = make_dispatch(cluster), Breaks()
+    dispatch.start(make_generation(), sink)
+    for position in range(2):
+        cluster.ledger.deliver("r1", "m0-boot", m.TokenRow("r1", 0, position, (7,)))
+        assert isinstance(await sink.next(), Chunk)
+    assert cluster.ledger.deliver("r1", "m0-boot", m.TokenRow("r1", 0, 2, (7,)))
+    with pytest.raises(RuntimeError, match="no bytes"):
+        await sink.next()
+    assert cluster.ledger.num_requests() == 0 and len(cluster.sent_to("m0", m.Cancel)) == 1
+
+
 async def test_a_path_that_is_cut_for_a_moment_costs_a_pause_and_not_the_request_even_when_every_decode_node_failed_it() -> None:
     cluster, pair, _ = make_pair()
     dispatch = make_dispatch(cluster, force="remote")
