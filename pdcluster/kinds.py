@@ -1,6 +1,6 @@
 """Kinds of settings: functions that turn a raw value (text from a flag or a variable, a TOML value) into the value a field has.
 
-Each raises ValueError saying what the value must be; which setting it was, and where it came from, is added by `config`.
+Each raises ValueError saying what the value must be; which setting it was, and where it came from, is added by `keys`.
 """
 
 from __future__ import annotations

@@ -87,7 +87,11 @@ def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
 
             kernels = cast(Kernels, module)
             _compile(kernels, dtype)
-    except (NumbaError, OSError, RuntimeError) as error:
+    except OSError as error:
+        way_out = "plain torch, which is slower; let XDG_CACHE_HOME name a directory that can be written"
+        log.warning("compiled CPU kernels cannot be kept in %s (%s), so the engine runs on %s", cache_dir, error, way_out)
+        return None
+    except (NumbaError, RuntimeError) as error:
         log.warning("numba cannot compile the CPU kernels (%s); the engine runs on plain torch, which is slower", error)
         return None
     return kernels
