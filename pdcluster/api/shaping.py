@@ -37,10 +37,15 @@ def shaping_of(request: Common, defaults: SamplingDefaults, text: Tokens, vocab_
     return None if shaping == NEUTRAL else shaping
 
 
+def check_num_biases(number: int) -> None:
+    """Raises BadRequest when a request has too many."""
+    if number > MAX_BIASES:
+        raise BadRequest(f"logit_bias has {number} entries; at most {MAX_BIASES} are allowed", "logit_bias")
+
+
 def biases_of(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     """By token id, as OpenAI has it: the ids are strings, as they are keys of an object."""
-    if len(given) > MAX_BIASES:
-        raise BadRequest(f"logit_bias has {len(given)} entries; at most {MAX_BIASES} are allowed", "logit_bias")
+    check_num_biases(len(given))
     biases: dict[int, float] = {}
     for key, bias in given.items():
         token = int(key) if key.isascii() and key.isdigit() and len(key) < 11 else -1

@@ -10,6 +10,7 @@ from pdcluster.api import openai
 from pdcluster.api.bulk import MOST_STRINGS, check_bulk
 from pdcluster.api.choice import Piece, Token
 from pdcluster.api.replies import RouteReport, Usage
+from pdcluster.api.shaping import check_num_biases
 from pdcluster.api.structured import parsed
 from pdcluster.api.tools.offered import MAX_TOOLS
 from pdcluster.errors import BadRequest
@@ -34,6 +35,7 @@ def request_from_proto(message: pb.GenerateRequest, model: str) -> openai.ChatRe
     fields = _given(message, *_SAME_NAME)
     fields |= {"model": message.model or model, "stop": list(message.stop), "stop_token_ids": list(message.stop_token_ids)}
     fields["return_token_ids"] = message.return_prompt_token_ids
+    check_num_biases(len(message.logit_bias))  # half a million of them fit into a message, and take a second to unpack
     fields |= {"logit_bias": {str(token): bias for token, bias in message.logit_bias.items()}, "bad_words": list(message.bad_words)}
     if message.HasField("structured_outputs"):
         fields["structured_outputs"] = _structured(message.structured_outputs)

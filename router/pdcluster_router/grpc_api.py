@@ -37,8 +37,8 @@ from pdcluster_router.prepare import MANY_MESSAGES, Prepared, Terms, find_model,
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-LONG_CHAT_BYTES = 256 << 10
-"""Beyond it a chat, whose tools have schemas in them, is read in a thread."""
+LONG_BYTES = 256 << 10
+"""Beyond it a request, which may have schemas or a hundred thousand token ids in it, is unpacked in a thread."""
 HEALTH_S = 0.2
 """How often it is looked whether some route could take a request."""
 
@@ -116,7 +116,7 @@ class Inference(stubs.InferenceServicer):
 
     async def _prepare(self, request: pb.GenerateRequest, terms: Terms) -> Prepared:
         convert_it = partial(convert.request_from_proto, request, find_model(self._dispatcher, request.model or None).info.id)
-        takes_long = len(request.chat.messages) > MANY_MESSAGES or request.chat.ByteSize() > LONG_CHAT_BYTES
+        takes_long = len(request.chat.messages) > MANY_MESSAGES or request.ByteSize() > LONG_BYTES
         asked = await asyncio.to_thread(convert_it) if takes_long else convert_it()
         if isinstance(asked, ChatRequest):
             prepare = partial(prepare_chat, asked, self._dispatcher, terms)

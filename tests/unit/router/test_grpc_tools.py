@@ -148,6 +148,12 @@ def test_what_is_small_on_its_way_and_large_in_memory_is_counted_before_it_is_un
             request_from_proto(pb.GenerateRequest(chat=chat), "m")
 
 
+def test_biases_are_counted_before_they_are_unpacked() -> None:
+    request = pb.GenerateRequest(text="hi", logit_bias=dict.fromkeys(range(1025), 1.0))
+    with pytest.raises(BadRequest, match="logit_bias has 1025 entries; at most"):
+        request_from_proto(request, "m")
+
+
 def test_a_mode_of_tools_that_is_not_known_is_no_other_one() -> None:
     chat = pb.Chat(messages=[ONE], tools=[pb.Tool(name="f")], tool_choice=pb.ToolChoice(mode=9))  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match="mode is 9; it must be one of TOOL_MODE_AUTO, TOOL_MODE_NONE, TOOL_MODE_REQUIRED"):
