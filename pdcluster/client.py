@@ -328,7 +328,7 @@ def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
             request.chat.CopyFrom(_chat(_turns(prompt), options))
         if request.WhichOneof("prompt") != "chat" and (given := sorted(for_chat & options.keys())):
             raise BadRequest(f"{given[0]} is for a chat; send a list of Message as the prompt, or leave it out", given[0])
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadRequest(f"the request cannot be sent: {error}; see pdcluster.client.Options for what may be set") from error
     return request
 
@@ -359,6 +359,8 @@ def _message(said: Message) -> pb.ChatMessage:
 
 
 def _tool(tool: Tool) -> pb.Tool:
+    if not isinstance(tool, Tool):  # a dict, as HTTP has them
+        raise BadRequest(f"tools has a {type(tool).__name__}; it takes pdcluster.client.Tool", "tools")
     parameters = tool.parameters if tool.parameters is None or isinstance(tool.parameters, str) else json.dumps(tool.parameters)
     return pb.Tool(name=tool.name, description=tool.description, parameters=parameters, strict=tool.strict)
 

@@ -115,6 +115,24 @@ async def test_a_bad_chat_says_what_to_change(client: api.AsyncClient, dispatche
     assert dispatcher.started == []
 
 
+DEEP: dict[str, object] = {}
+for _ in range(5000):
+    DEEP = {"a": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools has a dict; it takes pdcluster.client.Tool"),
+        ({"tools": [api.Tool("f", parameters=DEEP)]}, "cannot be sent"),
+        ({"template_kwargs": DEEP}, "cannot be sent"),
+    ],
+)
+async def test_what_the_client_cannot_send_is_told_as_what_the_server_does_not_take(client: api.AsyncClient, options: dict, words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        await client.complete(USER, **options)
+
+
 async def test_tools_without_a_chat_are_refused(client: api.AsyncClient) -> None:
     with pytest.raises(BadRequest, match="tools is for a chat"):
         await client.complete("hi", tools=[WEATHER])
