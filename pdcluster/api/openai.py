@@ -373,13 +373,14 @@ def _plain_message(message: ChatMessage, path: str) -> dict[str, object]:
     return plain
 
 
-def _plain_content(message: ChatMessage, path: str) -> str | None:
+def _plain_content(message: ChatMessage, path: str) -> str:
+    """The text that the template gets: that of an assistant who only calls is empty, as templates that know no tools write None out, or fail on it."""
     content = message.content
     if isinstance(content, list):
         return "\n".join([_plain_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)])
     if content is None and not (message.role == "assistant" and message.tool_calls):
         raise BadRequest(f"{path}.content is missing; a {message.role} message needs content (a string or a list of text parts)", f"{path}.content")
-    return content
+    return content or ""
 
 
 def _plain_part(part: ContentPart, path: str) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 
+import msgspec
 import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 from scripted_dispatcher import MODEL, SPEAKING, SpeakingDispatcher, says, served
+
+from pdcluster.api.openai import ChatMessage, messages_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -179,3 +182,11 @@ async def test_what_can_not_be_forced_is_refused(client, dispatcher, fields, wor
     with pytest.raises(openai.BadRequestError, match=words):
         await client.chat.completions.create(model=MODEL, messages=USER, **{"tools": TOOLS, **fields})
     assert dispatcher.started == []
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+async def test_an_assistant_that_only_called_has_an_empty_text_and_not_none(content: dict[str, object]) -> None:
+    """Templates that know no tools take the content of every message for text."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    said = msgspec.convert({"role": "assistant", "tool_calls": [call], **content}, ChatMessage)
+    assert messages_of([said])[0]["content"] == ""
