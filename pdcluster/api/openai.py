@@ -374,7 +374,7 @@ def _plain_message(message: ChatMessage, path: str) -> dict[str, object]:
 
 
 def _plain_content(message: ChatMessage, path: str) -> str:
-    """The text that the template gets: that of an assistant who only calls is empty, as templates that know no tools write None out, or fail on it."""
+    """The text that the template gets: that of an assistant who only calls is empty, as templates that know no tools write None, or fail on it."""
     content = message.content
     if isinstance(content, list):
         return "\n".join([_plain_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)])
