@@ -36,6 +36,9 @@ TRIAL_TOKENS = 16
 TRIAL_S = 2.0
 """Of the compiler's own time, for all tokens that are tried: each row of a step waits for the slowest one's mask. Most need a hundredth of it."""
 
+MOST_BEFORE = 200
+"""Characters before a guilty part that an error quotes."""
+
 ORIGIN = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
 """How the library begins its errors: time, file and line."""
 
@@ -272,7 +275,7 @@ def _words(error: Exception) -> str:
 
 def _behind(compiler: Any, grammar: Grammar) -> str:
     """Which of its parts does not compile, by what stands before it (of a call its tool's name); "" where there are none."""
-    for begin, content in _parts(grammar):
+    for begin, content in parts_of(grammar):
         try:
             compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": content}))
         except Exception:  # what it raises was told
@@ -280,16 +283,21 @@ def _behind(compiler: Any, grammar: Grammar) -> str:
     return ""
 
 
-def _parts(grammar: Grammar) -> Iterator[tuple[str, object]]:
-    """What follows something fixed."""
-    found: list[object] = [json.loads(grammar.source)]
+def parts_of(grammar: Grammar) -> Iterator[tuple[str, object]]:
+    """What follows something fixed. A source that is not what this cluster's routers write has none."""
+    try:
+        found: list[object] = [json.loads(grammar.source)]
+    except (ValueError, RecursionError):
+        return
     while found:
         form = found.pop()
-        if isinstance(form, dict):
-            parts = [form.get("content"), *form.get("elements", ()), *form.get("tags", ())]
-            if form.get("type") == "tag" and parts[0]["type"] == "json_schema":
-                yield form["begin"], parts[0]
-            found += reversed(parts)
+        if not isinstance(form, dict):
+            continue
+        content = form.get("content")
+        if form.get("type") == "tag" and isinstance(content, dict) and content.get("type") == "json_schema":
+            yield str(form.get("begin", ""))[:MOST_BEFORE], content
+        lists = [form.get(name) for name in ("elements", "tags")]
+        found += reversed([content, *(part for parts in lists if isinstance(parts, list) for part in parts)])
 
 
 def _make_compiler(vocabulary: Vocabulary) -> Any:

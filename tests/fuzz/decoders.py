@@ -6,6 +6,7 @@ A decoder of a stream gets its bytes through FedLink, which also sees that nothi
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import socket
 import threading
@@ -21,6 +22,7 @@ from google.protobuf.message import DecodeError
 from pdcluster import messages as m
 from pdcluster.api.structured import asked_of
 from pdcluster.bootstrap.card import NodeCard, check_card
+from pdcluster.engine.grammar import parts_of
 from pdcluster.errors import BadRequest, PeerUnreachable, ProtocolError
 from pdcluster.grammar import Grammar
 from pdcluster.kv.layout import Fingerprint, KVLayout
@@ -209,6 +211,15 @@ def generate_decoder() -> Decoder:
     return Decoder("generate request", corpus, lambda data: asked_of(request_from_proto(decode(data), "tiny")), (BadRequest, DecodeError))
 
 
+def grammar_decoder() -> Decoder:
+    """Of a source that a router sent and that did not compile."""
+    schema = {"type": "json_schema", "json_schema": {"type": "object"}}
+    call = {"type": "tag", "begin": "<tool_call>", "content": schema, "end": "</tool_call>"}
+    forms = ({"type": "sequence", "elements": [schema, call]}, {"type": "triggered_tags", "triggers": ["<"], "tags": [call]}, call)
+    corpus = tuple(json.dumps(form).encode() for form in forms)
+    return Decoder("parts of a grammar", corpus, lambda data: list(parts_of(Grammar(data.decode(errors="replace")))), ())
+
+
 def rank_decoder() -> Decoder:
     row = Row("r", np.arange(4, dtype=np.int32), 0, np.arange(2, dtype=np.int32), m.Sampling(max_tokens=4, seed=1), 0)
     said = (
@@ -372,7 +383,7 @@ def control_decoder() -> Decoder:
 
 
 def decoders() -> dict[str, Decoder]:
-    every: list[Any] = [*wire_decoders(), *card_decoders(), generate_decoder(), rank_decoder(), hello_decoder(), advert_decoder()]
+    every: list[Any] = [*wire_decoders(), *card_decoders(), generate_decoder(), grammar_decoder(), rank_decoder(), hello_decoder(), advert_decoder()]
     every.append(rank_adverts_decoder())
     every += [control_decoder(), tcp_frame_decoder(), lane_decoder(), *staged_decoders(), *shm_decoders()]
     return {decoder.name: decoder for decoder in every}

@@ -16,7 +16,7 @@ from decoders import Decoder, decoders, feed
 SAMPLE, WHOLE = 1500, 100_000
 NAMES = (
     "wire frame", "wire frame with a good digest", "address",
-    "adverts of ranks", "ready line", "card", "snapshot", "generate request", "rank message", "transfer hello",
+    "adverts of ranks", "ready line", "card", "snapshot", "generate request", "parts of a grammar", "rank message", "transfer hello",
     "transfer advert", "tcp frame", "tcp answer", "staged notice", "staged grant", "staged answer", "shm notice", "shm advert",
     "shm hello", "shm regions", "control frame",
 )  # fmt: skip
@@ -100,7 +100,7 @@ def test_no_decoder_is_left_out(every: dict[str, Decoder]) -> None:
     root = Path(__file__).parents[2]
     known = {
         "wire/codec.py", "ready.py", "rpc/cards.py", "rpc/inference.py", "node/rank_channel.py",
-        "transfer/links.py", "transfer/ranked.py", "transfer/tcp.py", "transfer/staged.py", "transfer/shm_frames.py",
+        "engine/grammar.py", "transfer/links.py", "transfer/ranked.py", "transfer/tcp.py", "transfer/staged.py", "transfer/shm_frames.py",
         "bootstrap/server.py", "bootstrap/agent.py",  # use rpc/cards.py
         "node/rank_link.py", "node/rank_endpoint.py", "node/rank_messages.py",  # tables of the same node's ranks: a bad one ends the node
         "transfer/pidfd.py", "transfer/shm.py",  # what the kernel says

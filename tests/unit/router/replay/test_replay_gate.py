@@ -70,12 +70,22 @@ def test_a_full_queue_refuses_what_comes_then() -> None:
     assert router.most_held == 5 and [flight.end for flight in flights][-1] == "refused"
 
 
-def test_a_long_wait_on_prefill_nodes_sends_prompts_to_decode_nodes() -> None:
-    workload = trace(*(request(0.0, 400, num_output=60) for _ in range(40)))
+def _computed_on(num_output: int) -> Counter[str]:
+    """By node, of forty prompts that one prefill node and one decode node get at once."""
+    workload = trace(*(request(0.0, 400, num_output=num_output) for _ in range(40)))
     nodes = layout(prefill=1, decode=1, cache_tokens=65_536).nodes(16)
     flights = Simulation(nodes, ReplayRouter(nodes, RouterSpec(make_policy("seconds")))).run(workload)
-    computed_on = Counter((flight.prefill or flight.decode or nodes[0]).name for flight in flights)
-    assert min(computed_on["prefill-0"], computed_on["decode-0"]) > 5
+    return Counter((flight.prefill or flight.decode or nodes[0]).name for flight in flights)
+
+
+def test_a_long_wait_on_prefill_nodes_sends_prompts_to_decode_nodes() -> None:
+    computed_on = _computed_on(num_output=1)
+    assert min(computed_on["prefill-0"], computed_on["decode-0"]) > 15
+
+
+def test_no_wait_on_prefill_nodes_sends_prompts_where_they_hold_up_answers() -> None:
+    """One prompt takes as long as twenty tokens of an answer that runs there."""
+    assert _computed_on(num_output=60)["decode-0"] <= 4
 
 
 def test_a_rival_as_published_neither_holds_nor_pulls() -> None:
