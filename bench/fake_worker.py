@@ -1,6 +1,7 @@
-"""An engine that answers at once over HTTP, as the workers of other routers look: `python -m bench.fake_worker PORT [prefill|decode|plain]`.
+"""An engine that answers at once over HTTP, as the workers of other routers look: `python -m bench.fake_worker PORT [ROLE [TOKEN_S]]`.
 
-Enough of SGLang's and vLLM's APIs for their routers to take it for a worker. Tokens of a stream are paced: one write each, then a turn of the loop.
+Enough of SGLang's and vLLM's APIs for their routers to take it for a worker of ROLE (prefill, decode, plain). Tokens of a stream are paced: one write
+each, then TOKEN_S, or with 0 a turn of the loop, in which case a router finds many of them in one read.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ COUNT = re.compile(rb'"max_(?:new_)?tokens": ?(\d+)')
 
 
 class Worker(asyncio.Protocol):
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, token_s: float) -> None:
+        self._token_s = token_s
         self._buffer = b""
         self._facts = INFO | {"disaggregation_mode": role if role != "plain" else "null"}
         self._role = role
@@ -107,14 +109,15 @@ class Worker(asyncio.Protocol):
         self._transport.write(STREAM_HEAD)
         for _ in range(count):
             self._transport.write(event)
-            await asyncio.sleep(0)
+            await asyncio.sleep(self._token_s)
         self._transport.write(STREAM_TAIL)
 
 
-async def serve(port: int, role: str) -> None:
-    server = await asyncio.get_running_loop().create_server(lambda: Worker(role), "127.0.0.1", port)
+async def serve(port: int, role: str, token_s: float) -> None:
+    server = await asyncio.get_running_loop().create_server(lambda: Worker(role, token_s), "127.0.0.1", port)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "plain"))
+    port, role, token_s = [*sys.argv[1:], *("", "plain", "0")[len(sys.argv) - 1 :]]
+    uvloop.run(serve(int(port), role, float(token_s)))

@@ -65,8 +65,8 @@ class Placed:
 
 
 @contextmanager
-def rival(name: str, folder: Path, *, disaggregated: bool) -> Iterator[Placed]:
-    """Raises TimeoutError when it does not route within READY_S."""
+def rival(name: str, folder: Path, *, disaggregated: bool, token_s: float = 0.0) -> Iterator[Placed]:
+    """token_s: the pace of its workers' streams; Dynamo's mocker has its own. Raises TimeoutError when it does not route within READY_S."""
     running: list[subprocess.Popen[bytes]] = []
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="rival-") as scratch:
@@ -74,7 +74,7 @@ def rival(name: str, folder: Path, *, disaggregated: bool) -> Iterator[Placed]:
             if name == "dynamo":
                 process = _start_dynamo(folder, port, Path(scratch), running, disaggregated=disaggregated)
             else:
-                process = _start_over_http(name, folder, port, running, disaggregated=disaggregated)
+                process = _start_over_http(name, folder, port, running, token_s, disaggregated=disaggregated)
             path = "/generate" if name in ("sglang-router", "smg") else "/v1/completions"
             placed = Placed(name, f"127.0.0.1:{port}", process.pid, path, MODEL)
             wait_ready(placed.address, placed.ask(128, 1, stream=False).request())  # healthy is not yet able to route
@@ -83,12 +83,15 @@ def rival(name: str, folder: Path, *, disaggregated: bool) -> Iterator[Placed]:
             stop(running)
 
 
-def _start_over_http(name: str, folder: Path, port: int, running: list[subprocess.Popen[bytes]], *, disaggregated: bool) -> subprocess.Popen[bytes]:
+def _start_over_http(
+    name: str, folder: Path, port: int, running: list[subprocess.Popen[bytes]], token_s: float, *, disaggregated: bool
+) -> subprocess.Popen[bytes]:
     roles = ("prefill", "decode") if disaggregated else ("plain",)
     urls = []
     for role in roles:
         worker_port = _free_port()
-        running.append(subprocess.Popen([sys.executable, "-m", "bench.fake_worker", str(worker_port), role], preexec_fn=ends_with_us()))
+        argv = [sys.executable, "-m", "bench.fake_worker", str(worker_port), role, str(token_s)]
+        running.append(subprocess.Popen(argv, preexec_fn=ends_with_us()))
         urls.append(f"http://127.0.0.1:{worker_port}")
     return _on_router_core(_argv(name, folder / name / "bin", urls, port), running)
 
