@@ -7,11 +7,14 @@ from __future__ import annotations
 import random
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from decoders import Decoder, decoders, feed
+from decoders import Decoder, Guarded, decoders, feed
+
+from pdcluster.errors import ProtocolError
 
 SAMPLE, WHOLE = 1500, 100_000
 NAMES = (
@@ -60,38 +63,61 @@ def mutated(rng: random.Random, corpus: tuple[bytes, ...]) -> bytes:
     return bytes(data)
 
 
-def run(decoder: Decoder, count: int, seed: str) -> int:
-    taken = 0
+def run(decoder: Decoder, count: int, seed: str) -> Counter[str]:
+    """How many inputs were taken, how many refused, and which did harm."""
+    ends: Counter[str] = Counter()
     for data in inputs(decoder, count, seed):
         try:
-            taken += feed(decoder, data)
+            ends["taken" if feed(decoder, data) else "refused"] += 1
         except Exception as error:
-            raise AssertionError(f"{decoder.name} of {len(data)} bytes {data[:200]!r}: {error!r}") from error
-    return taken
+            ends[f"harmed by {len(data)} bytes {data[:200]!r}: {error!r}"] += 1
+    return ends
+
+
+def check(ends: Counter[str], count: int, takes_anything: bool) -> None:
+    assert set(ends) <= {"taken", "refused"} and ends.total() == count
+    assert takes_anything or ends["refused"], "no input was so bad that it was refused"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sample_of_bytes_does_no_harm(name: str, every: dict[str, Decoder]) -> None:
-    run(every[name], SAMPLE, "sample")
+    check(run(every[name], SAMPLE, "sample"), SAMPLE, not every[name].errors)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hundred_thousand_inputs_do_no_harm(name: str, every: dict[str, Decoder]) -> None:
-    run(every[name], WHOLE, "whole")
+    check(run(every[name], WHOLE, "whole"), WHOLE, not every[name].errors)
+
+
+def test_harm_done_by_a_decoder_is_seen() -> None:
+    """Three that must not pass: one crashes, one writes where nothing is permitted, one takes whatever comes."""
+
+    def spoils(data: bytes) -> None:
+        memory.bytes[0] = 1
+
+    memory = Guarded()
+    crashes = Decoder("crashes", (b"x",), lambda data: data[7], (ProtocolError,))
+    writes = Decoder("writes", (b"x",), spoils, (ProtocolError,), memory.check)
+    for decoder, seen in ((crashes, "IndexError"), (writes, "bytes landed outside"), (Decoder("takes", (b"x",), len, (ProtocolError,)), "no input")):
+        with pytest.raises(AssertionError, match=seen):
+            check(run(decoder, 20, "sample"), 20, takes_anything=False)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_good_input_is_taken(name: str, every: dict[str, Decoder]) -> None:
     """A stream decoder goes on until the stream ends, and so never returns."""
     decoder = every[name]
+    taken = 0
     for data in decoder.corpus:
         try:
             decoder.decode(data)
         except OSError as error:
             assert "the end of what it said" in str(error) or "closed" in str(error)
         decoder.check()
+        taken += 1
+    assert taken == len(decoder.corpus) > 0
 
 
 def test_no_decoder_is_left_out(every: dict[str, Decoder]) -> None:

@@ -111,11 +111,16 @@ async def test_a_node_registers_says_so_once_and_is_seen_until_it_leaves(address
 
 
 async def test_a_registered_node_outlives_many_leases(address: str, make_agent: MakeAgent) -> None:
+    """Those of another that registers, and is silent then."""
     make_agent(address).start(make_card())
-    async with watching(address) as view:
+    async with watching(address) as view, grpc.aio.insecure_channel(address) as channel:
         await view.until(lambda: view.names() == ["prefill-0"])
-        await asyncio.sleep(3 * SETTINGS.lease_s)
-        assert all(snapshot.nodes for snapshot in view.seen[view.seen.index(next(s for s in view.seen if s.nodes)) :])
+        first = len(view.seen) - 1
+        for number in range(3):
+            await stubs.BootstrapStub(channel).Register(pb.RegisterRequest(card=_proto(f"silent-{number}")))
+            await view.until(lambda: len(view.names()) == 2)
+            await view.until(lambda: len(view.names()) == 1)
+        assert all("prefill-0" in [card.node for card in snapshot.nodes] for snapshot in view.seen[first:])
 
 
 async def test_draining_and_a_new_role_are_seen(address: str, make_agent: MakeAgent) -> None:
@@ -124,8 +129,11 @@ async def test_draining_and_a_new_role_are_seen(address: str, make_agent: MakeAg
     async with watching(address) as view:
         await view.until(lambda: view.names() == ["prefill-0"])
         agent.set_draining()
+        await view.until(lambda: any(card.draining for card in view.seen[-1].nodes))
+        assert view.seen[-1].nodes == (make_card(draining=True),)
         agent.set_role("mixed")
-        await view.until(lambda: view.last is not None and view.last.nodes == (make_card(draining=True, role="mixed"),))
+        await view.until(lambda: any(card.role == "mixed" for card in view.seen[-1].nodes))
+        assert view.seen[-1].nodes == (make_card(draining=True, role="mixed"),)
 
 
 async def test_a_silent_node_is_gone_when_its_lease_ends_and_others_are_told(address: str, make_agent: MakeAgent) -> None:
@@ -191,13 +199,16 @@ async def test_while_a_bootstrap_restarts_nobody_is_lost_and_all_come_back(make_
 
 
 async def test_a_node_may_start_before_its_bootstrap(make_agent: MakeAgent) -> None:
-    free = socket.create_server(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
-    free.close()
-    make_agent(address).start(make_card())
-    await asyncio.sleep(0.3)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        nobody.settimeout(LIMIT_S)
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        agent = make_agent(address)
+        agent.start(make_card())
+        in_vain, _ = await asyncio.to_thread(nobody.accept)
+        in_vain.close()
     async with serving(address, SETTINGS), watching(address) as view:
-        await view.until(lambda: view.names() == ["prefill-0"])
+        await view.until(lambda: bool(view.names()))
+        assert view.seen[-1].nodes == (make_card(),) and agent.gone() == []
 
 
 async def test_a_node_registers_with_every_bootstrap_and_a_watcher_goes_to_the_next_when_one_fails(make_agent: MakeAgent) -> None:
@@ -214,14 +225,16 @@ async def test_a_node_registers_with_every_bootstrap_and_a_watcher_goes_to_the_n
 
 
 def test_a_router_on_uvloop_sees_the_cluster_too() -> None:
-    async def scenario() -> None:
+    async def scenario() -> list[list[str]]:
         async with serving("127.0.0.1:0", SETTINGS) as address, watching(address) as view, grpc.aio.insecure_channel(address) as channel:
             await stubs.BootstrapStub(channel).Register(pb.RegisterRequest(card=_proto("prefill-0")))
-            await view.until(lambda: view.names() == ["prefill-0"])
-            await view.until(lambda: view.names() == [])
+            await view.until(lambda: bool(view.names()))
+            await view.until(lambda: not view.names())
+            return [[card.node for card in snapshot.nodes] for snapshot in view.seen]
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(scenario())
+        seen = runner.run(scenario())
+    assert [names for number, names in enumerate(seen) if names and seen[number - 1] != names] == [["prefill-0"]] and seen[-1] == []
 
 
 async def test_bad_cards_and_unknown_nodes_get_codes_that_say_so(address: str) -> None:

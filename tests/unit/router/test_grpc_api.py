@@ -273,7 +273,7 @@ async def test_a_deadline_cancels_the_generation(client: api.AsyncClient, dispat
     await until(lambda: len(dispatcher.cancelled) == 1)
 
 
-async def test_a_client_that_does_not_read_is_left_and_holds_little(dispatcher: ScriptedDispatcher) -> None:
+async def test_a_client_that_does_not_read_is_left_and_its_generation_cancelled(dispatcher: ScriptedDispatcher) -> None:
     """Its own buffers are small, as a window that has not grown."""
     words, never = Tokens(tuple(TEXT.encode("word " * 10, add_special_tokens=False))), asyncio.Event()
     dispatcher.max_len = 2**20
@@ -285,6 +285,7 @@ async def test_a_client_that_does_not_read_is_left_and_holds_little(dispatcher: 
         await call.read()
         await until(lambda: len(dispatcher.cancelled) == 1)
         call.cancel()
+    assert dispatcher.cancelled == [dispatcher.started[0].request] and not dispatcher.ended
 
 
 async def test_a_client_that_never_reads_keeps_its_call_no_longer_than_its_connection_may_live(dispatcher: ScriptedDispatcher) -> None:
@@ -372,14 +373,19 @@ async def test_health_follows_readiness(address: str, dispatcher: ScriptedDispat
     async with grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
-        async def becomes(service: str, wanted: int) -> None:
-            while (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status != wanted:
-                await asyncio.sleep(0.02)
+        async def changes(from_status: int | None) -> int:
+            """To what; its watch says so."""
+            async with asyncio.timeout(20):
+                async for answer in stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE)):
+                    if answer.status != from_status:
+                        return int(answer.status)
+            raise AssertionError("the watch ended")
 
-        await becomes(SERVICE, serving)
+        assert await changes(not_serving) == serving
         dispatcher.is_up = False
-        await becomes(SERVICE, not_serving)
-        await becomes("", serving)
+        assert await changes(serving) == not_serving
+        assert (await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))).status == not_serving
+        assert (await stub.Check(health_pb2.HealthCheckRequest(service=""))).status == serving, "the process itself is well"
 
 
 async def test_everything_can_be_found_and_run_through_reflection(address: str) -> None:

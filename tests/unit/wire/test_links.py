@@ -1,7 +1,6 @@
 """A router's link to a node over its life: up, hung, lost, restarted."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -73,7 +72,7 @@ async def test_a_link_comes_up_and_carries_messages_in_order_both_ways(node: Nod
 def test_a_link_lives_on_uvloop_too(context: Context, make_node: Make, signals_while_sending: bool) -> None:
     node = make_node("decode-0")
 
-    async def scenario() -> None:
+    async def scenario() -> Router:
         router = Router(context, node.endpoint)
         if signals_while_sending:
             await test_answers_arrive_while_requests_are_being_sent(node, router)
@@ -85,11 +84,15 @@ def test_a_link_lives_on_uvloop_too(context: Context, make_node: Make, signals_w
         again = Router(context, new.endpoint)
         again.link.send(m.Release("r"))
         await until(lambda: new.messages(m.Release), new)
+        assert new.messages(m.Release) == [m.Release("r")] and again.states == [LinkState.UP]
         again.link.close()
         router.link.close()
+        return router
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(scenario())
+        router = runner.run(scenario())
+    assert router.states[0] is LinkState.UP and router.states[-1] is LinkState.LOST
+    assert len(router.messages) == (300 if signals_while_sending else 1500)
 
 
 async def test_answers_arrive_while_requests_are_being_sent(node: Node, router: Router) -> None:
@@ -289,10 +292,14 @@ async def test_what_is_sent_in_answer_to_a_frame_is_one_frame(context: Context, 
     link.close()
 
 
-async def test_a_turn_that_takes_long_does_not_hold_the_first_message_back(listener: Listener, caller: Router) -> None:
+async def test_a_turn_that_takes_long_does_not_hold_the_first_message_back(
+    listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listener.frames()
+    monkeypatch.setattr(links, "HELD_S", 1e9)
     caller.link.send(m.Release("first"))
-    time.sleep(2 * links.HELD_S)
+    assert not listener.socket.poll(0)
+    monkeypatch.setattr(links, "HELD_S", 0.0)  # any turn takes longer than that
     caller.link.send(m.Release("second"))
     caller.link.send(m.Release("third"))
     assert listener.socket.poll(10_000)  # without a turn of the loop
