@@ -119,9 +119,13 @@ class Chooser:
         fresh = live.choose_decode(replace(query, excluded=query.excluded | avoid), view, prefill)
         return fresh or live.choose_decode(replace(query, excluded=frozenset(avoid)), view, prefill)
 
-    def note_sent(self, choice: Choice, new_tokens: int, cached_tokens: int, now: float) -> None:
-        """The prompt goes as chosen; choices are also made that are not acted upon."""
-        self._sent[choice.first.role == "decode"].add(choice.first, new_tokens, cached_tokens, now)
+    def note_sent(self, choice: Choice, num_tokens: int, cached_tokens: int, now: float) -> None:
+        """The prompt goes as chosen; choices are also made that are not acted upon. What is fetched, or shared with another choice of the prompt, is
+        not computed there. At least one token is."""
+        node = choice.first
+        known = num_tokens if choice.policy == FORK else max(cached_tokens, choice.pull_tokens)
+        known = min(known, num_tokens - 1)
+        self._sent[node.role == "decode"].add(node, num_tokens - known, known, now)
 
     def note_end(self, num_prompt: int, num_output: int) -> None:
         """An answer ended. Its length is what most will take, far fewer tokens than clients allow."""

@@ -275,8 +275,8 @@ class Run:
         self._job.tries = self._budget.attempts
         self._entry.place(decision.choice)
         self._record.decided(decision, asked, now)
-        cached = decision.query.cached_on(decision.choice.first)
-        shared.chooser.note_sent(decision.choice, max(decision.query.num_tokens - cached, 1), cached, now)
+        choice, query = decision.choice, decision.query
+        shared.chooser.note_sent(choice, query.num_tokens, query.cached_on(choice.first), now)
         self._attempt = Attempt(self._job, decision.choice, shared.cluster, shared.chooser, shared.settings.stages, shared.clock)
         self._attempt.start()
 

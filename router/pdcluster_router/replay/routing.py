@@ -244,7 +244,7 @@ class ReplayRouter:
         hashes = b"".join(request.blocks)
         cached = min(self.index.depth(first.name, hashes) * first.block_tokens, request.num_tokens - 1)
         self._accounts[first.name].send_prompt(now, request.num_tokens - cached, num_pairs(request.num_tokens - cached, cached))
-        self._chooser.note_sent(choice, request.num_tokens - cached, cached, now)
+        self._chooser.note_sent(choice, request.num_tokens, cached, now)
         if choice.prefill is not None:
             self._accounts[choice.decode.name].send_row(request.num_tokens)
         wait_s = first.pace.wait_s if first.pace is not None else 0.0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from policy_cases import make_node, view
 
 from pdcluster.kv.hashing import chain_root
 from pdcluster.messages import Sampling
-from pdcluster_router.chooser import Chooser, PolicyHolder
+from pdcluster_router.chooser import FORK, Chooser, PolicyHolder
 from pdcluster_router.job import HashChain, Job
 from pdcluster_router.policy.base import Choice, Query
 from pdcluster_router.policy.registry import make_policy
@@ -128,3 +129,19 @@ def test_a_policy_is_told_what_was_sent_lately_and_not_what_was_only_chosen() ->
     chooser.note_sent(local, 1000, 0, 1.0)
     query = chooser.query(make_job(), 1.0, NODES)
     assert query.busy_decoding == query.busy_serving > chooser.query(make_job(), 2.0, NODES).busy_serving > 0.0
+
+
+def test_what_a_prompt_fetches_or_shares_keeps_no_node_busy() -> None:
+    """A pulled prefix counted as if it were computed: nodes that fetch much looked busy with prompts."""
+
+    def busy(choice: Choice, cached: int = 0) -> float:
+        chooser = make_chooser("seconds")
+        chooser.note_sent(choice, 1000, cached, 1.0)
+        return chooser.query(make_job(), 1.0, NODES).busy_serving
+
+    prefill, decode = NODES.find("p0-boot"), NODES.find("d1-boot")
+    assert prefill is not None and decode is not None
+    alone = Choice("remote", prefill, decode)
+    assert busy(replace(alone, pull=decode, pull_tokens=600)) == busy(alone, cached=600) < busy(alone)
+    assert busy(replace(alone, pull=decode, pull_tokens=600), cached=800) == busy(alone, cached=800)
+    assert busy(replace(alone, policy=FORK)) == busy(alone, cached=999) > 0.0
