@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 import msgspec
 
 from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
@@ -12,6 +15,11 @@ MIN_SAMPLES = 8
 
 SURE_SAMPLES = 64
 """Steps of a kind before it is believed alone, whatever is typical."""
+
+USUAL_TOKENS, USUAL_ROWS = 1024, 8
+"""Of a step by which nodes are compared; where they differ, they mostly differ in all steps alike."""
+
+Half = TypeVar("Half", PrefillCost, DecodeCost)
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
@@ -118,9 +126,17 @@ def _has_bars(half: PrefillCost | DecodeCost) -> bool:
 
 
 def typical_cost(costs: list[NodeCost]) -> NodeCost | None:
-    """Each half from the node that ran most steps of it; None when there is a half that nobody ran often enough."""
-    prefill = max((cost.prefill for cost in costs), key=lambda half: half.samples, default=None)
-    decode = max((cost.decode for cost in costs), key=lambda half: half.samples, default=None)
-    if prefill is None or decode is None or min(prefill.samples, decode.samples) < MIN_SAMPLES:
+    """Each half from a node that ran many steps of it; None when there is a half that nobody ran often enough."""
+    prefill = _middle([cost.prefill for cost in costs], lambda half: half.seconds(USUAL_TOKENS))
+    decode = _middle([cost.decode for cost in costs], lambda half: half.seconds(USUAL_ROWS, USUAL_ROWS * USUAL_TOKENS))
+    return NodeCost(prefill, decode) if prefill is not None and decode is not None else None
+
+
+def _middle(halves: Sequence[Half], usual_s: Callable[[Half], float]) -> Half | None:
+    """Of those that ran most steps, the one in the middle by what a usual step takes. How many a node ran is its own claim, which nobody can check:
+    beyond what makes a fit sure more of them count for nothing, so that no single node says what is typical where several are sure."""
+    most = min(max((half.samples for half in halves), default=0), SURE_SAMPLES)
+    if most < MIN_SAMPLES:
         return None
-    return NodeCost(prefill, decode)
+    sure = sorted((half for half in halves if half.samples >= most), key=usual_s)
+    return sure[len(sure) // 2]
