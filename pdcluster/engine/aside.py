@@ -1,5 +1,6 @@
 """Jobs that must answer in time, done one after the other in a thread of their own. A job that takes too long is left behind, with its thread, which
-nobody can end from outside: it goes on at the lowest priority and answers nobody. While as many as are allowed do so, jobs are turned away.
+nobody can end from outside: it goes on at the lowest priority and answers nobody. It keeps no other from being done, but the more are left, the less
+patience there is with the next; only while as many as are allowed go on, jobs are turned away.
 
 For calls of libraries that let go of the interpreter's lock and whose time depends on what a stranger sent.
 """
@@ -12,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -38,8 +39,10 @@ class TurnedAway:
 
 TURNED_AWAY = TurnedAway()
 
-MAX_LEFT = 4
+MAX_LEFT = 16
 """Threads that may go on behind; each has a stack, and whatever its job has taken."""
+LEAST_PATIENCE = 0.25
+"""Share of its time that a job gets however many were left behind: all of them together hold up nobody for much more than MAX_LEFT / 3 times it."""
 
 
 def yield_to_others(native_id: int = 0) -> None:
@@ -66,16 +69,26 @@ class Aside(Generic[Answer]):
         """Threads that were left behind and still compute."""
         return sum(helper.thread.is_alive() for helper in self._left)
 
-    def run(self, jobs: Sequence[Callable[[], Answer]]) -> list[Answer | Late | TurnedAway]:
-        """Their answers, in their order. What a job raises is a bug: its thread ends, and it is late."""
+    def run(self, jobs: Sequence[Callable[[], Answer]], kinds: Sequence[Hashable] | None = None) -> list[Answer | Late | TurnedAway]:
+        """Their answers, in their order. What a job raises is a bug: its thread ends, and it is late. kinds: of a kind that was late no other job of
+        these is begun; None: each is its own."""
+        kinds = range(len(jobs)) if kinds is None else kinds
+        late: dict[Hashable, Late] = {}
         answers: list[Answer | Late | TurnedAway] = []
-        while len(answers) < len(jobs):
-            if self.num_left >= self._max_left:
-                return answers + [TURNED_AWAY] * (len(jobs) - len(answers))
+        while (done := len(answers)) < len(jobs):
+            if kinds[done] in late:
+                answers.append(late[kinds[done]])
+                continue
+            num_left = self.num_left
+            if num_left >= self._max_left:
+                return answers + [TURNED_AWAY] * (len(jobs) - done)
+            limit_s = self._limit_s * max(1 / (1 + num_left), LEAST_PATIENCE)
+            until = next((place for place in range(done, len(jobs)) if kinds[place] in late), len(jobs))
             helper = self._helper = self._helper or _Helper[Answer](self._name)
-            answers += helper.run(jobs[len(answers) :], self._limit_s)
-            if len(answers) < len(jobs):
-                answers.append(Late(is_starved=helper.used_s < self._limit_s / 2))
+            answers += helper.run(jobs[done:until], limit_s)
+            if len(answers) < until:
+                late[kinds[len(answers)]] = word = Late(is_starved=helper.used_s < limit_s / 2)
+                answers.append(word)
                 self._leave(helper)
         return answers
 

@@ -1,8 +1,9 @@
 """Which tokens a row's grammar allows next. State is a function of the grammar and of the output so far, so any node makes it anew: after a
 hand-over, a preemption, a migration. It is kept between steps only because that is faster.
 
-How long a mask takes depends on the grammar: an ambiguous one takes longer with every token, without end. So masks are made `aside`, and a row that
-waits too long for its own ends, and its grammar is refused from then on.
+How long a mask takes depends on the grammar: an ambiguous one takes longer with every token, without end. So masks are made `aside`. A row whose mask
+takes too long, or so long that the next one may, ends, and so do all others of its grammar, which is refused from then on; rows of other grammars
+go on.
 
 A grammar ends in an end-of-sequence token, allowed where it is complete. While a row is shorter than its min_tokens that token is withheld as long
 as anything else may follow.
@@ -10,6 +11,7 @@ as anything else may follow.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +39,9 @@ MAX_IDLE_STEPS = 64
 
 MASK_S = 1.0
 """Longest time for a row's mask, which all rows of the step wait for; most take less than a thousandth of it."""
+
+SLOW = 0.5
+"""Share of that time on a CPU from which a mask counts as too slow though it came: the next one would keep a thread that nobody can end."""
 
 
 STARVED = RowError("this node gets too little time on its CPUs to say what the request's grammar allows next; retry later", retryable=True)
@@ -79,10 +84,11 @@ class Dead:
 
 
 class Stand(NamedTuple):
-    """Where a row stands in its grammar, and what it may say next."""
+    """Where a row stands in its grammar, what it may say next, and how long a CPU took to find that."""
 
     constraint: Constraint
     mask: Mask
+    cpu_s: float
 
 
 class Constraints:
@@ -93,6 +99,7 @@ class Constraints:
         self._eos = tuple(eos_token_ids)
         self._rows: dict[str, tuple[Constraint, int]] = {}
         self._step = 0
+        self._slow_s = mask_s * SLOW
         self._aside = Aside[Stand | Dead]("masks", mask_s)
 
     def of_step(self, rows: Sequence[Row]) -> tuple[dict[int, Mask], dict[int, RowError]]:
@@ -103,9 +110,8 @@ class Constraints:
         asked = [
             (place, row, row.sampling.grammar) for place, row in enumerate(rows) if row.sampling is not None and row.sampling.grammar is not None
         ]
-        answers = self._aside.run([self._job(row, grammar) for _, row, grammar in asked]) if asked else []
-        for (place, row, grammar), answer in zip(asked, answers, strict=True):
-            if isinstance(answer, Stand):
+        for (place, row, grammar), answer in zip(asked, self._answers([(row, grammar) for _, row, grammar in asked]), strict=True):
+            if isinstance(answer, Stand) and answer.cpu_s < self._slow_s:
                 masks[place] = answer.mask
                 self._rows[row.request] = answer.constraint, self._step
                 continue
@@ -130,15 +136,24 @@ class Constraints:
         kept = self._rows.get(row.request)
         return partial(_advanced, row, None if kept is None else kept[0], self._grammars.find(grammar), self._eos)
 
-    def _error(self, answer: Dead | Late | TurnedAway, row: Row, grammar: Grammar) -> RowError:
-        if isinstance(answer, Late):
-            return STARVED if answer.is_starved else self._too_slow(row, grammar)
+    def _answers(self, asked: Sequence[tuple[Row, Grammar]]) -> list[Stand | Dead | Late | TurnedAway]:
+        """Nothing is begun for a grammar that was refused while its rows ran."""
+        refused = {grammar: str(error) for _, grammar in asked if (error := self._grammars.refusal(grammar)) is not None}
+        begun = [(row, grammar) for row, grammar in asked if grammar not in refused]
+        found = iter(self._aside.run([self._job(row, grammar) for row, grammar in begun], [grammar for _, grammar in begun]) if begun else ())
+        return [Dead(refused[grammar]) if grammar in refused else next(found) for _, grammar in asked]
+
+    def _error(self, answer: Stand | Dead | Late | TurnedAway, row: Row, grammar: Grammar) -> RowError:
+        if isinstance(answer, Late) and answer.is_starved:
+            return STARVED
+        if isinstance(answer, Late | Stand):
+            return self._too_slow(row, grammar)
         if isinstance(answer, TurnedAway):
             return RowError(f"{self._aside.num_left} other grammars take too long on this node; retry later", retryable=True)
         return RowError(answer.reason, retryable=answer.is_lost)
 
     def _too_slow(self, row: Row, grammar: Grammar) -> RowError:
-        reason = f"after {row.output_index} tokens it takes too long to find what the request's grammar allows next; send a less ambiguous one"
+        reason = f"after {row.output_index} tokens it takes too long to find what the grammar allows next; send a less ambiguous one"
         self._grammars.refuse(grammar, BadRequest(reason))
         return RowError(reason, retryable=False)
 
@@ -156,10 +171,13 @@ def _advanced(row: Row, kept: Constraint | None, compiled: Any, eos_token_ids: S
     for token in output[constraint.num_tokens :].tolist():
         if not constraint.accept(token):
             return Dead(f"output token {token} at position {constraint.num_tokens - 1} does not fit the request's grammar")
-    mask = _long_enough(constraint.mask(), row, row.sampling, eos_token_ids)
+    began_s = time.thread_time()
+    mask = constraint.mask()
+    cpu_s = time.thread_time() - began_s
+    mask = _long_enough(mask, row, row.sampling, eos_token_ids)
     if not mask.any():
         return Dead(f"after {row.output_index} tokens the request's grammar allows none of the model's tokens; change the grammar")
-    return Stand(constraint, mask)
+    return Stand(constraint, mask, cpu_s)
 
 
 def _long_enough(mask: Mask, row: Row, sampling: Sampling, eos_token_ids: Sequence[int]) -> Mask:

@@ -153,6 +153,11 @@ class Grammars:
                 self._bytes -= compiled.memory_size_bytes
             self._remember(grammar, error)
 
+    def refusal(self, grammar: Grammar) -> PdclusterError | None:
+        """Why it can not be used, if that is known; from any thread."""
+        with self._lock:
+            return self._refused.get(grammar)
+
     def take_news(self) -> None:
         try:
             os.eventfd_read(self.news_fd)

@@ -212,13 +212,62 @@ def test_a_mask_that_gets_no_cpu_says_nothing_against_its_grammar(grammars, monk
 
 
 @pytest.mark.usefixtures("busy_masks")
+def test_all_rows_of_a_grammar_that_hangs_end_with_its_error_and_take_one_thread(grammars, monkeypatch):
+    """Rows of others go on, in that step and in later ones; so does not one of the grammar that had stood well until then."""
+    slow, quick, may_end, hangs, mask = regex("[a-c]{9}"), regex("[ab]{30}"), threading.Event(), threading.Event(), Constraint.mask
+    for wanted in (slow, quick):
+        compile_now(grammars, wanted)
+    monkeypatch.setattr(Constraint, "mask", lambda self: (hangs.is_set() and self.grammar == slow and may_end.wait(60), mask(self))[1])
+    constraints, fresh = Constraints(grammars, EOS, mask_s=0.2), np.empty(0, np.int32)
+
+    def rows(*asked: tuple[str, Grammar]) -> list[Row]:
+        return [row_of(key, fresh, Sampling(max_tokens=50, seed=1, grammar=wanted)) for key, wanted in asked]
+
+    try:
+        assert list(constraints.of_step(rows(("early", slow)))[0]) == [0]
+        hangs.set()
+        masks, dead = constraints.of_step(rows(*((str(number), slow) for number in range(MAX_LEFT + 2)), ("q", quick)))
+        assert list(masks) == [MAX_LEFT + 2] and len(dead) == MAX_LEFT + 2
+        assert all("less ambiguous" in error.reason and not error.retryable for error in dead.values())
+        masks, dead = constraints.of_step(rows(("early", slow), ("q", quick)))
+        assert list(masks) == [1] and "less ambiguous" in dead[0].reason and not dead[0].retryable
+        assert constraints.num_late == 1
+    finally:
+        may_end.set()
+        constraints.close()
+
+
+def test_a_grammar_whose_mask_takes_half_of_what_one_may_is_refused_before_the_next_one_hangs(grammars, monkeypatch):
+    slow, mask = regex("[a-c]{9}"), Constraint.mask
+    compile_now(grammars, slow)
+
+    def computes(self: Constraint) -> np.ndarray:
+        until = time.thread_time() + 0.2
+        while time.thread_time() < until:
+            sum(range(100))
+        return mask(self)
+
+    monkeypatch.setattr(Constraint, "mask", computes)
+    constraints = Constraints(grammars, EOS, mask_s=30.0)
+    constraints._slow_s = 0.2
+    try:
+        masks, dead = constraints.of_step([row_of("s", np.empty(0, np.int32), Sampling(max_tokens=50, seed=1, grammar=slow))])
+        assert not masks and "takes too long" in dead[0].reason and not dead[0].retryable and constraints.num_late == 0
+        with pytest.raises(BadRequest, match="ambiguous"):
+            grammars.want(slow)
+    finally:
+        constraints.close()
+
+
+@pytest.mark.usefixtures("busy_masks")
 def test_rows_are_sent_elsewhere_while_too_many_masks_are_late(grammars, monkeypatch):
-    wanted, may_end, mask = regex("[a-c]{9}"), threading.Event(), Constraint.mask
-    compile_now(grammars, wanted)
+    wanted, may_end, mask = [regex(f"[a-c]{{{number + 2}}}") for number in range(MAX_LEFT + 2)], threading.Event(), Constraint.mask
+    for each in wanted:
+        compile_now(grammars, each)
     monkeypatch.setattr(Constraint, "mask", lambda self: (may_end.wait(60), mask(self))[1])
     constraints = Constraints(grammars, EOS, mask_s=0.05)
     try:
-        rows = [row_of(str(index), np.empty(0, np.int32), Sampling(max_tokens=50, seed=1, grammar=wanted)) for index in range(MAX_LEFT + 2)]
+        rows = [row_of(str(index), np.empty(0, np.int32), Sampling(max_tokens=50, seed=1, grammar=each)) for index, each in enumerate(wanted)]
         _, dead = constraints.of_step(rows)
         assert [dead[place].retryable for place in range(len(rows))] == [False] * MAX_LEFT + [True] * 2
         assert "retry later" in dead[MAX_LEFT].reason
