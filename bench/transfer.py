@@ -9,7 +9,8 @@ next place of memory as large as the pool, as a transfer's pages are:
 
     shm       one memmove between pools of the same kind and size, touched before
     tcp       a plain loopback socket between the two processes, sendall → recv_into, one answer byte; beside it (`digest`) the same socket
-              when both ends digest each piece after they sent or received it, which is what digests over tcp can come to
+              when both ends digest each piece after they sent or received it, and (`unpaced`) the same plain socket with the congestion
+              control that `tcp` takes inside of a host, where the system's own may pace
     mooncake  the engine alone, 4 MiB entries, 8 in flight, no copies to or from staging; beside it (`staging`) what is left when
               each entry is copied at the writer, which any staging costs
 
@@ -29,12 +30,14 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from bench import transfer_load
 from bench.report import Row, print_rows, row, write_json
 from bench.transfer_ends import HOST, PAGE_TOKENS, Address, Near, Sink, digest_only, plain
 from pdcluster.transfer.base import WriteStatus
+from pdcluster.transfer.links import send_unpaced
 from pdcluster.transfer.tcp import DIGEST_BYTES
 
 BACKENDS = ("shm", "tcp", "mooncake")
@@ -43,7 +46,8 @@ GOALS = {("shm", False): 0.85, ("shm", True): 0.65, ("tcp", True): 0.9, ("moonca
 GOAL_BYTES = 16 << 20
 ENTRY_BYTES = 4 << 20
 ENTRIES = 8
-TURNS = 3
+TURNS = {"shm": 7, "tcp": 7, "mooncake": 3}
+"""Where a ceiling costs little, more of them: neighbours on the machine change both by tens of percent from turn to turn."""
 LONG_REPEATS = 2
 """Of a transfer so long that one says as much as several short ones."""
 
@@ -99,14 +103,17 @@ def seconds_of_memmove(near: Near, nbytes: int, repeats: int) -> list[float]:
     return [move(start) for start, _ in zip(places(near, nbytes), range(repeats + 1), strict=False)][1:]
 
 
-def seconds_of_socket(near: Near, nbytes: int, repeats: int, *, digests: bool = False) -> list[float]:
-    """digests: both ends digest each piece when it was sent or received, with the product's own loop, and the other end's comes back."""
+def seconds_of_socket(near: Near, nbytes: int, repeats: int, *, digests: bool = False, is_paced: bool = True) -> list[float]:
+    """digests: both ends digest each piece when it was sent or received, with the product's own loop, and the other end's comes back. is_paced: if
+    the system's congestion control does that."""
     near.pipe.send(Sink("digested" if digests else "socket", nbytes, repeats + 1))
     address = near.pipe.receive()
     assert isinstance(address, Address)
     pool = near.pools[0].bytes
     with socket.create_connection((HOST, address.number)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not is_paced:
+            send_unpaced(sock)
 
         def move(start: int) -> float:
             data = pool[start : start + nbytes]
@@ -169,6 +176,11 @@ def seconds_of_engine(near: Near, nbytes: int, repeats: int, *, packed: bool = F
     return times
 
 
+BOUNDS = {
+    "digest.tcp": ("socket and a digest at both ends", partial(seconds_of_socket, digests=True)),
+    "unpaced.tcp": ("socket without pacing", partial(seconds_of_socket, is_paced=False)),
+}
+"""What else is measured beside tcp with digests, and how."""
 CEILINGS = {"shm": "memmove", "tcp": "loopback socket", "mooncake": "engine alone"}
 
 
@@ -182,12 +194,12 @@ def ceiling(near: Near, case: Case, repeats: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Seconds of a few transfers, of as many runs of the ceiling, and of as many of what digests leave of it (none where that is not asked)."""
+    """Seconds of a few transfers, of as many runs of the ceiling, and of as many of each of BOUNDS."""
 
     moves: list[float]
     stages: list[tuple[float, float, float]]
     tops: list[float]
-    digested: list[float]
+    bounds: dict[str, list[float]]
 
     @property
     def ratio(self) -> float:
@@ -197,16 +209,16 @@ class Turn:
 def take_turn(near: Near, case: Case, repeats: int) -> Turn:
     moved = [(near.move(case.num_tokens), near.stages) for _ in range(repeats + 1)][1:]
     tops = ceiling(near, case, repeats)
-    has_bound = near.shape.backend == "tcp" and near.shape.digests and case.nbytes >= GOAL_BYTES
-    digested = seconds_of_socket(near, case.nbytes, repeats, digests=True) if has_bound else []
-    return Turn([seconds for seconds, _ in moved], [each for _, each in moved], tops, digested)
+    has_bounds = near.shape.backend == "tcp" and near.shape.digests and case.nbytes >= GOAL_BYTES
+    bounds = {metric: measure(near, case.nbytes, repeats) for metric, (_, measure) in BOUNDS.items()} if has_bounds else {}
+    return Turn([seconds for seconds, _ in moved], [each for _, each in moved], tops, bounds)
 
 
 def measure(near: Near, case: Case, repeats: int) -> list[Row]:
     """Rows of one case on one pair of processes."""
     near.move(case.num_tokens)  # warm: connection, page tables
     repeats = min(repeats, LONG_REPEATS) if case.nbytes >= 1 << 30 else repeats
-    turns = [take_turn(near, case, repeats) for _ in range(TURNS)]
+    turns = [take_turn(near, case, repeats) for _ in range(TURNS[near.shape.backend])]
     shape = near.shape
     goal = GOALS.get((shape.backend, shape.digests)) if case.nbytes >= GOAL_BYTES else None
     label = f"{case.name}, digests {'on' if shape.digests else 'off'}"
@@ -217,15 +229,19 @@ def measure(near: Near, case: Case, repeats: int) -> list[Row]:
     rows = [replace(speed, ratio=ratio, goal=goal, holds=None if goal is None else ratio >= goal)]
     if case.nbytes == GOAL_BYTES:
         rows += where_time_goes(label, [each for turn in turns for each in turn.stages])
-    if digested := [seconds for turn in turns for seconds in turn.digested]:
-        bound = beside("digest.tcp", f"{case.name}, socket and a digest at both ends", case, digested, shape.backend, top)
-        rows.append(replace(bound, ratio=statistics.median(statistics.median(turn.tops) / statistics.median(turn.digested) for turn in turns)))
+    rows += [bound_row(metric, case, turns, top) for metric in turns[0].bounds]
     if goal is not None and shape.backend == "mooncake":
         packs = seconds_of_engine(near, case.nbytes, repeats, packed=True)
         rows.append(beside("staging.mooncake", f"{case.name}, engine and a copy at the writer", case, packs, shape.backend, top))
     if case.nbytes <= 1 << 20:
         rows.append(row(f"handover.{shape.backend}", label, [each * 1e3 for each in samples], "ms"))
     return rows
+
+
+def bound_row(metric: str, case: Case, turns: list[Turn], top: float) -> Row:
+    what, _ = BOUNDS[metric]
+    speed = beside(metric, f"{case.name}, {what}", case, [seconds for turn in turns for seconds in turn.bounds[metric]], "tcp", top)
+    return replace(speed, ratio=statistics.median(statistics.median(turn.tops) / statistics.median(turn.bounds[metric]) for turn in turns))
 
 
 def beside(metric: str, label: str, case: Case, samples: list[float], backend: str, top: float) -> Row:

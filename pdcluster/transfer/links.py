@@ -7,6 +7,7 @@ non-blocking; a connection is ended from another thread by shutting its socket d
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
 import os
 import select
@@ -35,7 +36,11 @@ MAX_LINKS = 1024
 BURST_BYTES = 1 << 20
 """Most bytes moved by one system call, so that whoever waits for a thread to pass its check waits microseconds."""
 MAX_VECTOR = 64
-GATHER_BYTES, GATHER_S = 256 << 10, 0.01
+SEND_BYTES = 4 << 20
+"""As BURST_BYTES, of one that sends: nobody waits for it, and the socket takes no more than it has room for."""
+GATHER_BYTES, GATHER_S = 512 << 10, 0.01
+UNPACED = b"reno"
+"""A congestion control that every Linux has, and allows to everyone."""
 SEAL_BYTES = 8
 
 
@@ -81,10 +86,10 @@ class Cursor:
             self._near.extend(islice(self._coming, 1))
         return index < len(self._near)
 
-    def head(self) -> list[memoryview]:
-        """The next bytes, at most BURST_BYTES in at most MAX_VECTOR pieces."""
+    def head(self, most_bytes: int = BURST_BYTES) -> list[memoryview]:
+        """The next bytes, at most so many in at most MAX_VECTOR pieces."""
         pieces: list[memoryview] = []
-        left, offset = BURST_BYTES, self._offset
+        left, offset = most_bytes, self._offset
         while left and len(pieces) < MAX_VECTOR and self._has(len(pieces)):
             pieces.append(self._near[len(pieces)][offset : offset + left])
             left -= len(pieces[-1])
@@ -116,6 +121,9 @@ class Link:
         self.lock = threading.Lock()
         """Held while bytes go into memory; see `barrier`."""
         self._progress_s = progress_s
+        self._arriving = select.poll()
+        self._arriving.register(sock, select.POLLIN)
+        self._wakes_at = 1
 
     def end(self) -> None:
         try:
@@ -130,26 +138,31 @@ class Link:
 
     def wait(self, events: int, timeout_s: float | None) -> None:
         """Until the socket is ready; TimeoutError when it makes no progress for so long (None: for ever)."""
+        self._wake_at(1)
         poller = select.poll()
         poller.register(self.sock, events)
         if not poller.poll(None if timeout_s is None else timeout_s * 1000):
             raise TimeoutError(f"no progress with {self.peer.node} for {timeout_s} s")
 
+    def _wake_at(self, nbytes: int) -> None:
+        """Have the kernel say that something can be read when so many bytes can, or the connection is over."""
+        if nbytes != self._wakes_at:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._wakes_at = nbytes
+
     def gather(self, nbytes: int, timeout_s: float) -> None:
-        """Until so many bytes can be read at once, or a few, when the others take their time; TimeoutError when none come for so long. Fewer and
-        larger reads wake both ends less often."""
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(nbytes, GATHER_BYTES))
-        poller = select.poll()
-        poller.register(self.sock, select.POLLIN)
-        is_ready = bool(poller.poll(GATHER_S * 1000))
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-        if not is_ready:
+        """Until so many bytes can be read at once, or GATHER_BYTES, or a few, when the others take their time; TimeoutError when none come for so
+        long. Fewer and larger reads wake both ends less often, and each costs some Python."""
+        self._wake_at(min(nbytes, GATHER_BYTES))
+        if not self._arriving.poll(GATHER_S * 1000):
             self.wait(select.POLLIN, timeout_s)
 
     def receive_into(self, view: memoryview, *, idle: bool = False) -> None:
         """Fill `view`. idle: waiting for its first byte has no deadline."""
         position = 0
         while position < len(view):
+            if len(view) - position >= GATHER_BYTES:
+                self.gather(len(view) - position, self._progress_s)
             try:
                 count = self.sock.recv_into(view[position:])
             except BlockingIOError:
@@ -297,6 +310,8 @@ def connect(me: Peer, peer: Peer, advert: Advert, *, connect_s: float, progress_
     sock = socket.create_connection((advert.host, advert.port), timeout=connect_s)
     link = Link(sock, peer, progress_s)
     try:
+        if is_same_host(sock.getsockname()[0], sock.getpeername()[0]):
+            send_unpaced(sock)
         link.send(HELLO.pack(MAGIC, advert.token, len(node), len(incarnation)) + node + incarnation)
         if bytes(link.receive(1)) != WELCOME:
             raise ConnectionRefusedError(f"{peer.node} did not accept the hello")
@@ -304,3 +319,17 @@ def connect(me: Peer, peer: Peer, advert: Advert, *, connect_s: float, progress_
         sock.close()
         raise
     return link
+
+
+def is_same_host(own: str, peer: str) -> bool:
+    """Do both addresses of a connection belong to this host?"""
+    return own == peer or ipaddress.ip_address(peer).is_loopback
+
+
+def send_unpaced(sock: socket.socket) -> None:
+    """Inside of a host there is no queue of a network to be kept short, and a congestion control that paces (BBR) only makes both ends wait: for
+    timers, and for its idea of the bandwidth, which it gets from pauses of ours."""
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, UNPACED)
+    except PermissionError:
+        LOG.info("connections inside of this host keep the system's congestion control: it does not allow %s", UNPACED.decode())

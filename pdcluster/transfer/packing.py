@@ -10,7 +10,7 @@ from collections import deque
 
 import numpy as np
 
-from pdcluster.transfer.links import Cursor
+from pdcluster.transfer.links import BURST_BYTES, Cursor
 from pdcluster.transfer.moving import Payload, packed, packing, table_of
 from pdcluster.transfer.runs import RunTable, SpanTable
 
@@ -45,10 +45,10 @@ class Packer:
     def is_done(self) -> bool:
         return self._cursor.is_done and not self._pieces
 
-    def head(self) -> list[memoryview]:
+    def head(self, most_bytes: int = BURST_BYTES) -> list[memoryview]:
         if self._cursor.is_done:
             self._pack(self._pieces.popleft())
-        return self._cursor.head()
+        return self._cursor.head(most_bytes)
 
     def advance(self, nbytes: int) -> None:
         self._cursor.advance(nbytes)

@@ -21,7 +21,7 @@ from functools import partial
 from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, memory_of
-from pdcluster.transfer.links import BURST_BYTES, Advert, Cursor, Link, Listener, connect, decode_advert, sealed
+from pdcluster.transfer.links import BURST_BYTES, SEND_BYTES, Advert, Cursor, Link, Listener, connect, decode_advert, sealed
 from pdcluster.transfer.moving import GilWaits, Payload, native, reads, table_of
 from pdcluster.transfer.packing import Block, Packer, Unpacker, is_scattered
 from pdcluster.transfer.runs import RunTable, SpanTable, run_table
@@ -93,7 +93,7 @@ class _Write:
             return self.header.head()
         if self.body is None:
             self.body, self.payload = self.prepare()
-        return self.body.cursor.head()
+        return self.body.cursor.head(SEND_BYTES)
 
     def advance(self, nbytes: int) -> None:
         if not self.header.is_done:
@@ -407,19 +407,16 @@ class TcpBackend:
         ended; after its answer only with a later trial, which the Commit names."""
         fresh = 0
         while left:
-            count = 0
+            link.gather(left, self._settings.progress_s)
             with link.lock:
                 if not self._permits.is_current(permit):
                     return left
                 try:
                     count = link.sock.recvmsg_into(cursor.head())[0]
                 except BlockingIOError:
-                    count = -1
+                    continue
             if not count:
                 raise ConnectionResetError("the writer closed it in the middle of a frame")
-            if count < 0:
-                link.gather(left, self._settings.progress_s)
-                continue
             cursor.advance(count)
             left -= count
             fresh += count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -15,7 +16,22 @@ from hypothesis import strategies as st
 from pdcluster.errors import PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Peer
 from pdcluster.transfer.ledger import Counts
-from pdcluster.transfer.links import BURST_BYTES, HELLO, MAGIC, MAX_VECTOR, Advert, Cursor, Link, Listener, connect, decode_advert
+from pdcluster.transfer.links import (
+    BURST_BYTES,
+    GATHER_BYTES,
+    HELLO,
+    MAGIC,
+    MAX_VECTOR,
+    UNPACED,
+    Advert,
+    Cursor,
+    Link,
+    Listener,
+    connect,
+    decode_advert,
+    is_same_host,
+    send_unpaced,
+)
 
 ME, OTHER = Peer("p0", "a"), Peer("d0", "b")
 
@@ -155,3 +171,44 @@ def test_few_bytes_are_taken_when_the_others_take_their_time_and_silence_ends_in
             far.close()
             link.gather(1 << 20, 5.0)
             assert near.recv(1) == b"", "an end is news, too"
+
+
+def test_after_a_gathered_payload_the_next_few_bytes_are_not_waited_for_in_vain() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as far:
+        near, _ = server.accept()
+        link = Link(near, Peer("p", "1"), 5.0)
+        payload = bytes(range(256)) * (GATHER_BYTES // 256)
+        with near:
+            sender = threading.Thread(target=lambda: (far.sendall(payload), far.sendall(b"head")))
+            sender.start()
+            assert link.receive(len(payload)) == payload and near.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) > 1
+            assert link.receive(4, idle=True) == b"head"
+            sender.join()
+            threading.Timer(0.05, far.sendall, [b"next"]).start()
+            assert link.receive(4, idle=True) == b"next"
+
+
+def test_a_connection_inside_of_a_host_is_not_paced() -> None:
+    reader = Listener("127.0.0.1", lambda link: link.wait(select.POLLIN, 5.0), Counts(), progress_s=1.0)
+    link = connect(ME, OTHER, decode_advert(reader.advert()), connect_s=1.0, progress_s=1.0)
+    assert link.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == UNPACED
+    link.sock.close()
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("own", "peer", "same"),
+    [("127.0.0.1", "127.0.0.2", True), ("10.0.0.5", "10.0.0.5", True), ("::1", "::1", True), ("10.0.0.5", "10.0.0.6", False)],
+)
+def test_a_network_between_two_hosts_keeps_its_congestion_control(own: str, peer: str, same: bool) -> None:
+    assert is_same_host(own, peer) is same
+
+
+def test_a_host_that_allows_no_other_congestion_control_is_served_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    class Refusing(socket.socket):
+        def setsockopt(self, *options: object) -> None:
+            raise PermissionError("not allowed here")
+
+    with Refusing() as sock, caplog.at_level("INFO"):
+        send_unpaced(sock)
+    assert "reno" in caplog.text
