@@ -104,7 +104,7 @@ async def _direct(bootstrap: str, count: int) -> list[float]:
             request = f"direct-{number}"
             finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             cluster.ledger.open(request, _until_finished(finished))
-            cluster.ledger.enter(Leg(request, 0, nodes[0].endpoint, 0))
+            cluster.ledger.enter(Leg(request, 0, nodes[0].endpoint, []))
             began = time.perf_counter()
             work = Work(request, 0, packed, NUM_PROMPT, hashes, Sampling(1, 1, temperature=0.0), 60.0, root)
             cluster.send(nodes[0].endpoint, Prefill(work, remote=False))

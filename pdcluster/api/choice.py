@@ -15,6 +15,9 @@ from pdcluster.api.stop import StopMatcher
 from pdcluster.api.tools.calls import CallDelta
 from pdcluster.messages import TokenLogprobs
 
+NOTHING = b'""'
+"""An empty text as JSON."""
+
 
 class Token(msgspec.Struct, frozen=True, gc=False):
     """One token as replies report it. offset: characters of text before it; logprobs None where there is nothing before it to predict it."""
@@ -73,14 +76,10 @@ class ChoiceText:
                 else:
                     self._release(self._certain(text), piece)
 
-    def more(self, token_id: int) -> str:
-        """The same where nobody asks for tokens and the text is plain: what became certain of it."""
+    def say(self, token_id: int) -> bytes:
+        """The same where nobody asks for tokens, nor for their offsets, and the text is plain: what became certain of it, as JSON."""
         self.num_tokens += 1
-        if token_id in self._silent:
-            return ""
-        text = self._detokenizer.feed(token_id)
-        self._offset += len(text)
-        return text
+        return NOTHING if token_id in self._silent else self._detokenizer.say(token_id)
 
     def finish(self, piece: Piece) -> None:
         """The generation ended: releases what was held back. An incomplete character may still complete a stop string."""

@@ -13,11 +13,14 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from pdcluster.errors import ModelError
 
+_encode = msgspec.json.Encoder().encode
 DECODER = codecs.getincrementaldecoder("utf-8")
 
 SPACE_MARK = "\u2581"
@@ -40,13 +43,15 @@ def _byte_alphabet() -> dict[int, str]:
 class Pieces:
     """What each token id stands for. `special` ids vanish from text unless asked for; `strips_lead`: one leading space is not part of the text.
 
-    texts: the same as text, where a token's bytes are whole characters; most are, and need no decoder.
+    texts: the same as text, where a token's bytes are whole characters; most are, and need no decoder. said: those texts as JSON, of ids that were
+    said; at most the vocabulary.
     """
 
     table: Sequence[bytes]
     texts: Sequence[str | None]
     special: frozenset[int]
     strips_lead: bool
+    said: dict[int, bytes] = field(default_factory=dict)
 
     def of(self, token_id: int) -> bytes:
         """b"" for ids the tokenizer does not know: models have padded vocabularies."""
@@ -117,11 +122,11 @@ def _sentencepiece_table(vocabulary: Mapping[str, int]) -> list[bytes]:
 class Detokenizer:
     """One stream of tokens. at_start: the text starts here, so a leading space that only marks a word is dropped; a continuation keeps it."""
 
-    __slots__ = ("_decoder", "_is_whole", "_pieces", "_skip", "_strip", "_texts")
+    __slots__ = ("_decoder", "_is_whole", "_pieces", "_said", "_skip", "_strip", "_texts")
 
     def __init__(self, pieces: Pieces, *, skip_special_tokens: bool, at_start: bool) -> None:
         self._pieces = pieces
-        self._texts = pieces.texts
+        self._texts, self._said = pieces.texts, pieces.said
         self._skip = pieces.special if skip_special_tokens else frozenset[int]()
         self._strip = at_start and pieces.strips_lead
         self._decoder: codecs.IncrementalDecoder | None = None
@@ -140,6 +145,17 @@ class Detokenizer:
         if self._is_whole and 0 <= token_id < len(self._texts) and (text := self._texts[token_id]) is not None:
             return text
         return self._feed_bytes(self._pieces.of(token_id))
+
+    def say(self, token_id: int) -> bytes:
+        """The same as JSON."""
+        if not self._is_whole or token_id in self._skip:
+            return _encode(self.feed(token_id))
+        said = self._said.get(token_id)
+        if said is None:
+            said = _encode(self.feed(token_id))
+            if 0 <= token_id < len(self._texts) and self._texts[token_id] is not None:
+                self._said[token_id] = said
+        return said
 
     def _feed_bytes(self, piece: bytes) -> str:
         if self._strip and piece:

@@ -19,7 +19,7 @@ from pdcluster.api.replies import PromptTokensDetails, RouteReport, TimelineRepo
 from pdcluster.errors import Cancelled, PdclusterError
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.choices import Choice, advance
-from pdcluster_router.generation import Chunk, Dispatcher, Done, Route, Running
+from pdcluster_router.generation import Chunk, Dispatcher, Done, Route, Running, Take
 from pdcluster_router.http_errors import ClientLeft, fail
 from pdcluster_router.http_exchange import JSON, NO_BUFFERING, Exchange, Header
 from pdcluster_router.open_requests import HANG_UP_S
@@ -180,12 +180,10 @@ class _ChoiceSink:
     def on_chunk(self, chunk: Chunk) -> None:
         self._answer.take(self._index, chunk)
 
-    def on_more(self, position: int, token_ids: tuple[int, ...]) -> bool:
-        if (self._through is None and self._is_asked) or self._answer.is_held_back:
-            return False
+    def way(self) -> Take | None:
         if not self._is_asked:
             self._is_asked, self._through = True, self._answer.through(self._index)
-        return self._through is not None and self._through.say(position, token_ids)
+        return None if self._through is None or self._answer.is_held_back else self._through.take
 
     def on_done(self, done: Done) -> None:
         self._answer.take(self._index, done)
@@ -266,7 +264,7 @@ class _Stream:
         choice, around = self._prepared.choices[index], self._format.around(index)
         if around is None or index not in self._opened or not choice.text.is_plain:
             return None
-        return Through(choice, self._exchange.parts_around(*around))
+        return Through(choice, self._exchange.line, self._exchange.parts_around(*around))
 
     def finish(self) -> None:
         prepared = self._prepared

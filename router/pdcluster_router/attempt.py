@@ -40,7 +40,7 @@ from pdcluster.messages import (
 from pdcluster_router.chooser import Chooser
 from pdcluster_router.generation import Chunk, Route
 from pdcluster_router.job import Job
-from pdcluster_router.legs import Body, Ledger, Leg, Lost, Rewelcomed, attempt_of, error_of, refusal
+from pdcluster_router.legs import Body, Ledger, Leg, Lost, Rewelcomed, Way, attempt_of, error_of, refusal
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.stages import Stage, StageDeadlines
 from pdcluster_router.view import ClusterView, NodeView
@@ -181,6 +181,9 @@ class Attempt:
 
     def next_deadline(self) -> float:
         """The moment at which `expire` has something to do."""
+        leg, clocks = self._decode, self._clocks
+        if leg is not None and LIVENESS in clocks:
+            clocks[LIVENESS] = max(clocks[LIVENESS], leg.heard_at + self._stages.liveness_s)  # rows that went the short way moved no clock
         self.due = min((self._job.deadline, *self._clocks.values()))
         return self.due
 
@@ -234,10 +237,12 @@ class Attempt:
             return False
         clocks[LIVENESS] = self._clock() + self._stages.liveness_s  # which is later than it was, so that `due` stays
         emitted += tokens
-        leg.position = position = position + len(tokens)
-        if self._prefill is not None:
-            self._prefill.position = position
         return True
+
+    def open_way(self, way: Way | None) -> None:
+        """Rows that go on like one that did need not come here, until something else happens to the request. None: all of them."""
+        if self._decode is not None:
+            self._decode.way = way
 
     def handle(self, incarnation: str, body: Body) -> Sequence[Chunk]:
         """What the client may see because of what the node said. Answers of legs that are over are ignored, after the last token all but a report."""
@@ -434,7 +439,7 @@ class Attempt:
     # ------------------------------------------------------------ sending and emitting
 
     def _enter(self, endpoint: Endpoint, attempt: int) -> Leg:
-        leg = Leg(self._job.request, attempt, endpoint, len(self._job.emitted))
+        leg = Leg(self._job.request, attempt, endpoint, self._job.emitted)
         self._cluster.ledger.enter(leg)
         return leg
 
@@ -479,11 +484,6 @@ class Attempt:
         job.emitted += tokens
         if emitted <= 1:
             self._note_times(emitted)
-        position = emitted + len(tokens)
-        if self._decode is not None:
-            self._decode.position = position
-        if self._prefill is not None:
-            self._prefill.position = position
         prompt_logprobs = () if job.has_prompt_logprobs else row.prompt_logprobs
         job.has_prompt_logprobs = True
         return Chunk(emitted, tokens, row.logprobs[seen:], prompt_logprobs, self._route or self.route())

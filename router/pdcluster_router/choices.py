@@ -92,8 +92,8 @@ class _Pieces:
     def on_chunk(self, chunk: Chunk) -> None:
         self._take(chunk)
 
-    def on_more(self, position: int, token_ids: tuple[int, ...]) -> bool:
-        return False
+    def way(self) -> None:
+        return None
 
     def on_done(self, done: Done) -> None:
         self._take(done)

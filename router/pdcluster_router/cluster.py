@@ -238,13 +238,9 @@ class Cluster:
             handle(state, message)
 
     def _on_tokens(self, state: NodeState, message: Tokens) -> None:
-        reader_of, incarnation = self.ledger.reader_of, state.card.incarnation
-        for row in message.rows:
-            read = reader_of(row.request)
-            if read is not None:
-                read(incarnation, row)
-            else:
-                self.unmatched["TokenRow"] += 1
+        num_unread = self.ledger.deliver_rows(state.card.incarnation, message.rows, time.monotonic())
+        if num_unread:
+            self.unmatched["TokenRow"] += num_unread
 
     def _on_answer(self, state: NodeState, message: Scheduled | Delivered | Finished) -> None:
         read = self.ledger.reader_of(message.request)

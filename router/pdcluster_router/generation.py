@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Mode = Literal["remote", "local"]
 Force = Literal["auto", "remote", "local"]
 HangUp = Callable[[], None]
+Take = Callable[[int, tuple[int, ...]], bool]
+"""Takes what is nothing but more of a stream, its position and tokens, without a Chunk. False: it was not taken, and comes as one."""
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -130,8 +132,8 @@ class Sink(Protocol):
 
     def on_chunk(self, chunk: Chunk) -> None: ...
 
-    def on_more(self, position: int, token_ids: tuple[int, ...]) -> bool:
-        """Offers what is nothing but more of a stream, after its first two tokens, without a Chunk. False: it was not taken, and comes as one."""
+    def way(self) -> Take | None:
+        """A short way for what comes after a stream's first two tokens, as long as nothing else happens to it; None: there is none, or not now."""
         ...
 
     def on_done(self, done: Done) -> None: ...

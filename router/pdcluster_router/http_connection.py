@@ -134,8 +134,7 @@ class Connection(Protocol):
         self._ends_soon = self._is_deaf = False
         self._is_reading = True
         self._is_settling = False
-        self._posted: list[bytes] = []
-        self._posted_bytes = 0
+        self._posted = b""
         self.is_paused = False
         self.deadline = math.inf
 
@@ -151,7 +150,7 @@ class Connection(Protocol):
         self._open_ones.ended(self)
         self._early.clear()
         self._ahead.clear()
-        self._posted.clear()
+        self._posted = b""
         current = self._current
         if current is not None and not current.finished:
             self._application.gone(current)
@@ -341,7 +340,7 @@ class Connection(Protocol):
     def send(self, data: bytes) -> None:
         """Implements Line."""
         if self._posted:
-            data = self._take_posted() + data
+            data, self._posted = self._posted + data, b""
         if self._transport is not None:
             self._transport.write(data)
 
@@ -349,23 +348,15 @@ class Connection(Protocol):
         """Implements Line."""
         if not self._posted:
             self._open_ones.posts(self)
-        self._posted.append(data)
-        self._posted_bytes += len(data)
-        if self._posted_bytes > MOST_POSTED_BYTES:
+        self._posted += data  # few parts come in one turn
+        if len(self._posted) > MOST_POSTED_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """What was posted is sent. Idempotent."""
-        if self._posted:
-            data = self._take_posted()
-            if self._transport is not None:
-                self._transport.write(data)
-
-    def _take_posted(self) -> bytes:
-        posted = self._posted[0] if len(self._posted) == 1 else b"".join(self._posted)
-        self._posted.clear()
-        self._posted_bytes = 0
-        return posted
+        data, self._posted = self._posted, b""
+        if data and self._transport is not None:
+            self._transport.write(data)
 
     def close(self) -> None:
         """After what was sent, as far as the client reads it in time."""

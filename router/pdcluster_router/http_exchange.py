@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 from time import monotonic, time
 from typing import NamedTuple, Protocol
@@ -70,12 +71,12 @@ class Exchange:
 
     __slots__ = (
         "_is_chunked", "_is_named",
-        "_line", "arrived", "body_bytes", "finished", "headers", "id", "is_complete", "is_http_1_0", "is_too_large", "keeps_alive",
+        "arrived", "body_bytes", "finished", "headers", "id", "is_complete", "is_http_1_0", "is_too_large", "keeps_alive", "line",
         "method", "on_gone", "on_resume", "parts", "path", "started", "status", "tenant", "trace",
     )  # fmt: skip
 
     def __init__(self, line: Line, asked: Asked, id_prefix: str) -> None:
-        self._line = line
+        self.line = line
         self.method, self.path, self.headers = asked.method, asked.path, asked.headers
         self.keeps_alive, self.is_http_1_0 = asked.keeps_alive, asked.is_http_1_0
         self.arrived = monotonic()
@@ -127,7 +128,7 @@ class Exchange:
     @property
     def is_paused(self) -> bool:
         """Whether the client has more to read than it likes."""
-        return self._line.is_paused
+        return self.line.is_paused
 
     # ------------------------------------------------ answering
 
@@ -135,8 +136,8 @@ class Exchange:
         """The whole answer in one write."""
         head = self._head(status, headers, b"content-length: %d\r\n" % len(body))
         self.started = self.finished = True
-        self._line.send(head if self.method == "HEAD" else head + body)
-        self._line.end(self)
+        self.line.send(head if self.method == "HEAD" else head + body)
+        self.line.end(self)
 
     def start(self, status: int, headers: Iterable[Header]) -> None:
         """The head of an answer whose length is not known yet. To a client of HTTP/1.0 the connection's end is the answer's."""
@@ -145,32 +146,34 @@ class Exchange:
         else:
             self._is_chunked = True
         self.started = True
-        self._line.post(self._head(status, headers, b"transfer-encoding: chunked\r\n" if self._is_chunked else b""))
+        self.line.post(self._head(status, headers, b"transfer-encoding: chunked\r\n" if self._is_chunked else b""))
 
     def write(self, data: bytes, *, last: bool = False) -> None:
         if self._is_chunked:
             data = b"%x\r\n%b\r\n%b" % (len(data), data, b"0\r\n\r\n" if last else b"")
         if not last:
-            self._line.post(data)
+            self.line.post(data)
             return
-        self._line.send(data)
+        self.line.send(data)
         self.finished = True
-        self._line.end(self)
+        self.line.end(self)
 
     def parts_around(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
         """`write` for parts that differ only in what stands between these. The answer has started."""
-        post, around = self._line.post, len(before) + len(after)
+        post, around = self.line.post, len(before) + len(after)
         if not self._is_chunked:
             return lambda middle: post(before + middle + after)
-        return lambda middle: post(b"%x\r\n%b%b%b\r\n" % (around + len(middle), before, middle, after))
+        begin = lru_cache(maxsize=64)(lambda size: b"%x\r\n%b" % (around + size, before))  # few lengths are those of most
+        after += b"\r\n"
+        return lambda middle: post(begin(len(middle)) + middle + after)
 
     def abandon(self) -> None:
         """There is nobody to answer, and nobody reads what was written."""
         if not self.finished:
             self.finished = True
             self.keeps_alive = False
-            self._line.end(self)
-            self._line.abort()
+            self.line.end(self)
+            self.line.abort()
 
     def _head(self, status: int, headers: Iterable[Header], framing: bytes) -> bytes:
         self.status = status

@@ -7,22 +7,39 @@ link what is still open there, and tells every request behind a lost node that i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdcluster import errors
 from pdcluster.messages import Delivered, Endpoint, Failed, Finished, Message, Refused, Reserved, Scheduled, TokenRow
+from pdcluster_router.generation import Take
 from pdcluster_router.pending import PendingWork
+
+
+class Way(NamedTuple):
+    """A short way to the client for rows that just go on. fail: hears what `take` raised, which ends the request."""
+
+    take: Take
+    fail: Callable[[Exception], object]
 
 
 @dataclass(slots=True)
 class Leg:
-    """position: the next output position the request expects, for the resend after a lost frame."""
+    """emitted: the request's output tokens so far, its own list; way: None while every row has to be read; heard_at: when one last went that way,
+    monotonic seconds."""
 
     request: str
     attempt: int
     endpoint: Endpoint
-    position: int
+    emitted: list[int]
+    way: Way | None = None
+    heard_at: float = 0.0
+
+    @property
+    def position(self) -> int:
+        """The next output position the request expects, for the resend after a lost frame."""
+        return len(self.emitted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +60,9 @@ Body = Message | TokenRow | Lost | Rewelcomed
 
 Read = Callable[[str, Body], None]
 """Takes what a node, named by its incarnation, says of a request. It may be called while the reader itself sends something."""
+
+
+NO_LEGS: Mapping[str, Leg] = {}
 
 
 class Ledger:
@@ -101,6 +121,20 @@ class Ledger:
         read(incarnation, body)
         return True
 
+    def deliver_rows(self, incarnation: str, rows: Sequence[TokenRow], now: float) -> int:
+        """Nearly all that nodes say: rows that just go on take their short way, the others are read. How many nobody waits for."""
+        legs, reader_of, num_unread = self._legs.get(incarnation, NO_LEGS), self.reader_of, 0
+        for row in rows:
+            leg = legs.get(row.request)
+            if leg is not None and (way := leg.way) is not None and _goes_on(leg, way, row, now):
+                continue
+            read = reader_of(row.request)
+            if read is not None:
+                read(incarnation, row)
+            else:
+                num_unread += 1
+        return num_unread
+
     def rewelcome(self, incarnation: str) -> None:
         for leg in list(self._legs.get(incarnation, {}).values()):
             self.deliver(leg.request, incarnation, Rewelcomed())
@@ -109,6 +143,21 @@ class Ledger:
         self.pending.lose(incarnation)
         for leg in list(self._legs.get(incarnation, {}).values()):
             self.deliver(leg.request, incarnation, Lost(reason))
+
+
+def _goes_on(leg: Leg, way: Way, row: TokenRow, now: float) -> bool:
+    """False: it is still to be read."""
+    if row.position != len(leg.emitted) or row.attempt != leg.attempt:
+        return False
+    try:
+        if not way.take(row.position, row.tokens):
+            return False
+    except Exception as error:  # the top of what happens to a request: the rows of others come behind its own
+        way.fail(error)
+        return True
+    leg.emitted += row.tokens
+    leg.heard_at = now
+    return True
 
 
 NUMBERED = (TokenRow, Finished, Scheduled, Delivered, Refused, Failed, Lost)

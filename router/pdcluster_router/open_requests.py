@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdcluster.errors import Cancelled
@@ -16,18 +16,22 @@ HANG_UP_S = 0.25
 @dataclass(slots=True, eq=False)
 class OpenRequest:
     """One choice of a client's request. started: on the dispatcher's clock; end: gives the request this error as its answer. nodes are named once
-    they are chosen; num_output: tokens sent so far."""
+    they are chosen; emitted: the request's own list of its tokens so far."""
 
     request: str
     model: str
     num_prompt: int
     started: float
     end: Callable[[Cancelled], None]
+    emitted: Sequence[int] = ()
     attempts: int = 0
     mode: Mode | None = None
     prefill: str | None = None
     decode: str | None = None
-    num_output: int = 0
+
+    @property
+    def num_output(self) -> int:
+        return len(self.emitted)
 
     def place(self, choice: Choice) -> None:
         """A new attempt runs where the policy chose."""

@@ -26,7 +26,7 @@ from pdcluster_router.fairness import Held
 from pdcluster_router.generation import Chunk, Done, Generation, Sink, Timeline
 from pdcluster_router.job import Job, Named
 from pdcluster_router.leaders import Leaders
-from pdcluster_router.legs import Body
+from pdcluster_router.legs import Body, Way
 from pdcluster_router.open_requests import OpenRequest, OpenRequests
 from pdcluster_router.retries import DispatchSettings, RetryBudget, Shut
 from pdcluster_router.serving import Models
@@ -110,7 +110,7 @@ class Run:
             hashes=hashes,
             packed=packed,
         )
-        self._entry = OpenRequest(generation.request, generation.model, len(generation.token_ids), started, self._fail)
+        self._entry = OpenRequest(generation.request, generation.model, len(generation.token_ids), started, self._fail, self._job.emitted)
         self._record = shared.explainer.open(generation.request, generation.standing, started, generation.client_id)
 
     def start(self) -> None:
@@ -159,6 +159,8 @@ class Run:
     def _step(self, action: Callable[..., None], *words: object) -> None:
         """One thing that happened, and whatever nodes said meanwhile. Of an attempt that fails in it becomes another one, or the answer."""
         self._is_at_work = True
+        if self._attempt is not None:
+            self._attempt.open_way(None)
         try:
             while not self._is_over:
                 try:
@@ -185,14 +187,16 @@ class Run:
             self._hear(*self._letters.popleft())
 
     def _go_on(self, attempt: Attempt, row: TokenRow) -> None:
-        """Most rows: nothing of the request is another but that there is more."""
-        self._entry.num_output = row.position + len(row.tokens)
+        """Nothing of the request is another but that there is more. Where its sink takes that without a Chunk, most rows do not come here."""
         try:
-            is_taken = self._sink.on_more(row.position, row.tokens)
+            take = self._sink.way()
+            is_taken = take is not None and take(row.position, row.tokens)
         except Exception as error:  # the top of what happens to a request, as in `_step`
             self._fail(error)
             return
-        if not is_taken:
+        if take is not None and is_taken:
+            attempt.open_way(Way(take, self._fail))
+        else:
             self._step(self._tell, attempt, Chunk(row.position, row.tokens, row.logprobs, (), attempt.route()))
 
     def _hear(self, incarnation: str, body: Body) -> None:
@@ -202,7 +206,6 @@ class Run:
             if self._first_token_at is None and attempt.first_token_at is not None:
                 self._first_token_at = attempt.first_token_at
                 self._record.first_token(attempt.first_token_at)
-            self._entry.num_output = chunk.position + len(chunk.token_ids)
             self._tell(attempt, chunk)
             if self._is_over:
                 return

@@ -68,8 +68,8 @@ class Events:
         if not self._unread.put(chunk) and self.running is not None:
             self.running.cancel("the client does not read")
 
-    def on_more(self, position: int, token_ids: tuple[int, ...]) -> bool:
-        return False
+    def way(self) -> None:
+        return None
 
     def on_done(self, done: Done) -> None:
         self._unread.put(done)

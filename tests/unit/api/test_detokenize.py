@@ -32,6 +32,17 @@ def test_deltas_of_byte_level_tokens_join_to_what_tokenizers_decodes(ids: list[i
     assert "".join(deltas) + stream.flush() == BYTE_LEVEL_ORACLE.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.parametrize("model", [BYTE_LEVEL, SENTENCEPIECE])
+@given(data=st.data(), skip=st.booleans(), at_start=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_what_is_said_as_json_is_what_is_fed(model: TextModel, data: st.DataObject, skip: bool, at_start: bool) -> None:
+    """Whole texts are encoded once for all streams; where a character is cut, both wait for the rest of it."""
+    fed, said = (model.detokenizer(skip_special_tokens=skip, at_start=at_start) for _ in range(2))
+    for token_id in data.draw(some_ids(model)):
+        assert json.loads(said.say(token_id)) == fed.feed(token_id)
+    assert said.flush() == fed.flush()
+
+
 def byte_runs_are_valid(ids: list[int]) -> bool:
     """`tokenizers` replaces the whole of a byte-fallback run that is not UTF-8; only there may texts differ."""
     run = b""

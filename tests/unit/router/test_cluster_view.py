@@ -79,7 +79,7 @@ class World:
         if self.names:
             self.sequence += 1
             incarnation = self.chance.choice(self.names)
-            leg = Leg(f"r{self.sequence}", 0, self.cluster._nodes[incarnation].endpoint, 0)
+            leg = Leg(f"r{self.sequence}", 0, self.cluster._nodes[incarnation].endpoint, [])
             self.cluster.ledger.enter(leg)
             self.cluster.ledger.pending.enter(incarnation, leg.request, Sent(0, self.sequence, Pending(1, 100, 5000, 1, 100), b""))
             self.legs.append(leg)

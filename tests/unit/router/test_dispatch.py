@@ -14,7 +14,7 @@ from pdcluster import messages as m
 from pdcluster.kv.hashing import block_hashes, chain_root
 from pdcluster_router.attempt import RetryAttempt
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.generation import Chunk, Done, Generation
+from pdcluster_router.generation import Chunk, Done, Generation, Take
 from pdcluster_router.job import HashChain, Job
 from pdcluster_router.policy.base import Force
 from pdcluster_router.retries import RetryBudget
@@ -79,22 +79,35 @@ async def test_a_request_goes_through_prefill_and_decode_and_ends_once() -> None
 class Breaks(Events):
     """A sink whose short way fails."""
 
-    def on_more(self, position: int, token_ids: tuple[int, ...]) -> bool:
-        raise RuntimeError("no bytes")
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
+
+    def way(self) -> Take:
+        return self._take
+
+    def _take(self, position: int, token_ids: tuple[int, ...]) -> bool:
+        if position >= self.last:
+            raise RuntimeError("no bytes")
+        return True
 
 
-async def test_an_error_on_the_short_way_ends_its_own_request_and_not_those_whose_rows_come_behind_it_in_the_frame() -> None:
+@pytest.mark.parametrize("last", [2, 4])
+async def test_an_error_on_the_short_way_ends_its_own_request_and_not_those_whose_rows_come_behind_it_in_the_frame(last: int) -> None:
     """Who reads the frames of a node calls all its requests one after the other."""
     cluster = FakeCluster([make_node("m0", "mixed")])
-    dispatch, sink = make_dispatch(cluster), Breaks()
-    dispatch.start(make_generation(), sink)
-    for position in range(2):
-        cluster.ledger.deliver("r1", "m0-boot", m.TokenRow("r1", 0, position, (7,)))
-        assert isinstance(await sink.next(), Chunk)
-    assert cluster.ledger.deliver("r1", "m0-boot", m.TokenRow("r1", 0, 2, (7,)))
+    dispatch, sink, behind = make_dispatch(cluster), Breaks(last), Events()
+    dispatch.start(make_generation(max_tokens=9), sink)
+    dispatch.start(make_generation("r2", max_tokens=9), behind)
+    for position in range(last + 1):
+        rows = [m.TokenRow(request, 0, position, (7,)) for request in ("r1", "r2")]
+        assert cluster.ledger.deliver_rows("m0-boot", rows, 0.0) == 0
+    assert [(await sink.next()).position for _ in range(2)] == [0, 1]
     with pytest.raises(RuntimeError, match="no bytes"):
         await sink.next()
-    assert cluster.ledger.num_requests() == 0 and len(cluster.sent_to("m0", m.Cancel)) == 1
+    assert [(await behind.next()).position for _ in range(last + 1)] == [*range(last + 1)]
+    assert cluster.ledger.num_requests() == 1 and [cancel.request for cancel in cluster.sent_to("m0", m.Cancel)] == ["r1"]
+    assert cluster.ledger.deliver_rows("m0-boot", [m.TokenRow("r1", 0, last + 1, (7,))], 0.0) == 1
 
 
 async def test_a_path_that_is_cut_for_a_moment_costs_a_pause_and_not_the_request_even_when_every_decode_node_failed_it() -> None:

@@ -62,7 +62,8 @@ class Player:
     def _say(self, dispatcher: ByHand, choice: int, token_ids: tuple[int, ...]) -> None:
         position, sink = self._positions[choice], dispatcher.sinks[choice]
         self._positions[choice] += len(token_ids)
-        if self.is_short and position >= 2 and sink.on_more(position, token_ids):
+        take = sink.way() if self.is_short and position >= 2 else None
+        if take is not None and take(position, token_ids):
             self.num_short += 1
         else:
             sink.on_chunk(Chunk(position, token_ids, (), (), ROUTE))
@@ -108,31 +109,33 @@ async def test_a_stream_that_needs_more_than_text_is_not_taken(fields: dict[str,
     sink = dispatcher.sinks[-1]
     if "logprobs" not in fields:
         sink.on_chunk(Chunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
-    assert not sink.on_more(2, (LETTERS[2],))
+    assert sink.way() is None
 
 
 async def test_an_answer_that_is_whole_and_a_client_that_does_not_read_take_the_long_way() -> None:
     dispatcher = ByHand()
     asked(dispatcher)
     dispatcher.sinks[0].on_chunk(Chunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
-    assert not dispatcher.sinks[0].on_more(2, (LETTERS[2],))
+    assert dispatcher.sinks[0].way() is None
     dispatcher = ByHand()
     line, _ = asked(dispatcher, stream=True)
     dispatcher.sinks[0].on_chunk(Chunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
+    take = dispatcher.sinks[0].way()
+    assert take is not None
     line.is_paused = True
-    assert not dispatcher.sinks[0].on_more(2, (LETTERS[2],))
+    assert dispatcher.sinks[0].way() is None and not take(2, (LETTERS[2],))
     line.is_paused = False
-    assert dispatcher.sinks[0].on_more(2, (LETTERS[2],))
+    assert dispatcher.sinks[0].way() is not None and take(2, (LETTERS[2],))
 
 
 def test_no_token_is_said_twice_or_out_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[int, bool]] = []
-    say = Through.say
+    take = Through.take
 
     def watched(through: Through, position: int, token_ids: tuple[int, ...]) -> bool:
-        said.append((position, say(through, position, token_ids)))
+        said.append((position, take(through, position, token_ids)))
         return said[-1][1]
 
-    monkeypatch.setattr(Through, "say", watched)
+    monkeypatch.setattr(Through, "take", watched)
     Player(is_short=True).tell([(5,), (6,), (7,), (8, 9), (10,)], "done")
     assert said == [(2, True), (3, False), (5, True)]
