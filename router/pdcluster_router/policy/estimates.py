@@ -34,8 +34,8 @@ PATIENCE = 5.0
 """Times what a prompt takes alone, short ones given the time of a usual one, within which its first token is in time (DESIGN §11)."""
 
 CHANCE = 1.0
-"""Standard deviations by which a row may be slower than the mean of all. Prompts come beside it by chance (a Poisson process), each with a pause
-about as long as that of the one that is asked about."""
+"""Standard deviations by which a row may be slower than the mean of all. Prompts come beside it by chance, each with a pause about as long as that
+of the one that is asked about: while there are few, as a Poisson process; the less time there is without one, the less is left to chance."""
 
 TINY = 1e-300
 
@@ -111,13 +111,17 @@ def gap_s(node: Station[float], new: float, cached: float) -> float:
 
 def paced_s(node: Station[float], new: float, cached: float, output: float) -> float:
     """Between tokens of the rows that run there, over an answer: as it was lately, but for the steps in which this prompt is computed beside them,
-    and what waits before it; and slower by CHANCE, which few long pauses leave more room to than many short ones."""
+    and what waits before it; and slower by CHANCE, which few long pauses leave more room to than many short ones, and a node that always computes
+    prompts none: no row is slower than all of its steps."""
     steps = max(new / node.chunk_tokens, 1.0)
     busy_s = max(alone_s(node, new, cached) / steps, node.decode_fixed_s) + node.added_s
     share = min((node.wait_s / max(node.prompt_step_s, busy_s, TINY) + steps) / output, 1.0)
     mean_s = (1.0 - share) * node.itl_s + share * busy_s
-    pause_s = min(steps / output, 1.0) * max(busy_s - node.tpot_s, 0.0)
-    return mean_s + CHANCE * sqrt(max(mean_s - node.tpot_s, 0.0) * pause_s)
+    most_s, slower_s = max(busy_s - node.tpot_s, 0.0), max(mean_s - node.tpot_s, 0.0)
+    if slower_s >= most_s:
+        return mean_s
+    pause_s, free = min(steps / output, 1.0) * most_s, 1.0 - slower_s / most_s
+    return min(mean_s + CHANCE * sqrt(slower_s * pause_s * free), busy_s)
 
 
 def comfort_s(node: Station[float], itl_s: float) -> float:

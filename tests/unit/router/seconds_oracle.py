@@ -343,8 +343,11 @@ def _paced_s(station: Station, query: Query) -> float:
     busy_steps = steps + (pace.wait_s / longer_s if longer_s else 0.0)
     share = min(busy_steps / query.expected_output, 1.0)
     mean_s = pace.itl_s * (1.0 - share) + busy_s * share
-    pause_s = min(steps / query.expected_output, 1.0) * max(busy_s - pace.tpot_s, 0.0)
-    return mean_s + math.sqrt(max(mean_s - pace.tpot_s, 0.0) * pause_s)  # of one standard deviation
+    if mean_s >= busy_s or busy_s <= pace.tpot_s:
+        return mean_s
+    pause_s = min(steps / query.expected_output, 1.0) * (busy_s - pace.tpot_s)
+    busy_share = max(mean_s - pace.tpot_s, 0.0) / (busy_s - pace.tpot_s)
+    return min(mean_s + math.sqrt(max(mean_s - pace.tpot_s, 0.0) * pause_s * (1.0 - busy_share)), busy_s)  # of one standard deviation
 
 
 def _predicted(first: Ranked, decodes: Ranked, market: Market, query: Query) -> Predicted:

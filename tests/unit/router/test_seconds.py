@@ -260,6 +260,17 @@ def test_rule_5_a_row_may_meet_more_prompts_than_the_mean_row() -> None:
     assert firsts == ["d0", "p0"]
 
 
+def test_rule_5_no_row_is_slower_than_all_of_its_steps() -> None:
+    """100 chunks of 17 ms beside 2 rows that write 100 tokens make each of these take 19 ms, which is below 19.8 ms. As much again was added for what
+    one row may meet beyond the mean, as if prompts came by chance to a node that computes all the time."""
+    chunked = of_cost(COST, prefill=of_cost(COST.prefill, chunk_tokens=170))
+    nodes = node("p0", "prefill", queue(60_000, 60), chunked), node("d0", "decode", batch(2), chunked)
+    query = replace(PAIR, num_tokens=17_000, fallback="conditional")
+    assert choose(query, *nodes).first.name == "d0"
+    slower = of_cost(chunked, prefill=of_cost(chunked.prefill, chunk_tokens=190))
+    assert choose(query, nodes[0], node("d0", "decode", batch(2), slower)).first.name == "p0", "21 ms are too much"
+
+
 def test_rule_5_a_limit_of_times_their_own_pace_may_be_given() -> None:
     busy = node("p0", "prefill", queue(60_000, 60)), node("d0", "decode", batch(2))
     query = replace(PAIR, fallback="conditional")
