@@ -253,7 +253,7 @@ def _with_token_list(body: bytes) -> CompletionRequest | None:
         bare = _BARE_COMPLETION.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    packed = token_list(bytes(bare.prompt))
+    packed = token_list(memoryview(bare.prompt))
     if packed is None:
         return None
     others = {name: getattr(bare, name) for name in CompletionRequest.__struct_fields__ if name != "prompt"}

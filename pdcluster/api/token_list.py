@@ -1,7 +1,7 @@
 """A long list of token ids straight from its JSON text into an array: without an object for each number, which takes several times as long.
 
-All numbers are read at once: of each the eight bytes before the comma that ends it are one word, in which what stands before the number is blanked
-out, and neighbours are added up to pairs, fours and eight digits.
+Many numbers are read at once: of each the eight bytes before the comma behind it are one word, in which what stands before the number is blanked out,
+and neighbours are added up to pairs, fours and eight digits. They are read by blocks, since memory that is new costs more than what is done with it.
 
 Only what is plainly a list of whole numbers from 0 on; all else is for whoever decodes JSON in full, and for those who say what is wrong with it.
 """
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 LONG_BYTES = 16 * 1024
 """Of text, from which on it pays."""
 
+BLOCK_BYTES = 128 * 1024
+
 MOST_DIGITS = 8
 """More than ids of any vocabulary have."""
 
@@ -25,30 +27,45 @@ _COMMA, _BLANK, _ZERO, _BEGIN, _END = b", 0[]"
 Words = NDArray[np.uint64]
 
 
-def token_list(text: bytes) -> array[int] | None:
+def token_list(text: bytes | memoryview) -> array[int] | None:
     """text: valid JSON. None where it is no flat list of such numbers, or one of them has more digits."""
-    words = _digits(text)
-    if words is None:
-        words = _digits(text.translate(None, _BLANKS))
-    return None if words is None else array("i", _values(words).astype(np.int32).tobytes())
+    begin = bytes(text[: MOST_DIGITS + 3])
+    found = _listed(memoryview(text), b" " if b", " in begin else b"")
+    if found is None and begin[:1] == b"[":
+        return _listed(memoryview(bytes(text).translate(None, _BLANKS)), b"")
+    return found
 
 
-def _digits(text: bytes) -> Words | None:
-    """The digits of each number, the last one in the highest byte, zeros before the first. None where there is more, or less, between the numbers
-    than a comma each, or a comma and a blank."""
-    codes = np.frombuffer(text, np.uint8)
+def _listed(text: memoryview, lead: bytes) -> array[int] | None:
+    """lead: what stands before each number but the first, behind a comma. None for anything else."""
+    if len(text) < 2 or text[0] != _BEGIN or text[-1] != _END:
+        return None
+    found = array("i")
+    begin, last = 1, len(text) - 1
+    while begin < last:
+        block = bytes(text[begin : min(begin + BLOCK_BYTES, last)])
+        is_last = begin + len(block) == last
+        size = len(block) if is_last else block.rfind(b",")
+        words = _digits(lead + block[:size] + b",", len(lead)) if size > 0 else None
+        begin += size + 1 + len(lead)
+        if words is None or (not is_last and text[begin - len(lead) : begin] != lead):
+            return None
+        found.frombytes(_values(words).astype(np.int32).tobytes())
+    return found or None
+
+
+def _digits(block: bytes, num_blanks: int) -> Words | None:
+    """The digits of each number, the last one in the highest byte, zeros before the first. None where there is more, or less, than so many blanks
+    before each number and a comma behind it."""
+    codes = np.frombuffer(block, np.uint8)
     commas = np.flatnonzero(codes == _COMMA)
-    gap = 2 if len(commas) and codes[commas[0] + 1] == _BLANK else 1
-    if len(codes) < 3 or codes[0] != _BEGIN or codes[-1] != _END or np.count_nonzero(codes - _ZERO < 10) + gap * len(commas) + 2 != len(codes):
+    num_digits = np.diff(commas, prepend=-1) - (1 + num_blanks)
+    if num_digits.min() < 1 or num_digits.max() > MOST_DIGITS or np.count_nonzero(codes - _ZERO < 10) != num_digits.sum():
         return None
-    if gap == 2 and (codes[commas + 1] != _BLANK).any():
+    if num_blanks and (codes[commas - num_digits - 1] != _BLANK).any():
         return None
-    ends = np.append(commas, len(codes) - 1)
-    num_digits = np.diff(ends, prepend=1 - gap) - gap
-    if num_digits.min() < 1 or num_digits.max() > MOST_DIGITS:
-        return None
-    before = np.ndarray(len(text), f"V{MOST_DIGITS}", bytes(MOST_DIGITS) + text, strides=(1,))
-    words: Words = before[ends].view("<u8")
+    before = np.ndarray(len(block), f"V{MOST_DIGITS}", bytes(MOST_DIGITS) + block, strides=(1,))
+    words: Words = before[commas].view("<u8")
     blanked = ((MOST_DIGITS - num_digits) * 8).view(np.uint64)
     words >>= blanked
     words <<= blanked

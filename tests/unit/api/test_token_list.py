@@ -39,6 +39,17 @@ def test_whatever_else_stands_in_it_is_left_to_the_decoder(ids: list[int], at: i
 OTHERS = ["[]", "[ ]", "[[1]]", "[-1]", "[1.0]", "[1e3]", '["1"]', "[null]", "7", '"7"', f"[7, {MOST + 1}]", f"[{2**63}]", f"[{10**40}]"]
 
 
+@pytest.mark.parametrize("comma", [",", ", "])
+@pytest.mark.parametrize("odd", ["", "  ", "\n", "x"])
+def test_blocks_fit_together_wherever_they_are_cut(comma: str, odd: str) -> None:
+    """odd: what stands before one of the commas."""
+    for shift in range(12):
+        ids = [10**shift % MOST, *range(60_000)]
+        at = 40_000
+        text = comma.join(map(str, ids[:at])) + odd + comma + comma.join(map(str, ids[at:]))
+        assert token_list(f"[{text}]".encode()) == (None if odd == "x" else array("i", ids))
+
+
 @pytest.mark.parametrize("text", OTHERS)
 def test_all_else_is_left_to_the_decoder(text: str) -> None:
     assert token_list(text.encode()) is None
