@@ -17,7 +17,7 @@ from pdcluster.errors import UnknownModel
 from pdcluster.kv.hashing import chain_root
 from pdcluster_router.generation import ModelInfo
 from pdcluster_router.job import HashChain
-from pdcluster_router.legs import Ledger
+from pdcluster_router.legs import Body, Ledger
 from pdcluster_router.view import ClusterView, NodeView
 
 BLOCK_TOKENS = 32
@@ -99,7 +99,7 @@ class PacedNode:
         if last or position == 0:
             self._next()
 
-    def _answer(self, work: m.Work, body: m.Message | m.TokenRow) -> None:
+    def _answer(self, work: m.Work, body: Body) -> None:
         self._ledger.deliver(work.request, self.endpoint.incarnation, body)
 
 

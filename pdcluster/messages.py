@@ -228,6 +228,14 @@ class Scheduled(Message, frozen=True, array_like=True):
 class Reserved(Message, frozen=True, array_like=True):
     ticket: Ticket
 
+    @property
+    def request(self) -> str:
+        return self.ticket.request
+
+    @property
+    def attempt(self) -> int:
+        return self.ticket.attempt
+
 
 class Refused(Message, frozen=True, array_like=True):
     """Not accepted, nothing is held for it. `leg` says which message is answered, attempt is that message's (for deliver, the ticket's; sent

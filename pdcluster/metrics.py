@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from pdcluster.tally import Level, Spread, Tally
+from pdcluster.tally import Count, Heap, Level, Spread, Tally
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """From a fast step to a long queue."""
@@ -34,23 +34,34 @@ class RouterMetrics:
         self.http_requests_open = Level("pdcluster_http_requests_open", "HTTP requests being worked on.", registry=registry)
         self.grpc_requests = counter("grpc_requests", "Calls of the gRPC API by method and status code.", "method", "code")
         self.request_seconds = seconds("request", "From a request's arrival to its last byte.", "endpoint")
+        self._answered: dict[tuple[str, int], tuple[Count, Heap]] = {}
         self.errors = counter("errors", "Requests that ended in an error, by its code.", "code")
-        self.disconnects = counter("client_disconnects", "Requests whose client left or stalled before the end.")
+        self.disconnects = counter("client_disconnects", "Requests whose client left or stalled before the end.").labels()
 
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of choices that reached a first token.")
-        self.cached_tokens = counter("cached_prompt_tokens", "Prompt tokens whose KV was cached already.")
-        self.output_tokens = counter("output_tokens", "Output tokens of all choices.")
-        self.prompt_length = tokens("prompt_length", "Prompt of one choice.")
-        self.output_length = tokens("output_length", "Output of one choice that ended well.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of choices that reached a first token.").labels()
+        self.cached_tokens = counter("cached_prompt_tokens", "Prompt tokens whose KV was cached already.").labels()
+        self.output_tokens = counter("output_tokens", "Output tokens of all choices.").labels()
+        self.prompt_length = tokens("prompt_length", "Prompt of one choice.").labels()
+        self.output_length = tokens("output_length", "Output of one choice that ended well.").labels()
 
         self.choices = counter("choices", "Choices that ended well, by mode and finish reason.", "mode", "finish")
-        self.attempts = counter("attempts", "Attempts of choices that ended well; more than choices means retries.")
+        self.attempts = counter("attempts", "Attempts of choices that ended well; more than choices means retries.").labels()
         self.ttft = seconds("time_to_first_token", "From a request's arrival to its first token.", "mode")
         self.ttst = seconds("time_to_second_token", "From a request's arrival to its second token.", "mode")
         self.tpot = seconds("time_per_output_token", "Mean time between the output tokens of one choice.", "mode")
-        self.queue_seconds = seconds("prefill_queue", "Wait of a prompt in its node's queue.")
+        self.queue_seconds = seconds("prefill_queue", "Wait of a prompt in its node's queue.").labels()
         self.transfer_seconds = seconds("kv_transfer", "First KV write submitted to last one done.", "backend")
         self.transfer_bytes = counter("kv_transfer_bytes", "KV moved for choices that ended well.", "backend")
+
+    def answered(self, endpoint: str, status: int, seconds: float) -> None:
+        """An HTTP request is over, seconds after it came."""
+        series = self._answered.get((endpoint, status))
+        if series is None:
+            series = self.http_requests.labels(endpoint, str(status)), self.request_seconds.labels(endpoint)
+            self._answered[endpoint, status] = series
+        count, times = series
+        count.value += 1
+        times.observe(seconds)
 
 
 MAX_TENANT_LABELS = 100
@@ -102,14 +113,15 @@ class ExplainMetrics:
             "Time to first token minus the least that another candidate was estimated to take, at least 0.",
             buckets=(0.0, *SECONDS),
             registry=registry,
-        )
-        self._error = Spread(
+        ).labels()
+        error = Spread(
             "pdcluster_ttft_prediction_error_seconds",
             "Difference between actual and predicted time to first token, by whether it came later or sooner.",
             ("direction",),
             buckets=SECONDS,
             registry=registry,
         )
+        self._later, self._sooner = error.labels("later"), error.labels("sooner")
         hits = Tally(
             "pdcluster_decision_hit_tokens",
             "Prompt tokens found in the cache (achieved), held by the best candidate (reachable), ever seen by this router (ideal).",
@@ -125,7 +137,7 @@ class ExplainMetrics:
         )
 
     def judged(self, error_s: float, regret_s: float) -> None:
-        self._error.labels("later" if error_s >= 0 else "sooner").observe(abs(error_s))
+        (self._later if error_s >= 0 else self._sooner).observe(abs(error_s))
         self._regret.observe(regret_s)
 
     def hits(self, achieved: int, reachable: int, ideal: int) -> None:

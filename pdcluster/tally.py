@@ -36,15 +36,12 @@ class Tally(Collector):
         registry.register(self)
 
     def labels(self, *values: str) -> Count:
+        """Without values: of a counter without labels."""
         found = self._series.get(values)
         if found is None:
             _check(self._name, self._labels, values)
             found = self._series[values] = Count()
         return found
-
-    def inc(self, amount: float = 1) -> None:
-        """Of a counter without labels."""
-        self._series[()].value += amount
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._help, labels=self._labels)
@@ -96,15 +93,12 @@ class Spread(Collector):
         registry.register(self)
 
     def labels(self, *values: str) -> Heap:
+        """Without values: of a histogram without labels."""
         found = self._series.get(values)
         if found is None:
             _check(self._name, self._labels, values)
             found = self._series[values] = Heap(self._bounds)
         return found
-
-    def observe(self, value: float) -> None:
-        """Of a histogram without labels."""
-        self._series[()].observe(value)
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._help, labels=self._labels)

@@ -83,6 +83,9 @@ class ChoiceText:
 
     def finish(self, piece: Piece) -> None:
         """The generation ended: releases what was held back. An incomplete character may still complete a stop string."""
+        if self.is_plain:
+            piece.text += self._detokenizer.flush()
+            return
         if not self.stopped:
             self._release(self._certain(self._detokenizer.flush()), piece)
         if not self.stopped:

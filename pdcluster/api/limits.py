@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Protocol
 
-import msgspec
 import numpy as np
 
 from pdcluster.api.openai import Common
@@ -24,11 +24,14 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions; chat goes on to the end of the context."""
 
 
-class Limits(msgspec.Struct, frozen=True, gc=False):
-    """max_len: prompt and output tokens together; vocab_size: ids the model has an embedding for."""
+class Limits(Protocol):
+    """Of a model. max_len: prompt and output tokens together; vocab_size: ids it has an embedding for."""
 
-    max_len: int
-    vocab_size: int
+    @property
+    def max_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> array[int]:

@@ -24,21 +24,22 @@ _encode = msgspec.json.Encoder().encode
 # ---------------------------------------------------------------- usage and route
 
 
-class TimelineReport(Struct):
-    """Seconds; null where there is no such moment, or nobody knows it. Of the attempt that came to the end, which was given nodes placed_s after the
-    request came (held, or tried before that); ttft_s and ttst_s are the request's. A stop string ends it before nodes report: their times are 0."""
+class Timeline(Struct, frozen=True):
+    """Seconds of one choice's life, as far as they are known; None where there is no such moment (no second token). ttft and ttst are the request's,
+    whichever attempts they came from; the rest is of the attempt that came to the end, which was given its nodes placed_s after the request came:
+    before that it was held, or tried before. A stop string ends it before nodes report: their times are 0."""
 
-    queue_s: float
-    prefill_s: float
-    transfer_s: float
-    exposed_s: float
-    ttft_s: float | None
-    ttst_s: float | None
-    decode_s: float
-    decode_tokens: int
-    transfer_bytes: int
-    pulled_tokens: int
-    placed_s: float | None
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    ttft_s: float | None = None
+    ttst_s: float | None = None
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+    transfer_bytes: int = 0
+    pulled_tokens: int = 0
+    placed_s: float | None = None
 
 
 class RouteReport(Struct):
@@ -49,7 +50,7 @@ class RouteReport(Struct):
     decode: str | None
     transfer: str
     attempts: int | None
-    timeline: TimelineReport | None
+    timeline: Timeline | None
     choices: list[RouteReport] | UnsetType = UNSET
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from pdcluster.api import sse
 from pdcluster.api.choice import Piece
-from pdcluster.api.replies import PromptTokensDetails, RouteReport, TimelineReport, Usage
+from pdcluster.api.replies import PromptTokensDetails, RouteReport, Usage
 from pdcluster.errors import Cancelled, PdclusterError
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.choices import Choice, advance
@@ -313,22 +313,9 @@ def _report(choices: Sequence[Choice]) -> RouteReport:
 
 
 def route_report(choice: Choice) -> RouteReport:
-    route, timeline = choice.route, choice.timeline
-    assert route is not None and timeline is not None  # set before a choice's last piece
-    report = TimelineReport(
-        timeline.queue_s,
-        timeline.prefill_s,
-        timeline.transfer_s,
-        timeline.exposed_s,
-        timeline.ttft_s,
-        timeline.ttst_s,
-        timeline.decode_s,
-        timeline.decode_tokens,
-        timeline.transfer_bytes,
-        timeline.pulled_tokens,
-        timeline.placed_s,
-    )
-    return RouteReport(route.mode, route.prefill, route.decode, route.backend, choice.attempts, report)
+    route = choice.route
+    assert route is not None  # set before a choice's last piece
+    return RouteReport(route.mode, route.prefill, route.decode, route.backend, choice.attempts, choice.timeline)
 
 
 # ---------------------------------------------------------------- metrics

@@ -144,9 +144,7 @@ class App:
             self._places.give_back(exchange.tenant)
             exchange.tenant = None
         self._metrics.http_requests_open.dec()
-        endpoint = self._endpoint(exchange.path)
-        self._metrics.http_requests.labels(endpoint, str(exchange.status)).inc()
-        self._metrics.request_seconds.labels(endpoint).observe(monotonic() - exchange.arrived)
+        self._metrics.answered(self._endpoint(exchange.path), exchange.status, monotonic() - exchange.arrived)
 
     def _check_declared_length(self, exchange: Exchange) -> None:
         """A client that waits for 100-continue, or declares far too much, is answered before it sends the body."""
@@ -173,9 +171,9 @@ class App:
 
     def _endpoint(self, path: str) -> str:
         """The metric's label: known paths only, so that clients cannot make up series."""
-        if path.startswith(MODELS_PREFIX):
-            return "/v1/models"
-        return path if path in self._post or path in self._get else "other"
+        if path in self._post or path in self._get:
+            return path
+        return "/v1/models" if path.startswith(MODELS_PREFIX) else "other"
 
     # ------------------------------------------------ generations
 
@@ -262,7 +260,7 @@ class App:
 
     def _text_of(self, request: openai.DetokenizeRequest) -> bytes:
         model = find_model(self._dispatcher, request.model)
-        limits.check_output(len(request.tokens), model.limits, "tokens")
+        limits.check_output(len(request.tokens), model.info, "tokens")
         token_ids = limits.check_token_ids(request.tokens, model.info.vocab_size, "tokens")
         text = model.text.decode(token_ids, skip_special_tokens=bool(request.skip_special_tokens))
         return msgspec.json.encode(DetokenizeReply(text))

@@ -13,8 +13,8 @@ What may happen, and what follows (P is the prefill leg, D the decode leg):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from pdcluster import errors
 from pdcluster.messages import (
@@ -39,20 +39,11 @@ from pdcluster.messages import (
 )
 from pdcluster_router.chooser import Chooser
 from pdcluster_router.generation import Chunk, Route
-from pdcluster_router.job import Job
-from pdcluster_router.legs import Body, Ledger, Leg, Lost, Rewelcomed, Way, attempt_of, error_of, refusal
+from pdcluster_router.job import Job, RetryAttempt
+from pdcluster_router.legs import Body, Ledger, Leg, Lost, Rewelcomed, Way, error_of, refusal
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.stages import Stage, StageDeadlines
 from pdcluster_router.view import ClusterView, NodeView
-
-
-class RetryAttempt(Exception):
-    """This attempt is over without an answer; `incarnation` is the node to avoid, None when none is to blame."""
-
-    def __init__(self, cause: errors.PdclusterError, incarnation: str | None) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-        self.incarnation = incarnation
 
 
 class Cluster(Protocol):
@@ -68,6 +59,7 @@ class Cluster(Protocol):
 
 
 LIVENESS = Stage.LIVENESS
+NO_TIMINGS = Timings()
 
 MAX_DECODE_FAILURES = 3
 """Decode legs that may fail (refusals are none) before the prompt is tried anew."""
@@ -75,11 +67,7 @@ MAX_DECODE_FAILURES = 3
 
 class Attempt:
     def __init__(self, job: Job, choice: Choice, cluster: Cluster, chooser: Chooser, stages: StageDeadlines, clock: Callable[[], float]) -> None:
-        self._job = job
-        self._cluster = cluster
-        self._chooser = chooser
-        self._stages = stages
-        self._clock = clock
+        self._job, self._cluster, self._chooser, self._stages, self._clock = job, cluster, chooser, stages, clock
         self._mode = choice.mode
         self._prefill_node = choice.prefill
         self._decode_node: NodeView | None = choice.decode
@@ -93,16 +81,13 @@ class Attempt:
         self._early: list[TokenRow] = []
         self._base = len(job.emitted)
         """Tokens of earlier attempts: what the prefill node computes, and so what every decode node of this attempt gets."""
-        self._has_token = False
-        self._is_reserved = False
-        self._is_delivered = False
-        self._decode_spoke = False
+        self._has_token = self._is_reserved = self._is_delivered = self._decode_spoke = False
         self._decode_failures = 0
         self._clocks: dict[Stage, float] = {}
         self.due = job.deadline
         """Not later than the first clock that runs out; earlier when a clock was stopped or moved since."""
         self._route: Route | None = None
-        self._prefill_timings = Timings()
+        self.prefill_timings = NO_TIMINGS
         self.finished: Finished | None = None
         self._finished_by: Leg | None = None
         self.first_token_at: float | None = None
@@ -118,11 +103,11 @@ class Attempt:
             self._decode = self._enter(self._decode_node.endpoint, self._job.next_attempt())
             self._is_reserved = self._decode_spoke = True
             fork_of = self._job.fork_of if self._decode_node.endpoint.incarnation == self._job.fork_on else None
-            self._send(self._decode, lambda work: Prefill(work, remote=False, pull=self._pull, fork_of=fork_of))
+            self._send(self._decode, Prefill(self._work(self._decode), False, self._pull, fork_of))
             return
         assert self._prefill_node is not None
         self._prefill = self._enter(self._prefill_node.endpoint, self._job.next_attempt())
-        self._send(self._prefill, lambda work: Prefill(work, remote=True, pull=self._pull))
+        self._send(self._prefill, Prefill(self._work(self._prefill), True, self._pull))
         node = self._decode_node
         if node is not None and node.has_slack and not self._job.busy_s(node.endpoint.incarnation, self._clock()):
             self._reserve(node)
@@ -137,17 +122,13 @@ class Attempt:
             if leg is not None:
                 self._cluster.ledger.leave(leg)
 
-    @property
-    def prefill_timings(self) -> Timings:
-        return self._prefill_timings
-
     def _note_timings(self, timings: Timings) -> None:
-        self._prefill_timings = timings
+        self.prefill_timings = timings
         self._route = None
 
     def _note_cached(self, num_tokens: int) -> None:
-        self._job.note_cached(num_tokens)
-        self._route = None
+        if self._job.note_cached(num_tokens):
+            self._route = None
 
     def route(self) -> Route:
         """Asked for with every token, so made anew only when some part of it is another."""
@@ -160,7 +141,7 @@ class Attempt:
         if self._mode == "local":
             return Route("local", None, decode, "", job.cached_tokens, job.tries)
         prefill = self._prefill_node.name if self._prefill_node else None
-        return Route("remote", prefill, decode, self._prefill_timings.backend or self._ticket_backend, job.cached_tokens, job.tries)
+        return Route("remote", prefill, decode, self.prefill_timings.backend or self._ticket_backend, job.cached_tokens, job.tries)
 
     @property
     def awaits_report(self) -> bool:
@@ -247,57 +228,51 @@ class Attempt:
     def handle(self, incarnation: str, body: Body) -> Sequence[Chunk]:
         """What the client may see because of what the node said. Answers of legs that are over are ignored, after the last token all but a report."""
         leg = self._leg_of(incarnation, body)
-        if leg is None or (self.finished is not None and self.is_done and not isinstance(body, Delivered)):
+        if leg is None or (self.finished is not None and self.is_done and type(body) is not Delivered):
             return ()
-        if isinstance(body, TokenRow):
-            return self._on_first_row(body) if leg is not self._decode else self._on_row(body)
-        if isinstance(body, Finished):
-            self.finished, self._finished_by = body, leg
-            if leg is self._prefill:
-                self._note_timings(body.timings)
-            if leg is self._prefill or self._mode == "local":
-                self._note_cached(body.timings.cached_tokens)
-            return self._emit_held()
-        if isinstance(body, Reserved):
-            return self._on_reserved(leg, body)
-        if isinstance(body, Scheduled):
-            self._stop_clocks(Stage.QUEUE)
-            self._note_cached(body.cached_tokens)
-            if self._decode is None and Stage.ROOM not in self._clocks:
-                self._reserve_anywhere()
-        elif isinstance(body, Delivered):
-            self._note_timings(body.timings)
-            self._is_delivered = True
-            if self._job.awaits_prompt_logprobs:  # its row went before this
-                raise RetryAttempt(errors.TransferError("the prompt's logprobs were lost on their way"), None)
-            self._stop_clocks(Stage.TRANSFER)
-            if not self.is_done and not self._decode_spoke:
-                self._start_clock(Stage.LIVENESS, self._stages.liveness_s)
-            self._cluster.ledger.leave(leg)  # the node is done with it: what decodes elsewhere is not its load
-        elif isinstance(body, Refused):
-            self._on_refused(leg, body)
-        elif isinstance(body, Failed):
-            self._on_leg_lost(leg, error_of(body))
-        elif isinstance(body, Rewelcomed):
-            self._say_again(leg)
-        elif isinstance(body, Lost):
-            self._on_leg_lost(leg, errors.NodeLost(f"node {leg.endpoint.node}: {body.reason}"))
-        return ()
+        return _ON[type(body)](self, leg, body)
 
-    def _leg_of(self, incarnation: str, body: object) -> Leg | None:
-        if isinstance(body, Refused) and body.leg == "deliver":
+    def _leg_of(self, incarnation: str, body: Body) -> Leg | None:
+        if type(body) is Refused and body.leg == "deliver":
             from_writer = self._prefill is not None and self._prefill.endpoint.incarnation == incarnation
             return self._decode if from_writer and self._decode is not None and self._decode.attempt == body.attempt else None
-        attempt = attempt_of(body)
+        attempt = body.attempt
         for leg in (self._prefill, self._decode):
             if leg is not None and leg.endpoint.incarnation == incarnation and (attempt is None or attempt == leg.attempt):
                 return leg
         return None
 
-    def _on_row(self, row: TokenRow) -> Sequence[Chunk]:
-        """Of the decode leg."""
+    def _on_scheduled(self, leg: Leg, message: Scheduled) -> Sequence[Chunk]:
+        self._stop_clocks(Stage.QUEUE)
+        self._note_cached(message.cached_tokens)
+        if self._decode is None and Stage.ROOM not in self._clocks:
+            self._reserve_anywhere()
+        return ()
+
+    def _on_finished(self, leg: Leg, message: Finished) -> Sequence[Chunk]:
+        self.finished, self._finished_by = message, leg
+        if leg is self._prefill:
+            self._note_timings(message.timings)
+        if leg is self._prefill or self._mode == "local":
+            self._note_cached(message.timings.cached_tokens)
+        return self._emit_held() if self._held is not None else ()
+
+    def _on_delivered(self, leg: Leg, message: Delivered) -> Sequence[Chunk]:
+        self._note_timings(message.timings)
+        self._is_delivered = True
+        if self._job.awaits_prompt_logprobs:  # its row went before this
+            raise RetryAttempt(errors.TransferError("the prompt's logprobs were lost on their way"), None)
+        self._stop_clocks(Stage.TRANSFER)
+        if not self.is_done and not self._decode_spoke:
+            self._start_clock(Stage.LIVENESS, self._stages.liveness_s)
+        self._cluster.ledger.leave(leg)  # the node is done with it: what decodes elsewhere is not its load
+        return ()
+
+    def _on_row(self, leg: Leg, row: TokenRow) -> Sequence[Chunk]:
         if not row.tokens:
             return ()  # a node says again what was lost, and nothing was
+        if leg is not self._decode:
+            return self._on_first_row(row)
         self._stop_clocks(Stage.QUEUE, Stage.TRANSFER)
         self._decode_spoke = True
         self._start_clock(LIVENESS, self._stages.liveness_s)
@@ -305,8 +280,6 @@ class Attempt:
 
     def _on_first_row(self, row: TokenRow) -> Sequence[Chunk]:
         """Of the prefill leg."""
-        if not row.tokens:
-            return ()
         self._stop_clocks(Stage.QUEUE)
         self._has_token = True
         if self._decode_spoke and not self._job.awaits_prompt_logprobs:
@@ -343,16 +316,17 @@ class Attempt:
         except errors.NodeLost as error:
             self._on_leg_lost(self._prefill, error)
 
-    def _say_again(self, leg: Leg) -> None:
+    def _on_rewelcomed(self, leg: Leg, _: Rewelcomed) -> Sequence[Chunk]:
         """The ticket may have been lost with the link; a node that has it does nothing."""
         if leg is self._prefill and self._is_reserved and self._ticket is not None and not self._is_delivered and not self._decode_spoke:
             self._deliver(self._ticket)
+        return ()
 
-    def _on_refused(self, leg: Leg, message: Refused) -> None:
+    def _on_refused(self, leg: Leg, message: Refused) -> Sequence[Chunk]:
         cause = refusal(message)
         if message.leg == "deliver":
             self._decode_leg_failed(errors.TransferError(f"KV could not be handed over: {message.reason}"))
-            return
+            return ()
         if message.leg == "reserve":
             self._leave_decode()
         if not message.retryable:
@@ -361,6 +335,15 @@ class Attempt:
         if message.leg != "reserve":
             raise RetryAttempt(cause, leg.endpoint.incarnation)
         self._reserve_anywhere()
+        return ()
+
+    def _on_failed(self, leg: Leg, message: Failed) -> Sequence[Chunk]:
+        self._on_leg_lost(leg, error_of(message))
+        return ()
+
+    def _on_lost(self, leg: Leg, lost: Lost) -> Sequence[Chunk]:
+        self._on_leg_lost(leg, errors.NodeLost(f"node {leg.endpoint.node}: {lost.reason}"))
+        return ()
 
     def _leave_alone(self, leg: Leg, seconds: float) -> None:
         self._job.busy[leg.endpoint.incarnation] = self._clock() + max(seconds, self._stages.hold_s)
@@ -425,7 +408,7 @@ class Attempt:
         self._start_clock(Stage.HANDSHAKE, self._stages.handshake_s)
         writer = self._prefill.endpoint
         try:
-            self._send(self._decode, lambda work: Reserve(work, writer))
+            self._send(self._decode, Reserve(self._work(self._decode), writer))
         except RetryAttempt as lost:
             self._decode_leg_failed(lost.cause)
 
@@ -443,9 +426,12 @@ class Attempt:
         self._cluster.ledger.enter(leg)
         return leg
 
-    def _send(self, leg: Leg, make: Callable[[Work], AnyMessage]) -> None:
+    def _work(self, leg: Leg) -> Work:
+        return self._job.work(leg.attempt, self._clock(), self._base)
+
+    def _send(self, leg: Leg, message: Prefill | Reserve) -> None:
         try:
-            self._cluster.send(leg.endpoint, make(self._job.work(leg.attempt, self._clock(), self._base)))
+            self._cluster.send(leg.endpoint, message)
         except errors.NodeLost as error:
             raise RetryAttempt(error, leg.endpoint.incarnation) from error
 
@@ -494,3 +480,16 @@ class Attempt:
             self.first_token_at = now
         if emitted_before <= 1 < len(self._job.emitted):
             self.second_token_at = now
+
+
+_ON: Mapping[type[Body], Callable[[Attempt, Leg, Any], Sequence[Chunk]]] = {
+    TokenRow: Attempt._on_row,
+    Scheduled: Attempt._on_scheduled,
+    Reserved: Attempt._on_reserved,
+    Delivered: Attempt._on_delivered,
+    Finished: Attempt._on_finished,
+    Refused: Attempt._on_refused,
+    Failed: Attempt._on_failed,
+    Lost: Attempt._on_lost,
+    Rewelcomed: Attempt._on_rewelcomed,
+}

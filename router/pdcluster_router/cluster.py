@@ -125,7 +125,7 @@ class Cluster:
             Finished: self._on_answer,
             Refused: self._on_refusal,
             Failed: self._on_refusal,
-            Reserved: self._on_reserved,
+            Reserved: self._on_answer,
             Welcome: self._on_welcome,
             Load: self._on_load,
             CacheDelta: self._on_delta,
@@ -242,7 +242,7 @@ class Cluster:
         if num_unread:
             self.unmatched["TokenRow"] += num_unread
 
-    def _on_answer(self, state: NodeState, message: Scheduled | Delivered | Finished) -> None:
+    def _on_answer(self, state: NodeState, message: Scheduled | Reserved | Delivered | Finished) -> None:
         read = self.ledger.reader_of(message.request)
         if read is not None:
             read(state.card.incarnation, message)
@@ -252,9 +252,6 @@ class Cluster:
     def _on_refusal(self, state: NodeState, message: Refused | Failed) -> None:
         self._expect_no_more(state.card.incarnation, message)
         self._deliver(message.request, state.card.incarnation, message)
-
-    def _on_reserved(self, state: NodeState, message: Reserved) -> None:
-        self._deliver(message.ticket.request, state.card.incarnation, message)
 
     def _on_welcome(self, state: NodeState, message: Welcome) -> None:
         for request, attempt in message.lost:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from pdcluster.api.replies import Timeline as Timeline
 from pdcluster.messages import FinishReason, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -76,24 +77,6 @@ class Route(msgspec.Struct, frozen=True):
     backend: str
     cached_tokens: int | None = None
     attempts: int = 1
-
-
-class Timeline(msgspec.Struct, frozen=True):
-    """Seconds of one request's life, as far as they are known; None where there is no such moment (no second token). ttft and ttst are the request's,
-    whichever attempts they came from; the rest is of the attempt that came to the end, which was given its nodes placed_s after the request came:
-    before that it was held, or tried before."""
-
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    transfer_s: float = 0.0
-    exposed_s: float = 0.0
-    ttft_s: float | None = None
-    ttst_s: float | None = None
-    decode_s: float = 0.0
-    decode_tokens: int = 0
-    transfer_bytes: int = 0
-    pulled_tokens: int = 0
-    placed_s: float | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True):

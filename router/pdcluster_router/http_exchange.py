@@ -77,8 +77,7 @@ class Exchange:
 
     def __init__(self, line: Line, asked: Asked, id_prefix: str) -> None:
         self.line = line
-        self.method, self.path, self.headers = asked.method, asked.path, asked.headers
-        self.keeps_alive, self.is_http_1_0 = asked.keeps_alive, asked.is_http_1_0
+        self.method, self.path, self.headers, self.keeps_alive, self.is_http_1_0 = asked
         self.arrived = monotonic()
         self.id = id_prefix + draw().hex()
         self._is_named = False

@@ -1,10 +1,14 @@
-"""One request over all its attempts: what was asked, what was emitted, which nodes to leave alone. Plain state; no waiting, no frames."""
+"""One request over all its attempts: what was asked, what was emitted, which nodes to leave alone, and how an attempt says that another one has to
+follow. Plain state; no waiting, no frames."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
+
+from pdcluster import errors
 from pdcluster.kv.hashing import extend
 from pdcluster.messages import HASH_BYTES, FinishReason, Sampling, Work, pack_tokens
 from pdcluster_router.generation import Force
@@ -36,8 +40,16 @@ class Named:
         return self._found
 
 
-@dataclass(slots=True)
-class Job:
+class RetryAttempt(Exception):
+    """This attempt is over without an answer; `incarnation` is the node to avoid, None when none is to blame."""
+
+    def __init__(self, cause: errors.PdclusterError, incarnation: str | None) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.incarnation = incarnation
+
+
+class Job(msgspec.Struct, eq=False):
     """force: the mode it must have, None for the router's own; session: key of its conversation.
     excluded: incarnations that failed the request; busy: until when a node asked to be left alone, by incarnation. cached_tokens: of the prompt,
     found in a cache by the first attempt that got so far. attempts: legs that were sent; tries: attempts as clients count them. hashes, packed: made
@@ -50,12 +62,12 @@ class Job:
     chain: HashChain
     force: Force | None = None
     session: str = ""
-    emitted: list[int] = field(default_factory=list)
+    emitted: list[int] = []
     hashes: bytes = b""
     attempts: int = 0
     tries: int = 1
-    excluded: set[str] = field(default_factory=set)
-    busy: dict[str, float] = field(default_factory=dict)
+    excluded: set[str] = set()
+    busy: dict[str, float] = {}
     has_prompt_logprobs: bool = False
     cached_tokens: int | None = None
     fork_of: str | None = None
@@ -74,15 +86,15 @@ class Job:
         """For nodes: the prompt and the first num_emitted tokens after it."""
         packed = self._hashed_tokens()
         num_tokens = len(self.prompt) + num_emitted
-        return Work(
-            request=self.request,
-            attempt=attempt,
-            token_ids=packed[: 4 * num_tokens],
-            num_prompt=len(self.prompt),
-            hashes=self.hashes[: num_tokens // self.chain.block_tokens * HASH_BYTES],
-            sampling=self.sampling,
-            deadline_s=max(self.deadline - now, 0.001),
-            hash_root=self.chain.root,
+        return Work(  # by position, which costs half
+            self.request,
+            attempt,
+            packed[: 4 * num_tokens],
+            len(self.prompt),
+            self.hashes[: num_tokens // self.chain.block_tokens * HASH_BYTES],
+            self.sampling,
+            max(self.deadline - now, 0.001),
+            self.chain.root,
         )
 
     def hashes_so_far(self) -> bytes:
@@ -99,10 +111,13 @@ class Job:
         """How long the node wants to be left alone; 0 when it does not."""
         return max(self.busy.get(incarnation, now) - now, 0.0)
 
-    def note_cached(self, num_tokens: int) -> None:
-        """A node found that many tokens in its cache. What a later attempt finds was computed for this request, so it does not count."""
-        if self.cached_tokens is None:
-            self.cached_tokens = min(num_tokens, len(self.prompt))
+    def note_cached(self, num_tokens: int) -> bool:
+        """A node found that many tokens in its cache: whether that is news. What a later attempt finds was computed for this request, so it does not
+        count."""
+        if self.cached_tokens is not None:
+            return False
+        self.cached_tokens = min(num_tokens, len(self.prompt))
+        return True
 
     def ending(self, eos_token_ids: Collection[int], max_len: int | None) -> tuple[FinishReason, int | None] | None:
         """Why nothing more may be asked for, by the scheduler's own rule, when its last word was lost: reason and stop token. None: go on."""

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from pdcluster import errors
-from pdcluster.messages import Delivered, Endpoint, Failed, Finished, Message, Refused, Reserved, Scheduled, TokenRow
+from pdcluster.messages import Delivered, Endpoint, Failed, Finished, Refused, Reserved, Scheduled, TokenRow
 from pdcluster_router.generation import Take
 from pdcluster_router.pending import PendingWork
 
@@ -24,8 +26,7 @@ class Way(NamedTuple):
     fail: Callable[[Exception], object]
 
 
-@dataclass(slots=True)
-class Leg:
+class Leg(msgspec.Struct, eq=False):
     """emitted: the request's output tokens so far, its own list; way: None while every row has to be read; heard_at: when one last went that way,
     monotonic seconds."""
 
@@ -54,8 +55,11 @@ class Lost:
 class Rewelcomed:
     """The link to the node was cut and is there again: what was sent meanwhile may be lost."""
 
+    attempt: None = None
 
-Body = Message | TokenRow | Lost | Rewelcomed
+
+Body = TokenRow | Scheduled | Reserved | Delivered | Finished | Refused | Failed | Lost | Rewelcomed
+"""What is said of a request. attempt None: it is about the whole node."""
 
 
 Read = Callable[[str, Body], None]
@@ -158,18 +162,6 @@ def _goes_on(leg: Leg, way: Way, row: TokenRow, now: float) -> bool:
     leg.emitted += row.tokens
     leg.heard_at = now
     return True
-
-
-NUMBERED = (TokenRow, Finished, Scheduled, Delivered, Refused, Failed, Lost)
-
-
-def attempt_of(body: object) -> int | None:
-    """The attempt a message speaks of; None when it is about the whole node."""
-    if isinstance(body, NUMBERED):
-        return body.attempt
-    if isinstance(body, Reserved):
-        return body.ticket.attempt
-    return None
 
 
 def refusal(message: Refused) -> errors.PdclusterError:

@@ -29,9 +29,12 @@ class Places:
 
     def take(self, authorization: str | None = None) -> Tenant:
         """One place for the tenant with that key, until `give_back`; raises Unauthorized, and Overloaded when there is none."""
-        tenant = self.identify(authorization)
-        self._check(tenant)
-        self._shares.take(tenant.name)
+        tenant, shares = self._tenants.identify(authorization), self._shares
+        if tenant.max_requests is not None and (own := shares.taken_by(tenant.name)) >= tenant.max_requests:
+            raise self._refused(tenant, "tenant_requests", f"{own} requests of tenant {tenant.name} are being worked on, as many as it may have")
+        if not shares.has_room(tenant.name):
+            raise self._refused(tenant, "requests", f"{self.num_taken} requests are being worked on, as many as --max-requests allows")
+        shares.take(tenant.name)
         return tenant
 
     def give_back(self, tenant: Tenant) -> None:
@@ -45,13 +48,6 @@ class Places:
             yield tenant
         finally:
             self.give_back(tenant)
-
-    def _check(self, tenant: Tenant) -> None:
-        own = self._shares.taken_by(tenant.name)
-        if tenant.max_requests is not None and own >= tenant.max_requests:
-            raise self._refused(tenant, "tenant_requests", f"{own} requests of tenant {tenant.name} are being worked on, as many as it may have")
-        if not self._shares.has_room(tenant.name):
-            raise self._refused(tenant, "requests", f"{self.num_taken} requests are being worked on, as many as --max-requests allows")
 
     def _refused(self, tenant: Tenant, reason: str, message: str) -> Overloaded:
         if self._metrics is not None:

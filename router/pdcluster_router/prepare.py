@@ -16,7 +16,6 @@ import msgspec
 from pdcluster.api import limits, openai, structured
 from pdcluster.api.choice import ChoiceText
 from pdcluster.api.dialogue import Dialogue, dialogue_of, marking_of, offered
-from pdcluster.api.limits import Limits
 from pdcluster.api.replies import ChatFormat, CompletionFormat, Format, Head
 from pdcluster.api.segments import SHORT_CHARACTERS
 from pdcluster.api.shaping import shaping_of
@@ -74,7 +73,6 @@ class Prepared(msgspec.Struct, frozen=True):
 class Model(msgspec.Struct, frozen=True):
     info: ModelInfo
     text: TextModel
-    limits: Limits
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -113,7 +111,7 @@ def find_model(dispatcher: Dispatcher, name: str | None) -> Model:
         raise BadRequest(f"model is missing; it must be one of {', '.join(model.id for model in models)}", "model")
     for info in models:
         if name is None or info.id == name:
-            return Model(info, dispatcher.text(info.id), Limits(info.max_len, info.vocab_size))
+            return Model(info, dispatcher.text(info.id))
     known = [model.id for model in models]
     raise UnknownModel(f"model {name[:200] if name else name!r} is not served here{closest(name or '', known)}; served: {', '.join(known)}", "model")
 
@@ -170,8 +168,8 @@ def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Ter
     dialogue = dialogue_of(request, offer, marking, rendered)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    limits.check_prompt(len(token_ids), model.limits, "messages")
-    max_tokens = limits.output_tokens(asked, None, len(token_ids), model.limits, param)
+    limits.check_prompt(len(token_ids), model.info, "messages")
+    max_tokens = limits.output_tokens(asked, None, len(token_ids), model.info, param)
     shaping = _shaping(request, model)
     sampling = _sampling(request, model, max_tokens, (request.top_logprobs or 0) if request.logprobs else None, shaping, dialogue.grammar)
     head = _head(request, "chatcmpl-" + terms.request_id, model, logprobs=bool(request.logprobs))
@@ -189,8 +187,8 @@ def prepare_completion(request: openai.CompletionRequest, dispatcher: Dispatcher
         param = "prompt" if len(given) == 1 else f"prompt[{index}]"
         prompts.append(_encode_prompt(prompt, request, model, param))
         num_prompt = len(prompts[-1].token_ids)
-        limits.check_prompt(num_prompt, model.limits, param)
-        max_tokens = limits.output_tokens(request.max_tokens, limits.DEFAULT_COMPLETION_TOKENS, num_prompt, model.limits, "max_tokens")
+        limits.check_prompt(num_prompt, model.info, param)
+        max_tokens = limits.output_tokens(request.max_tokens, limits.DEFAULT_COMPLETION_TOKENS, num_prompt, model.info, "max_tokens")
         samplings.append(_sampling(request, model, max_tokens, request.logprobs, shaping, grammar))
     head = _head(request, "cmpl-" + terms.request_id, model, logprobs=request.logprobs is not None)
     return build.prepared(prompts, samplings, CompletionFormat(head))
@@ -226,7 +224,7 @@ def _encode_prompt(prompt: str | Sequence[int], request: openai.CompletionReques
             raise BadRequest(f"{param} is empty; send at least one character", param)
         token_ids = encode(model.text, prompt, add_special_tokens=request.add_special_tokens is not False)
         return Prompt(token_ids, prompt if request.echo else None)
-    limits.check_prompt(len(prompt), model.limits, param)  # before looking at what may be millions of ids
+    limits.check_prompt(len(prompt), model.info, param)  # before looking at what may be millions of ids
     token_ids = limits.check_token_ids(prompt, model.info.vocab_size, param)
     echo = model.text.decode(token_ids, skip_special_tokens=request.skip_special_tokens is not False) if request.echo else None
     return Prompt(token_ids, echo)
@@ -241,7 +239,7 @@ def _sampling(
 ) -> Sampling:
     seed = draw_bits(SEED_BITS) if request.seed is None else limits.wire_seed(request.seed)
     return limits.build_sampling(
-        request, model.text.defaults, model.limits, max_tokens=max_tokens, seed=seed, logprobs=logprobs, shaping=shaping, grammar=grammar
+        request, model.text.defaults, model.info, max_tokens=max_tokens, seed=seed, logprobs=logprobs, shaping=shaping, grammar=grammar
     )
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 from pdcluster import errors
 from pdcluster_router.admission import Slo
-from pdcluster_router.attempt import RetryAttempt
 from pdcluster_router.headroom import Headroom
 from pdcluster_router.hold import HoldLimits
-from pdcluster_router.job import Job
+from pdcluster_router.job import Job, RetryAttempt
 from pdcluster_router.stages import StageDeadlines
 
 logger = logging.getLogger(__name__)
@@ -42,18 +41,14 @@ class RetryBudget:
     token that was emitted; anything else counts. The first retry comes at once, because most failures are a node's end; later ones after a pause,
     because what fails again at once may be a path that is coming back."""
 
-    __slots__ = ("_emitted", "_failures", "_held_since", "_settings")
+    __slots__ = ("_emitted", "_held_since", "_settings", "attempts")
 
     def __init__(self, settings: DispatchSettings) -> None:
         self._settings = settings
         self._held_since: float | None = None
         self._emitted = 0
-        self._failures = 0
-
-    @property
-    def attempts(self) -> int:
+        self.attempts = 1
         """The one that runs now included; refusals are not attempts."""
-        return self._failures + 1
 
     def spend(self, failure: RetryAttempt, job: Job, now: float) -> float:
         """Seconds to wait before the next attempt; raises the cause when there must not be one."""
@@ -65,11 +60,11 @@ class RetryBudget:
             return 0.0
         if failure.incarnation is not None:
             job.excluded.add(failure.incarnation)
-        self._failures += 1
-        if self._failures > self._settings.retries:
-            raise errors.Unavailable(f"request {job.request} failed {self._failures} times, last: {failure.cause}") from failure.cause
+        failures, self.attempts = self.attempts, self.attempts + 1
+        if failures > self._settings.retries:
+            raise errors.Unavailable(f"request {job.request} failed {failures} times, last: {failure.cause}") from failure.cause
         logger.warning("request %s: attempt failed (%s), trying again", job.request, failure.cause)
-        return RETRY_PAUSES_S[min(self._failures, len(RETRY_PAUSES_S)) - 1]
+        return RETRY_PAUSES_S[min(failures, len(RETRY_PAUSES_S)) - 1]
 
 
 class Shut:

@@ -19,12 +19,12 @@ from pdcluster import errors
 from pdcluster.messages import Finished, Timings, TokenRow
 from pdcluster_router.admission import check_fits
 from pdcluster_router.alarms import Alarms
-from pdcluster_router.attempt import Attempt, Cluster, RetryAttempt
+from pdcluster_router.attempt import Attempt, Cluster
 from pdcluster_router.chooser import Chooser, Decision
 from pdcluster_router.explain import Explainer
 from pdcluster_router.fairness import Held
 from pdcluster_router.generation import Chunk, Done, Generation, Sink, Timeline
-from pdcluster_router.job import Job, Named
+from pdcluster_router.job import Job, Named, RetryAttempt
 from pdcluster_router.leaders import Leaders
 from pdcluster_router.legs import Body, Way
 from pdcluster_router.open_requests import OpenRequest, OpenRequests
@@ -99,18 +99,10 @@ class Run:
         self._pause: asyncio.TimerHandle | None = None
         chain = shared.models.chain(generation.model, generation.salt)
         packed, hashes = shared.named.of(generation.token_ids, chain)
-        self._job = Job(
-            request=generation.request,
-            prompt=generation.token_ids,
-            sampling=generation.sampling,
-            deadline=started + generation.deadline_s,
-            chain=chain,
-            force=generation.mode,
-            session=generation.session,
-            hashes=hashes,
-            packed=packed,
-        )
-        self._entry = OpenRequest(generation.request, generation.model, len(generation.token_ids), started, self._fail, self._job.emitted)
+        deadline = started + generation.deadline_s
+        self._job = job = Job(generation.request, generation.token_ids, generation.sampling, deadline, chain, generation.mode, generation.session)
+        job.packed, job.hashes, job.num_hashed = packed, hashes, 0
+        self._entry = OpenRequest(generation.request, generation.model, len(generation.token_ids), started, self._fail, job.emitted)
         self._record = shared.explainer.open(generation.request, generation.standing, started, generation.client_id)
 
     def start(self) -> None:
@@ -221,7 +213,8 @@ class Run:
 
     def _watch(self, due: float) -> None:
         """Have an alarm that is not later than what comes next. Without an attempt there is none: the gate has its own clocks, a pause is one."""
-        self._drop_alarm()
+        if self._alarm is not None:
+            self._drop_alarm()
         shared = self._shared
         seconds = max(due - shared.clock(), 0.0)
         if self._report_by is None and seconds > shared.settings.stages.liveness_s:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 
 import pytest
 
 from pdcluster.api import limits, openai
-from pdcluster.api.limits import Limits
 from pdcluster.api.text import SamplingDefaults
 from pdcluster.errors import BadRequest
 
-LIMITS = Limits(max_len=100, vocab_size=50)
+
+@dataclass(frozen=True)
+class Bounds:
+    """Implements limits.Limits."""
+
+    max_len: int
+    vocab_size: int
+
+
+LIMITS = Bounds(max_len=100, vocab_size=50)
 MODEL_SAYS = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, min_p=0.05)
 
 

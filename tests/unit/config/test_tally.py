@@ -42,7 +42,7 @@ def test_series_without_labels_are_there_from_the_start() -> None:
     theirs, ours = CollectorRegistry(), CollectorRegistry()
     Counter("x_total", "Help.", registry=theirs).inc(2)
     Histogram("y", "Help.", buckets=BUCKETS, registry=theirs)
-    Tally("x", "Help.", registry=ours).inc(2)
+    Tally("x", "Help.", registry=ours).labels().inc(2)
     Spread("y", "Help.", buckets=BUCKETS, registry=ours)
     assert shown(ours) == shown(theirs)
 

@@ -12,10 +12,9 @@ from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_chooser
 from pdcluster import errors
 from pdcluster import messages as m
 from pdcluster.kv.hashing import block_hashes, chain_root
-from pdcluster_router.attempt import RetryAttempt
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
 from pdcluster_router.generation import Chunk, Done, Generation, Take
-from pdcluster_router.job import HashChain, Job
+from pdcluster_router.job import HashChain, Job, RetryAttempt
 from pdcluster_router.policy.base import Force
 from pdcluster_router.retries import RetryBudget
 from pdcluster_router.stages import StageDeadlines
