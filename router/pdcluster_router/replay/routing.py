@@ -122,8 +122,7 @@ class RouterSpec:
     slo: Slo = field(default_factory=Slo)
 
 
-@dataclass(slots=True)
-class Recorded(Job):
+class Recorded(Job, eq=False):
     """A request of a trace: its hashes are known, its tokens are not."""
 
     def hashes_so_far(self) -> bytes:
