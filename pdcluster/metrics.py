@@ -141,6 +141,6 @@ class ExplainMetrics:
         self._regret.observe(regret_s)
 
     def hits(self, achieved: int, reachable: int, ideal: int) -> None:
-        self._achieved.inc(achieved)
-        self._reachable.inc(reachable)
-        self._ideal.inc(ideal)
+        self._achieved.value += achieved
+        self._reachable.value += reachable
+        self._ideal.value += ideal

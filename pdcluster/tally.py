@@ -16,7 +16,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class Count:
-    """One series of a Tally."""
+    """One series of a Tally. value: only ever more."""
 
     __slots__ = ("value",)
 

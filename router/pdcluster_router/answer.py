@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
 
+import msgspec
+
 from pdcluster.api import sse
 from pdcluster.api.choice import Piece
 from pdcluster.api.replies import PromptTokensDetails, RouteReport, Usage
@@ -21,7 +23,7 @@ from pdcluster.metrics import RouterMetrics
 from pdcluster_router.choices import Choice, advance
 from pdcluster_router.generation import Chunk, Dispatcher, Done, Route, Running, Take
 from pdcluster_router.http_errors import ClientLeft, fail
-from pdcluster_router.http_exchange import JSON, NO_BUFFERING, Exchange, Header
+from pdcluster_router.http_exchange import JSON, NO_BUFFERING, Exchange
 from pdcluster_router.open_requests import HANG_UP_S
 from pdcluster_router.prepare import Prepared
 from pdcluster_router.through import Through
@@ -200,42 +202,51 @@ class _Whole:
 
     def __init__(self, exchange: Exchange, prepared: Prepared) -> None:
         self._exchange, self._prepared = exchange, prepared
-        self._collected: list[Piece | None] = [None] * len(prepared.choices)
-        """Of each choice its first piece, and what came after it but for its text."""
-        self._texts: list[list[str]] = [[] for _ in prepared.choices]
-        self._thoughts: list[list[str]] = [[] for _ in prepared.choices]
+        self._collected: dict[int, _Collected] = {}
 
     def add(self, index: int, piece: Piece) -> None:
-        whole = self._collected[index]
-        self._texts[index].append(piece.text)
-        if piece.reasoning:
-            self._thoughts[index].append(piece.reasoning)
-        if whole is None:
-            self._collected[index] = piece
-            return
-        whole.calls += piece.calls
-        whole.tokens += piece.tokens
-        whole.echo += piece.echo
-        whole.finish = piece.finish
-        if piece.prompt_token_ids is not None:
-            whole.prompt_token_ids = piece.prompt_token_ids
-        if piece.prompt_logprobs is not None:
-            whole.prompt_logprobs = piece.prompt_logprobs
+        collected = self._collected.get(index)
+        if collected is None:
+            self._collected[index] = _Collected(piece, [piece.text], [piece.reasoning])
+        else:
+            collected.add(piece)
 
     def through(self, index: int) -> Through | None:
         return None
 
     def finish(self) -> None:
         prepared = self._prepared
-        pieces = [piece or Piece() for piece in self._collected]
-        for whole, texts, thoughts in zip(pieces, self._texts, self._thoughts, strict=True):
-            whole.text, whole.reasoning = "".join(texts), "".join(thoughts)
+        pieces = [self._collected[index].whole() for index in range(len(prepared.choices))]
         num_each = len(pieces) // prepared.num_prompts
         if num_each > 1:
             for index, whole in enumerate(pieces):
                 whole.prompt_logprobs = pieces[index - index % num_each].prompt_logprobs  # told once for all choices of a prompt
         body = prepared.format.whole(pieces, usage_of(prepared))
-        self._exchange.reply(200, body, (JSON, *_route_headers(prepared.choices[0].route)))
+        self._exchange.reply(200, body, _headers(JSON, prepared.choices[0].route))
+
+
+class _Collected(msgspec.Struct):
+    """A choice's first piece with what came after it, but for its text."""
+
+    piece: Piece
+    texts: list[str]
+    thoughts: list[str]
+
+    def add(self, piece: Piece) -> None:
+        """One that is not the first: what comes with the first only is not looked at."""
+        whole = self.piece
+        self.texts.append(piece.text)
+        if piece.reasoning:
+            self.thoughts.append(piece.reasoning)
+        if piece.calls:
+            whole.calls += piece.calls
+        if piece.tokens:
+            whole.tokens += piece.tokens
+        whole.finish = piece.finish
+
+    def whole(self) -> Piece:
+        self.piece.text, self.piece.reasoning = "".join(self.texts), "".join(self.thoughts)
+        return self.piece
 
 
 # ---------------------------------------------------------------- stream
@@ -256,7 +267,7 @@ class _Stream:
 
     def _open(self, index: int) -> bytes:
         if not self._opened:
-            self._exchange.start(200, (*NO_BUFFERING, *_route_headers(self._prepared.choices[index].route)))
+            self._exchange.start(200, _headers(NO_BUFFERING, self._prepared.choices[index].route))
         self._opened.add(index)
         return self._format.opening(index)
 
@@ -275,16 +286,16 @@ class _Stream:
 # ---------------------------------------------------------------- route and usage
 
 
-def _route_headers(route: Route | None) -> tuple[Header, ...]:
-    """What was known at the first byte; a part that has no name yet or does not exist is left out."""
-    return () if route is None else _named_headers(route.mode, route.prefill, route.decode, route.backend)
+def _headers(kind: bytes, route: Route | None) -> bytes:
+    """With what was known at the first byte; a part that has no name yet or does not exist is left out."""
+    return kind if route is None else _named_headers(kind, route.mode, route.prefill, route.decode, route.backend)
 
 
 @lru_cache(maxsize=1024)
-def _named_headers(mode: str, prefill: str | None, decode: str | None, backend: str) -> tuple[Header, ...]:
+def _named_headers(kind: bytes, mode: str, prefill: str | None, decode: str | None, backend: str) -> bytes:
     """Asked for with every request, and there are few pairs of nodes."""
     named = (("mode", mode), ("prefill", prefill), ("decode", decode), ("transfer", backend))
-    return tuple((b"x-pdcluster-" + name.encode(), value.encode("latin-1", "replace")) for name, value in named if value)
+    return kind + b"".join(b"x-pdcluster-%b: %b\r\n" % (name.encode(), value.encode("latin-1", "replace")) for name, value in named if value)
 
 
 def usage_of(prepared: Prepared) -> Usage:
@@ -323,11 +334,12 @@ def route_report(choice: Choice) -> RouteReport:
 
 def record(choices: Sequence[Choice], metrics: RouterMetrics) -> None:
     for choice in choices:
-        metrics.output_tokens.inc(choice.text.num_tokens)
+        metrics.output_tokens.value += choice.text.num_tokens
         if choice.route is None:
             continue
-        metrics.prompt_tokens.inc(len(choice.generation.token_ids))
-        metrics.prompt_length.observe(len(choice.generation.token_ids))
+        num_prompt = len(choice.generation.token_ids)
+        metrics.prompt_tokens.value += num_prompt
+        metrics.prompt_length.observe(num_prompt)
         _record_times(choice, choice.route.mode, metrics)
         if choice.finish is not None:
             _record_end(choice, choice.route, choice.finish, metrics)
@@ -345,13 +357,13 @@ def _record_times(choice: Choice, mode: str, metrics: RouterMetrics) -> None:
 
 
 def _record_end(choice: Choice, route: Route, finish: str, metrics: RouterMetrics) -> None:
-    metrics.choices.labels(route.mode, finish).inc()
+    metrics.choices.labels(route.mode, finish).value += 1
     metrics.output_length.observe(choice.text.num_tokens)
-    metrics.cached_tokens.inc(choice.cached_tokens or 0)
+    metrics.cached_tokens.value += choice.cached_tokens or 0
     if choice.attempts is None or choice.timeline is None:
         return
-    metrics.attempts.inc(choice.attempts)
+    metrics.attempts.value += choice.attempts
     metrics.queue_seconds.observe(choice.timeline.queue_s)
     if route.mode == "remote":
         metrics.transfer_seconds.labels(route.backend).observe(choice.timeline.transfer_s)
-        metrics.transfer_bytes.labels(route.backend).inc(choice.timeline.transfer_bytes)
+        metrics.transfer_bytes.labels(route.backend).value += choice.timeline.transfer_bytes

@@ -294,7 +294,7 @@ class App:
 
 
 def _expose(exchange: Exchange, body: bytes) -> None:
-    exchange.reply(200, body, ((b"content-type", CONTENT_TYPE_LATEST.encode()),))
+    exchange.reply(200, body, b"content-type: %b\r\n" % CONTENT_TYPE_LATEST.encode())
 
 
 def _card(model: ModelInfo) -> ModelCard:

@@ -10,7 +10,7 @@ from pdcluster.api import sse
 from pdcluster.api.replies import error_body
 from pdcluster.errors import BadRequest, Cancelled, Overloaded, PdclusterError, RequestTooLarge, Unauthorized
 from pdcluster.metrics import RouterMetrics
-from pdcluster_router.http_exchange import JSON, Exchange, Header
+from pdcluster_router.http_exchange import JSON, Exchange
 
 log = logging.getLogger(__name__)
 
@@ -58,22 +58,22 @@ def answer_error(exchange: Exchange, error: PdclusterError) -> None:
     if exchange.started:
         exchange.write(sse.error_event(error_body(error)), last=True)
     else:
-        exchange.reply(error.http_status, error_body(error), (JSON, *_headers(error)))
+        if isinstance(error, RequestTooLarge | SlowRequest):
+            exchange.keeps_alive = False
+        exchange.reply(error.http_status, error_body(error), JSON + _headers(error))
 
 
 def too_large(size: int, limit: int) -> RequestTooLarge:
     return RequestTooLarge(f"the body has {size} bytes or more, at most {limit} are taken; send a shorter prompt or raise --max-body-bytes")
 
 
-def _headers(error: PdclusterError) -> list[Header]:
-    headers: list[Header] = []
+def _headers(error: PdclusterError) -> bytes:
+    headers = b""
     if error.http_status in (429, 503):
         wait_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
-        headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
+        headers += b"retry-after: %d\r\n" % max(1, math.ceil(wait_s))
     if isinstance(error, Overloaded):
-        headers.append((b"x-pdcluster-predicted-wait-s", b"%.3f" % error.retry_after_s))
+        headers += b"x-pdcluster-predicted-wait-s: %.3f\r\n" % error.retry_after_s
     if isinstance(error, Unauthorized):
-        headers.append((b"www-authenticate", b"Bearer"))
-    if isinstance(error, RequestTooLarge | SlowRequest):
-        headers.append((b"connection", b"close"))
+        headers += b"www-authenticate: Bearer\r\n"
     return headers

@@ -6,7 +6,7 @@ an answer goes out with the others of the same turn of the loop: a write is what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
@@ -17,15 +17,9 @@ from pdcluster.errors import PdclusterError
 from pdcluster_router.drawn import draw
 from pdcluster_router.tenants import Tenant
 
-Header = tuple[bytes, bytes]
-
-JSON: Header = (b"content-type", b"application/json")
-NO_BUFFERING: tuple[Header, ...] = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
-"""For event streams: nothing between us and the client may collect them."""
+JSON = b"content-type: application/json\r\n"
+NO_BUFFERING = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
+"""Lines of a head, as all that are given here. For event streams: nothing between us and the client may collect them."""
 
 MAX_PARTS = 256
 """Of a body, as they came."""
@@ -131,14 +125,14 @@ class Exchange:
 
     # ------------------------------------------------ answering
 
-    def reply(self, status: int, body: bytes, headers: Iterable[Header] = (JSON,)) -> None:
+    def reply(self, status: int, body: bytes, headers: bytes = JSON) -> None:
         """The whole answer in one write."""
         head = self._head(status, headers, b"content-length: %d\r\n" % len(body))
         self.started = self.finished = True
         self.line.send(head if self.method == "HEAD" else head + body)
         self.line.end(self)
 
-    def start(self, status: int, headers: Iterable[Header]) -> None:
+    def start(self, status: int, headers: bytes) -> None:
         """The head of an answer whose length is not known yet. To a client of HTTP/1.0 the connection's end is the answer's."""
         if self.is_http_1_0:
             self.keeps_alive = False
@@ -174,20 +168,10 @@ class Exchange:
             self.line.end(self)
             self.line.abort()
 
-    def _head(self, status: int, headers: Iterable[Header], framing: bytes) -> bytes:
+    def _head(self, status: int, headers: bytes, framing: bytes) -> bytes:
         self.status = status
-        parts = [STATUS_LINES[status], _date.line(), framing, b"x-request-id: ", self.trace, b"\r\n"]
-        for name, value in headers:
-            if name == b"connection":
-                self.keeps_alive = False  # said below
-            else:
-                parts += (name, b": ", value, b"\r\n")
-        if not self.keeps_alive:
-            parts.append(b"connection: close\r\n")
-        elif self.is_http_1_0:
-            parts.append(b"connection: keep-alive\r\n")
-        parts.append(b"\r\n")
-        return b"".join(parts)
+        end = b"connection: close\r\n\r\n" if not self.keeps_alive else b"connection: keep-alive\r\n\r\n" if self.is_http_1_0 else b"\r\n"
+        return b"%b%b%bx-request-id: %b\r\n%b%b" % (STATUS_LINES[status], _date.line(), framing, self.trace, headers, end)
 
 
 class _Date:

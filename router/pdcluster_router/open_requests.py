@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdcluster.errors import Cancelled
 from pdcluster_router.generation import Mode
-from pdcluster_router.policy.base import Choice
 
 HANG_UP_S = 0.25
 """A client that is being served when its request is cancelled has so long to read on, and then gets its error; one that does not is hung up on."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class OpenRequest:
-    """One choice of a client's request. started: on the dispatcher's clock; end: gives the request this error as its answer. nodes are named once
-    they are chosen; emitted: the request's own list of its tokens so far."""
+    """One choice of a client's request, as it is now. started: on the dispatcher's clock; end: gives the request this error as its answer, unless it
+    has one. nodes are named once they are chosen; num_output: tokens sent so far."""
 
     request: str
     model: str
     num_prompt: int
     started: float
     end: Callable[[Cancelled], None]
-    emitted: Sequence[int] = ()
     attempts: int = 0
     mode: Mode | None = None
     prefill: str | None = None
     decode: str | None = None
-
-    @property
-    def num_output(self) -> int:
-        return len(self.emitted)
-
-    def place(self, choice: Choice) -> None:
-        """A new attempt runs where the policy chose."""
-        self.attempts += 1
-        self.mode = choice.mode
-        self.prefill = choice.prefill.name if choice.prefill is not None else None
-        self.decode = choice.decode.name
+    num_output: int = 0
 
     @property
     def state(self) -> str:
@@ -51,13 +39,14 @@ class OpenRequests:
     """Owned by the router's event loop. Bounded by the places of the front doors."""
 
     def __init__(self) -> None:
-        self._open: dict[str, OpenRequest] = {}
+        self._open: dict[str, Callable[[], OpenRequest]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def enter(self, entry: OpenRequest) -> None:
-        self._open[entry.request] = entry
+    def enter(self, request: str, told: Callable[[], OpenRequest]) -> None:
+        """told: how it is, for the few who ask."""
+        self._open[request] = told
 
     def leave(self, request: str) -> None:
         """It has its answer. Idempotent."""
@@ -65,11 +54,11 @@ class OpenRequests:
 
     def all(self) -> list[OpenRequest]:
         """Oldest first."""
-        return list(self._open.values())
+        return [told() for told in self._open.values()]
 
     def matching(self, request: str) -> list[OpenRequest]:
         """The one of this id, or all choices of the client's request of this id."""
-        return [found for name, found in self._open.items() if name == request or name.rpartition("-")[0] == request]
+        return [told() for name, told in self._open.items() if name == request or name.rpartition("-")[0] == request]
 
     def cancel(self, request: str, reason: str) -> int:
         """How many choices were ended; each answers its client with an error."""

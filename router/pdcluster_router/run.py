@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdcluster import errors
 from pdcluster.messages import Finished, Timings, TokenRow
@@ -28,6 +28,7 @@ from pdcluster_router.job import Job, Named, RetryAttempt
 from pdcluster_router.leaders import Leaders
 from pdcluster_router.legs import Body, Way
 from pdcluster_router.open_requests import OpenRequest, OpenRequests
+from pdcluster_router.policy.base import Choice
 from pdcluster_router.retries import DispatchSettings, RetryBudget, Shut
 from pdcluster_router.serving import Models
 from pdcluster_router.waiting import Waiting
@@ -64,15 +65,15 @@ class Run:
         "_alarm",
         "_attempt",
         "_budget",
+        "_choice",
         "_due",
-        "_entry",
         "_first_token_at",
         "_generation",
         "_is_at_work",
         "_is_over",
-        "_is_placed",
         "_job",
         "_letters",
+        "_num_placed",
         "_pause",
         "_placed_at",
         "_record",
@@ -93,7 +94,8 @@ class Run:
         self._second_token_at: float | None = None
         self._report_by: float | None = None
         self._placed_at = started
-        self._is_at_work = self._is_over = self._is_placed = False
+        self._is_at_work = self._is_over = False
+        self._num_placed = 0
         self._alarm: int | None = None
         self._due = 0.0
         self._pause: asyncio.TimerHandle | None = None
@@ -102,11 +104,11 @@ class Run:
         deadline = started + generation.deadline_s
         self._job = job = Job(generation.request, generation.token_ids, generation.sampling, deadline, chain, generation.mode, generation.session)
         job.packed, job.hashes, job.num_hashed = packed, hashes, 0
-        self._entry = OpenRequest(generation.request, generation.model, len(generation.token_ids), started, self._fail, job.emitted)
+        self._choice: Choice | None = None
         self._record = shared.explainer.open(generation.request, generation.standing, started, generation.client_id)
 
     def start(self) -> None:
-        self._shared.open.enter(self._entry)
+        self._shared.open.enter(self._job.request, self._told)
         self._shared.cluster.ledger.open(self._job.request, self.read)
         generation, leaders = self._generation, self._shared.leaders
         if generation.leads:
@@ -136,6 +138,16 @@ class Run:
         """Implements generation.Running."""
         if not self._is_over:
             self._close("cancelled", reason)
+
+    def _told(self) -> OpenRequest:
+        """For operators."""
+        job, choice = self._job, self._choice
+        told = OpenRequest(job.request, self._generation.model, len(job.prompt), self._started, self._fail)
+        if choice is None:
+            return told
+        prefill = choice.prefill.name if choice.prefill is not None else None
+        num_output, decode = len(job.emitted), choice.decode.name
+        return replace(told, attempts=self._num_placed, mode=choice.mode, prefill=prefill, decode=decode, num_output=num_output)
 
     def finish(self, num_output: int) -> None:
         """Implements generation.Running."""
@@ -252,7 +264,7 @@ class Run:
         if now >= job.deadline:
             raise errors.DeadlineExceeded(f"request {job.request} found no room by its deadline", "request")
         size_bytes = BYTES_PER_TOKEN * len(job.prompt)
-        held = Held(job.request, standing.tenant, 0.0, size_bytes, now, job.deadline, standing.weight, standing.priority, self._is_placed)
+        held = Held(job.request, standing.tenant, 0.0, size_bytes, now, job.deadline, standing.weight, standing.priority, self._num_placed > 0)
         decision = self._shared.waiting.place(held, self._decide, lambda answer: self._placed(answer, now))
         if decision is not None:
             self._begin(decision, now)
@@ -266,10 +278,10 @@ class Run:
 
     def _begin(self, decision: Decision, asked: float) -> None:
         shared = self._shared
-        self._is_placed = True
+        self._choice = decision.choice
+        self._num_placed += 1
         self._placed_at = now = shared.clock()
         self._job.tries = self._budget.attempts
-        self._entry.place(decision.choice)
         self._record.decided(decision, asked, now)
         choice, query = decision.choice, decision.query
         shared.chooser.note_sent(choice, query.num_tokens, query.cached_on(choice.first), now)
@@ -369,11 +381,6 @@ class Run:
         shared.open.leave(request)
         if self._generation.leads:
             shared.leaders.settle(request, None)
-        self._entry.end = _over
         self._record.attempts, self._record.cached_tokens = self._budget.attempts, self._job.cached_tokens
         shared.explainer.close(self._record, error, reason)
         shared.waiting.poke()
-
-
-def _over(error: Exception) -> None:
-    """It has its answer: there is nothing to end."""

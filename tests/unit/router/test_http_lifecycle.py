@@ -118,7 +118,7 @@ class Cancellable(ScriptedDispatcher):
             self.open.leave(generation.request)
             sink.on_error(error)
 
-        self.open.enter(OpenRequest(generation.request, MODEL, 1, 0.0, end))
+        self.open.enter(generation.request, lambda: OpenRequest(generation.request, MODEL, 1, 0.0, end))
         return running
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:

@@ -10,7 +10,7 @@ from pdcluster_router.open_requests import OpenRequest, OpenRequests
 
 
 def open_one(requests: OpenRequests, name: str, ended: list[Cancelled]) -> None:
-    requests.enter(OpenRequest(name, "tiny", 5, 0.0, ended.append))
+    requests.enter(name, lambda: OpenRequest(name, "tiny", 5, 0.0, ended.append))
 
 
 def test_requests_are_listed_while_they_run_and_found_by_the_clients_id() -> None:
