@@ -275,7 +275,7 @@ class _Stream:
         choice, around = self._prepared.choices[index], self._format.around(index)
         if around is None or index not in self._opened or not choice.text.is_plain:
             return None
-        return Through(choice, self._exchange.line, self._exchange.parts_around(*around))
+        return Through(choice, self._exchange.line, *self._exchange.framing(*around))
 
     def finish(self) -> None:
         prepared = self._prepared

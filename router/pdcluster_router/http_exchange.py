@@ -151,14 +151,13 @@ class Exchange:
         self.finished = True
         self.line.end(self)
 
-    def parts_around(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
-        """`write` for parts that differ only in what stands between these. The answer has started."""
-        post, around = self.line.post, len(before) + len(after)
+    def framing(self, before: bytes, after: bytes) -> tuple[Callable[[int], bytes], bytes]:
+        """For parts that differ only in what stands between these: what is posted before a middle of that many bytes, and after it. The answer has
+        started."""
         if not self._is_chunked:
-            return lambda middle: post(before + middle + after)
-        begin = lru_cache(maxsize=64)(lambda size: b"%x\r\n%b" % (around + size, before))  # few lengths are those of most
-        after += b"\r\n"
-        return lambda middle: post(begin(len(middle)) + middle + after)
+            return (lambda size: before), after
+        around = len(before) + len(after)
+        return lru_cache(maxsize=64)(lambda size: b"%x\r\n%b" % (around + size, before)), after + b"\r\n"  # most are of few sizes
 
     def abandon(self) -> None:
         """There is nobody to answer, and nobody reads what was written."""

@@ -15,18 +15,20 @@ from pdcluster_router.http_exchange import Line
 
 
 class Through:
-    """write: an event's text, as JSON, with what stands around it; line: where it goes."""
+    """before, after: what stands around an event's text, as JSON, the former by the text's size; line: where it goes."""
 
-    __slots__ = ("_clock", "_line", "_text", "_vocab_size", "_write")
+    __slots__ = ("_after", "_before", "_clock", "_line", "_post", "_text", "_vocab_size")
 
-    def __init__(self, choice: Choice, line: Line, write: Callable[[bytes], None]) -> None:
-        self._text, self._clock, self._vocab_size, self._line, self._write = choice.text, choice.clock, choice.vocab_size, line, write
+    def __init__(self, choice: Choice, line: Line, before: Callable[[int], bytes], after: bytes) -> None:
+        self._text, self._clock, self._vocab_size = choice.text, choice.clock, choice.vocab_size
+        self._line, self._post, self._before, self._after = line, line.post, before, after
 
     def take(self, position: int, token_ids: tuple[int, ...]) -> bool:
         """Implements generation.Take: False where the client has to read first, or a token is wrong. Two came before."""
         text = self._text
         if self._line.is_paused or text.num_tokens != position or len(token_ids) != 1 or not 0 <= token_ids[0] < self._vocab_size:
             return False
-        self._write(text.say(token_ids[0]))
+        said = text.say(token_ids[0])
+        self._post(self._before(len(said)) + said + self._after)
         self._clock.last = monotonic()
         return True
