@@ -24,6 +24,7 @@ from pathlib import Path
 import zmq
 
 from pdcluster import messages as m
+from pdcluster.api.text import TextModel
 from pdcluster.bootstrap.agent import NodeAgent
 from pdcluster.bootstrap.card import NodeCard
 from pdcluster.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
@@ -38,6 +39,7 @@ from pdcluster.wire.hub import Hub, LeaseEnded
 from pdcluster.wire.sockets import WireSettings
 
 TOKEN_BYTES = 4
+NUM_WORDS = 100
 NUM_STEPS = 1000
 """From which its costs are said to be known: enough that routers take them for measured, and choose as they do in a cluster that has run a while."""
 
@@ -374,6 +376,13 @@ class FakeNode:
         )
 
 
+def words(model: Path) -> Callable[[int], int]:
+    """Tokens that are whole texts, as nearly all are that models say: ids of single bytes would have a router look for the rest of a character."""
+    pieces = TextModel.from_dir(model).pieces
+    whole = [index for index, text in enumerate(pieces.texts) if text and text.strip() and index not in pieces.special][-NUM_WORDS:]
+    return lambda position: whole[position % len(whole)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.fake_node")
     parser.add_argument("--bootstrap", required=True)
@@ -388,7 +397,7 @@ def main() -> None:
         signal.signal(number, lambda number, frame: stopped.append(number))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     speed = Speed(0.0, chosen.prefill_token_s, chosen.token_s)
-    node = FakeNode(chosen.name, chosen.role, context=context, speed=speed, files=ModelFiles(chosen.model))
+    node = FakeNode(chosen.name, chosen.role, context=context, speed=speed, files=ModelFiles(chosen.model), token=words(chosen.model))
     agent = NodeAgent([chosen.bootstrap])
     agent.start(node.card(chosen.model.resolve().name))
     try:

@@ -36,13 +36,17 @@ class Ask:
 
 @dataclass(slots=True)
 class Outcome:
-    """latencies: seconds of each answered request; num_tokens: events of streams; num_failed: answers that were not 200, or did not come."""
+    """latencies: seconds of each answered request; num_tokens: events of streams; num_failed: answers that were not 200, or did not come.
+    all_answers, all_tokens: those too that came before the time that counts, and after it, of requests that were under way at its end: who divides
+    by what the whole run cost counts all of it."""
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
     num_tokens: int = 0
     num_failed: int = 0
     failure: bytes = b""
+    all_answers: int = 0
+    all_tokens: int = 0
 
     @property
     def requests_s(self) -> float:
@@ -93,7 +97,9 @@ class _Connection(asyncio.Protocol):
             self._needed = UNKNOWN if length is None else end + len(HEAD_END) + length
         if self._needed == UNKNOWN:
             if self._buffer.endswith(STREAM_END):
-                self._outcome.num_tokens += self._buffer.count(self._ask.token_mark) if self._ask.is_stream else 0
+                num_tokens = self._buffer.count(self._ask.token_mark) if self._ask.is_stream else 0
+                self._outcome.num_tokens += num_tokens
+                self._outcome.all_tokens += num_tokens
                 self._answered()
         elif len(self._buffer) >= self._needed:
             self._answered()
@@ -101,6 +107,7 @@ class _Connection(asyncio.Protocol):
     def _answered(self) -> None:
         now = time.perf_counter()
         self._outcome.latencies.append(now - self._began)
+        self._outcome.all_answers += 1
         if self.is_stopping:
             self._end()
         elif self._gap_s is None:
@@ -167,4 +174,5 @@ async def _load(address: str, ask: Ask, connections: int, seconds: float, interv
         connection.is_stopping = True
     async with asyncio.timeout(8):
         await asyncio.gather(*(connection.ended for connection in opened))
+    measured.all_answers, measured.all_tokens = outcome.all_answers, outcome.all_tokens
     return measured

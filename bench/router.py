@@ -155,8 +155,8 @@ def request_rows(placed: Placed, case: str, seconds: float, repeats: int) -> lis
     name = f"{placed.name} {case}"
     return [
         row("requests/s", name, [run.outcome.requests_s for run in whole], "1/s"),
-        row("requests/s per core", name, [len(run.outcome.latencies) / run.core_s for run in whole], "1/s"),
-        row("core time per request", name, [run.core_s / len(run.outcome.latencies) * 1e3 for run in whole], "ms"),
+        row("requests/s per core", name, [run.outcome.all_answers / run.core_s for run in whole], "1/s"),
+        row("core time per request", name, [run.core_s / run.outcome.all_answers * 1e3 for run in whole], "ms"),
     ]
 
 
@@ -169,7 +169,7 @@ def stream_rows(placed: Placed, case: str, seconds: float, repeats: int) -> list
     return [
         row(LONE_STREAM, name, [alone.outcome.percentile(0.5) * 1e3], "ms"),
         row("tokens/s", name, [run.outcome.tokens_s for run in streams], "1/s"),
-        row("tokens/s per core", name, [run.outcome.num_tokens / run.core_s for run in streams], "1/s"),
+        row("tokens/s per core", name, [run.outcome.all_tokens / run.core_s for run in streams], "1/s"),
     ]
 
 
@@ -178,7 +178,7 @@ def prompt_rows(placed: Placed, lengths: Sequence[int], seconds: float) -> list[
     rows = []
     for length in lengths:
         run = measure(placed, placed.ask(length, 1, stream=False), connections=1, seconds=seconds)
-        samples = [run.core_s / len(run.outcome.latencies) * 1e3]
+        samples = [run.core_s / run.outcome.all_answers * 1e3]
         goal = {"against": "goal of 5 ms", "against_value": 5.0} if length >= 100_000 else {}
         rows.append(row("core time per request", f"{placed.name} {length} tokens", samples, "ms", **goal))  # type: ignore[arg-type]
     return rows
