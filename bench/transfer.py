@@ -12,7 +12,8 @@ next place of memory as large as the pool, as a transfer's pages are:
               when both ends digest each piece after they sent or received it, and (`unpaced`) the same plain socket with the congestion
               control that `tcp` takes inside of a host, where the system's own may pace
     mooncake  the engine alone, 4 MiB entries, 8 in flight, no copies to or from staging; beside it (`staging`) what is left when
-              each entry is copied at the writer, which any staging costs
+              each entry is copied at the writer, which any staging costs, and (`bound`) what is left of it when the reader copies
+              each entry and both ends digest it, with nothing of ours around it, see `bench.mooncake_bound`
 
 Each end has a core of its own where there are two. Transfers and ceilings take turns, so that both meet the same neighbours on the machine, and the
 first of a turn, which meets what the others left in the caches, counts for neither; a ratio is the median over these turns. Then the same with a
@@ -33,7 +34,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from bench import transfer_load
+from bench import mooncake_bound, transfer_load
 from bench.report import Row, print_rows, row, write_json
 from bench.transfer_ends import HOST, PAGE_TOKENS, Address, Near, Sink, digest_only, plain
 from pdcluster.transfer.base import WriteStatus
@@ -233,6 +234,7 @@ def measure(near: Near, case: Case, repeats: int) -> list[Row]:
     if goal is not None and shape.backend == "mooncake":
         packs = seconds_of_engine(near, case.nbytes, repeats, packed=True)
         rows.append(beside("staging.mooncake", f"{case.name}, engine and a copy at the writer", case, packs, shape.backend, top))
+        rows += mooncake_bound.rows(near, case.name, case.nbytes, TURNS * repeats)
     if case.nbytes <= 1 << 20:
         rows.append(row(f"handover.{shape.backend}", label, [each * 1e3 for each in samples], "ms"))
     return rows
