@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,16 +51,27 @@ def place_of(cache_dir: Path) -> Path:
 
 
 def open_place(cache_dir: Path) -> Path:
-    """`place_of`, made where it is missing and noted as used now. Who makes one removes those that nobody used for long, or that are too many."""
+    """`place_of`, made where it is missing and noted as used now. Who makes one removes those that nobody used for long, or that are too many.
+    Raises OSError that says why where nothing can be written."""
     place = place_of(cache_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _turn(cache_dir, fcntl.LOCK_SH):
         is_new = not place.exists()
         place.mkdir(exist_ok=True)
         _note_use(place)
+    _check_writable(place)
     if is_new:
         forget_places(cache_dir)
     return place
+
+
+def _check_writable(place: Path) -> None:
+    """numba reads nothing from a place that it cannot write to, however filled, and calls that a function without a locator."""
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return
+    except OSError as error:
+        raise OSError(error.errno, f"it can be read but not written: {error.strerror}", str(place)) from error
 
 
 def forget_places(cache_dir: Path) -> None:

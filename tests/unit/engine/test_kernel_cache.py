@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 
 from pdcluster.engine import kernel_cache
 from pdcluster.engine.kernel_cache import FRESH_S, MOST_PLACES, SOURCES, UNUSED_S, filling, forget_places, open_place, place_of
+from pdcluster.engine.native import load_kernels
 
 
 def test_a_second_one_waits_until_the_first_has_filled_it(tmp_path: Path) -> None:
@@ -75,6 +78,25 @@ def test_a_place_that_can_not_be_locked_is_no_reason_to_stop(tmp_path: Path) -> 
         was_filled = (tmp_path / "missing").exists()
         raise FileNotFoundError("what the block does there is its own affair")
     assert was_filled is False and not (tmp_path / "missing").exists()
+
+
+def test_a_place_that_can_be_read_but_not_written_is_told_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a read-only file system, though it was filled before; a test that runs as root can write everywhere else."""
+
+    def refuse(dir: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(dir / "tmp1"))
+
+    place = open_place(tmp_path)
+    with filling(place, "float32"):
+        pass
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(OSError, match=f"not written: Read-only file system: '{place}'"):
+        open_place(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert load_kernels(tmp_path, "float32") is None
+    assert "read but not written" in caplog.text and "plain torch" in caplog.text and "XDG_CACHE_HOME" in caplog.text
 
 
 def test_machines_of_other_kinds_have_other_places(tmp_path: Path) -> None:
