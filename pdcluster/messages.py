@@ -239,7 +239,8 @@ class Reserved(Message, frozen=True, array_like=True):
 
 class Refused(Message, frozen=True, array_like=True):
     """Not accepted, nothing is held for it. `leg` says which message is answered, attempt is that message's (for deliver, the ticket's; sent
-    also when the ticket broke later: the KV stays parked). retryable False: no node of this size can ever take it."""
+    also when the ticket broke later: the KV stays parked). retryable False: no node of this size can ever take it. param: what of the work is at
+    fault, "" for nothing in particular."""
 
     request: Id
     attempt: Count
@@ -247,6 +248,7 @@ class Refused(Message, frozen=True, array_like=True):
     reason: Text
     retry_after_s: Seconds
     retryable: bool = True
+    param: Text = ""
 
 
 class Tokens(Message, frozen=True, array_like=True):

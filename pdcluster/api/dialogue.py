@@ -29,13 +29,14 @@ NO_MARKS = Marking()
 
 
 class Dialogue(msgspec.Struct, frozen=True):
-    """grammar: None for any text."""
+    """grammar: None for any text; param: which field of the request it is of."""
 
     offer: Offer | None
     format: Format | None
     reasons: bool
     is_open: bool
     grammar: Grammar | None
+    param: str = ""
 
     @property
     def has_marks(self) -> bool:
@@ -74,7 +75,7 @@ def dialogue_of(request: ChatRequest, offer: Offer | None, marking: Marking, pro
     structured.check_end(request)
     if reasons and not prompt.rstrip().endswith(END_THINK):
         form = _after_thought(form, is_open=is_open)
-    return Dialogue(offer, tool_format, reasons, is_open, structured.grammar_of(form, param))
+    return Dialogue(offer, tool_format, reasons, is_open, structured.grammar_of(form, param), param)
 
 
 def _with_calls(tool_format: Format, offer: Offer, form: Form | None, *, reasons: bool) -> Form:

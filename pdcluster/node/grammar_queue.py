@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdcluster import errors
-from pdcluster.grammar import Grammar
+from pdcluster.grammar import PARAM, Grammar
 from pdcluster.messages import Deliver, Failed, Prefill, Refused, RefusedLeg, Reserve
 from pdcluster.node.legs import refusal
 from pdcluster.node.outbox import Outbox
@@ -165,7 +165,7 @@ class GrammarQueue:
                 raise errors.Overloaded(f"{MAX_WAITING} requests wait for their grammars here; retry later", RETRY_S)
             return self._source.want(waiting.grammar)
         except (errors.BadRequest, errors.Overloaded) as error:
-            self._outbox.message(waiting.router, refusal(work, waiting.leg, error))
+            self._outbox.message(waiting.router, refusal(work, waiting.leg, error, PARAM))
             return None
 
     def _give_up(self, waiting: Waiting) -> None:

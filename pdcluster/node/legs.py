@@ -120,8 +120,8 @@ REFUSALS = (errors.Overloaded, errors.BadRequest, errors.ProtocolError)
 """What may be wrong with work that a router sends; anything else is a mistake of ours."""
 
 
-def refusal(work: Work, leg: RefusedLeg, error: errors.PdclusterError) -> Refused:
+def refusal(work: Work, leg: RefusedLeg, error: errors.PdclusterError, param: str = "") -> Refused:
     """The answer to work that was not accepted."""
     if isinstance(error, errors.Overloaded):
         return Refused(work.request, work.attempt, leg, str(error), error.retry_after_s)
-    return Refused(work.request, work.attempt, leg, str(error), 0.0, retryable=False)
+    return Refused(work.request, work.attempt, leg, str(error), 0.0, retryable=False, param=param)

@@ -20,7 +20,7 @@ from pdcluster.api.choice import Piece
 from pdcluster.api.replies import PromptTokensDetails, RouteReport, Usage
 from pdcluster.errors import Cancelled, PdclusterError
 from pdcluster.metrics import RouterMetrics
-from pdcluster_router.choices import Choice, advance
+from pdcluster_router.choices import Choice, advance, told_to_client
 from pdcluster_router.generation import Chunk, Dispatcher, Done, Route, Running, Take
 from pdcluster_router.http_errors import ClientLeft, fail
 from pdcluster_router.http_exchange import JSON, NO_BUFFERING, Exchange
@@ -93,7 +93,7 @@ class Answer:
             return  # said before its node knew that it may stop
         said: Said
         if isinstance(event, Exception):
-            said = event
+            said = told_to_client(choice, event)
         else:
             try:
                 said = advance(choice, event)

@@ -16,7 +16,8 @@ import msgspec
 
 from pdcluster.api.choice import ChoiceText, Piece, Token
 from pdcluster.api.detokenize import Detokenizer
-from pdcluster.errors import IntegrityError, ProtocolError
+from pdcluster.errors import BadRequest, IntegrityError, ProtocolError
+from pdcluster.grammar import PARAM
 from pdcluster.messages import TokenLogprobs
 from pdcluster_router.generation import Chunk, Dispatcher, Done, Generation, Route, Running, Timeline
 from pdcluster_router.streaming import Unread
@@ -74,6 +75,15 @@ class Choice(msgspec.Struct):
     attempts: int | None = None
     timeline: Timeline | None = None
     finish: str | None = None
+    grammar_param: str | None = None
+    """Which field of the request the generation's grammar was made from."""
+
+
+def told_to_client(choice: Choice, error: Exception) -> Exception:
+    """The same; one about what a node calls the grammar names the field that the client knows."""
+    if isinstance(error, BadRequest) and error.param == PARAM and choice.grammar_param is not None:
+        return BadRequest(str(error), choice.grammar_param)
+    return error
 
 
 class _Pieces:
@@ -100,7 +110,7 @@ class _Pieces:
 
     def on_error(self, error: Exception) -> None:
         if not self._choice.text.stopped:
-            self.unread.fail(error)
+            self.unread.fail(told_to_client(self._choice, error))
 
     def _take(self, event: Chunk | Done) -> None:
         if self._choice.text.stopped:

@@ -166,7 +166,7 @@ def _goes_on(leg: Leg, way: Way, row: TokenRow, now: float) -> bool:
 
 def refusal(message: Refused) -> errors.PdclusterError:
     if not message.retryable:
-        return errors.BadRequest(message.reason)
+        return errors.BadRequest(message.reason, message.param or None)
     return errors.Overloaded(message.reason, message.retry_after_s)
 
 

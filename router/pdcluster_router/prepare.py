@@ -310,7 +310,10 @@ class _Builder:
         detokenizer = model.text.detokenizer(skip_special_tokens=skip, at_start=self._at_start, shows_marks=speech is not None)
         text = ChoiceText(detokenizer, StopMatcher(openai.stops_of(request)), self._silent, len(prompt.echo or ""), speech)
         wants_ids = bool(request.return_token_ids)
-        return Choice(generation, text, Clock(terms.arrived), model.info.vocab_size, echo, wants_ids, num_prompt_logprobs)
+        choice = Choice(generation, text, Clock(terms.arrived), model.info.vocab_size, echo, wants_ids, num_prompt_logprobs)
+        if sampling.grammar is not None:
+            choice.grammar_param = structured.param_of(request.structured_outputs) if self._dialogue is None else self._dialogue.param
+        return choice
 
     def _echo(self, prompt: Prompt, skip: bool, num_logprobs: int | None) -> Echo | None:
         if prompt.echo is None:

@@ -150,8 +150,9 @@ def test_a_strict_tool_leaves_text_as_it_is(client: openai.OpenAI, up: Up) -> No
 
 def test_a_strict_schema_that_does_not_compile_is_a_400_that_names_its_tool(client: openai.OpenAI, up: Up) -> None:
     bad = {"type": "function", "function": {"name": "misspelt", "strict": True, "parameters": {"properties": {"a": {"type": "strnig"}}}}}
-    with pytest.raises(openai.BadRequestError, match=r"strnig.*misspelt"):
+    with pytest.raises(openai.BadRequestError, match=r"strnig.*misspelt") as refused:
         client.chat.completions.create(model=up.model, messages=USER, max_tokens=5, tools=[*STRICT_TOOLS, bad])
+    assert refused.value.param == "tools"
 
 
 def test_a_history_with_calls_and_their_results_is_taken(client: openai.OpenAI, up: Up) -> None:
@@ -171,10 +172,11 @@ def test_a_history_with_calls_and_their_results_is_taken(client: openai.OpenAI, 
     ],
 )
 def test_what_does_not_compile_is_a_400_in_the_compilers_words(client: openai.OpenAI, up: Up, asked: dict, words: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=words):
+    with pytest.raises(openai.BadRequestError, match=words) as refused:
         client.chat.completions.create(model=up.model, messages=USER, max_tokens=5, extra_body={"structured_outputs": asked})
     with pytest.raises(openai.BadRequestError, match=words):
         client.chat.completions.create(model=up.model, messages=USER, max_tokens=5, stream=True, extra_body={"structured_outputs": asked})
+    assert refused.value.param == "structured_outputs"
     up.wait_idle()
 
 

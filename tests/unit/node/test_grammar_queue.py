@@ -111,7 +111,7 @@ def test_a_refused_grammar_is_told_at_once_or_when_it_is_known(bed):
     bed.compiler.refused["late"] = Overloaded("many", 0.5)
     assert bed.ready() == [] and len(bed.queue) == 0
     bad, late = bed.said()
-    assert (bad.leg, bad.reason, bad.retryable) == ("prefill", "no such type", False)
+    assert (bad.leg, bad.reason, bad.retryable, bad.param) == ("prefill", "no such type", False, "grammar")
     assert (late.leg, late.retryable, late.retry_after_s) == ("reserve", True, 0.5)
 
 

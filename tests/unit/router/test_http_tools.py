@@ -13,6 +13,7 @@ from openai import AsyncOpenAI
 from scripted_dispatcher import MODEL, SPEAKING, SpeakingDispatcher, says, served
 
 from pdcluster.api.openai import ChatMessage, messages_of
+from pdcluster.errors import BadRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -126,6 +127,36 @@ async def test_a_strict_schema_that_can_not_be_kept_names_its_tool(client, dispa
         schema = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 3}}}
         await client.chat.completions.create(model=MODEL, messages=USER, tools=strict({"add"}, schema))
     assert dispatcher.started == []
+
+
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": JSON_SCHEMA}, "response_format"),
+        ({"extra_body": {"structured_outputs": {"regex": "a+"}}}, "structured_outputs"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tools"),
+    ],
+)
+async def test_a_grammar_that_a_node_refuses_is_named_by_the_clients_field(client, dispatcher, fields, param, stream):
+    dispatcher.script = lambda _: [BadRequest("the grammar does not compile: why", "grammar")]
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(model=MODEL, messages=USER, stream=stream, **fields)
+    assert (refused.value.param, refused.value.body["message"]) == (param, "the grammar does not compile: why")
+
+
+async def test_a_completions_grammar_is_named_by_its_field_and_what_is_no_grammars_fault_by_none(client, dispatcher):
+    dispatcher.script = lambda _: [BadRequest("the grammar does not compile: why", "grammar")]
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.completions.create(model=MODEL, prompt="a", extra_body={"response_format": JSON_SCHEMA})
+    assert refused.value.param == "response_format"
+    dispatcher.script = lambda _: [BadRequest("the request is too long for any node")]
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(model=MODEL, messages=USER, response_format=JSON_SCHEMA)
+    assert refused.value.param is None
 
 
 async def test_thoughts_are_told_apart_whole_and_streamed(client, dispatcher):
