@@ -14,7 +14,7 @@ from pdcluster_router import cli as router_cli
 from pdcluster_router import pdctl
 
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "bench" / "README.md"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "bench" / "README.md", ROOT / "bench" / "FIGURES.md"]
 COMMANDS = {
     "pdcluster": typer.main.get_command(cli.app),
     "pdcluster-router": typer.main.get_command(router_cli.app),
