@@ -34,7 +34,7 @@ from pdcluster.node.loop import NodeLoop
 from pdcluster.node.parts import NodeParts
 from pdcluster.node.rank_link import RankLink
 from pdcluster.ready import announce
-from pdcluster.scheduler.scheduler import Limits
+from pdcluster.scheduler.limits import Limits, logprob_tokens_of
 from pdcluster.transfer.base import Backend, Peer
 from pdcluster.transfer.choose import create_backends
 from pdcluster.transfer.session import Settings as TransferSettings
@@ -155,6 +155,7 @@ def limits_of(config: NodeConfig, engine: Engine) -> Limits:
         max_waiting=config.scheduler.max_waiting,
         max_len=usable_len(engine),
         eos_token_ids=frozenset(engine.config.eos_token_ids),
+        logprob_tokens=logprob_tokens_of(engine.config.vocab_size),
     )
 
 

@@ -8,6 +8,9 @@ from pdcluster.errors import BadRequest, ConfigError, RequestTooLarge
 from pdcluster.kv.pages import PagePool
 from pdcluster.scheduler.sequence import Sequence
 
+LOGPROB_SCORES = 1 << 23
+"""Logits of prompt positions in one step, as far as `logprob_tokens_of` can choose."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -38,6 +41,12 @@ class Limits:
             raise ConfigError(
                 f"token_budget {self.token_budget} must exceed max_rows {self.max_rows}: a row decodes one token a step, prompts need the rest"
             )
+
+
+def logprob_tokens_of(vocab_size: int) -> int:
+    """As many positions as hold up a step about as long whatever the vocabulary: 64 with 131,000 tokens or more. What is made for each of them beside
+    that takes its time too, so with a small vocabulary they are not endless."""
+    return min(max(LOGPROB_SCORES // vocab_size, 64), 512)
 
 
 def longest(sequence: Sequence, limits: Limits, pool: PagePool) -> int:

@@ -8,6 +8,7 @@ from scheduler_node import LONG, Node, shape
 
 from pdcluster.errors import Overloaded
 from pdcluster.lifecycle import Residence
+from pdcluster.scheduler.limits import logprob_tokens_of
 from pdcluster.scheduler.sequence import Sequence
 
 # ---------------------------------------------------------------- prefix cache
@@ -96,6 +97,11 @@ def test_prompts_that_want_logprobs_share_a_smaller_part_of_the_step_and_others_
         reports |= {update.key: update.prompt_logprobs for update in node.finish_step(plan) if update.prompt_logprobs}
     assert {key: len(found) for key, found in reports.items()} == {"a": 19, "b": 19}
     assert node.tokens["a"] == node.tokens["b"] == node.tokens["c"] == node.expected(LONG, max_tokens=1) and node.is_clean()
+
+
+@pytest.mark.parametrize(("vocab_size", "positions"), [(512, 512), (16_384, 512), (32_000, 262), (131_072, 64), (152_064, 64), (256_000, 64)])
+def test_the_smaller_a_vocabulary_is_the_more_positions_of_a_step_may_want_logprobs(vocab_size: int, positions: int) -> None:
+    assert logprob_tokens_of(vocab_size) == positions
 
 
 def test_any_number_of_prompts_that_want_logprobs_lets_others_pass_while_rows_are_free():
