@@ -1,4 +1,5 @@
-"""Command-line flags made from the keys of `config`: each key is declared once and is a flag of every command that takes its section.
+"""Command-line flags made from the keys of `config`: each key is declared once and is a flag of every command that takes its section. And flags made
+from the fields of dataclasses, for a command that reads no configuration.
 
 It knows typer and nothing of what the commands do.
 """
@@ -9,8 +10,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -54,6 +56,24 @@ def _key_parameter(name: str, key: Key) -> inspect.Parameter:
 
 def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
+
+
+def grouped(run: Callable[..., None], *groups: type) -> Callable[..., None]:
+    """A command whose flags are the fields of some dataclasses, annotated as typer's parameters are; `run` gets one of each."""
+
+    def entry(**given: object) -> None:
+        run(*(group(**{field.name: given[field.name] for field in fields(group)}) for group in groups))
+
+    entry.__doc__ = run.__doc__
+    entry.__signature__ = inspect.Signature([parameter for group in groups for parameter in _field_parameters(group)])  # type: ignore[attr-defined]
+    return entry
+
+
+def _field_parameters(group: type) -> Iterator[inspect.Parameter]:
+    kinds = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[field.name])
 
 
 def assignments(pairs: list[str]) -> dict[str, object]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 from pdcluster.errors import ConfigError
-from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import DEFAULT, make_policy
+from pdcluster_router.replay.asked import Nodes, Routing, Traffic
 from pdcluster_router.replay.feed import FeedSpec
 from pdcluster_router.replay.fitted import read_cost
 from pdcluster_router.replay.report import Figures, Slo, figures
@@ -24,35 +24,17 @@ COLUMNS = ("policy", "ttft_mean_s", "ttft_p90_s", "ttft_p99_s", "tpot_mean_s", "
 """Of the table; JSON has all figures."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The flags as given; None: not given."""
-
-    trace: str
-    policies: str = ""
-    prefill: int | None = None
-    decode: int | None = None
-    mixed: int | None = None
-    speedup: float = 1.0
-    cache_tokens: int = 4_000_000
-    seed: int = 0
-    mode: Force = "auto"
-    feed_delay_s: float = 0.0
-    feed_loss: float = 0.0
-    requests: int = 0
-    in_this_router: bool = False
-    cost: Path | None = None
-
-
-def rows(asked: Asked) -> list[Figures]:
+def rows(traffic: Traffic, nodes: Nodes, routing: Routing) -> list[Figures]:
     """Raises ConfigError for anything that cannot be replayed, before the first policy runs."""
-    policies = split_policies(asked.policies)
-    layout, conditions = layout_of(asked), _conditions(asked)
+    policies = split_policies(routing.policy)
+    layout, conditions = layout_of(nodes, traffic.seed), _conditions(routing, traffic.seed)
+    if traffic.requests < 0:
+        raise ConfigError(f"cannot replay {traffic.requests} requests; give 0 for all")
     layout.nodes(1)
-    trace = load_trace(asked.trace, asked.seed)
-    if asked.requests:
-        trace = trace.head(asked.requests)
-    trace = trace.at_speed(asked.speedup)
+    trace = load_trace(traffic.trace, traffic.seed)
+    if traffic.requests:
+        trace = trace.head(traffic.requests)
+    trace = trace.at_speed(traffic.speedup)
     known = oracle(trace, layout)
     slo = Slo(layout.cost, trace.mean_tokens)
     return [figures(policy, replay(trace, layout, policy, conditions), slo, known.hit) for policy in policies]
@@ -72,13 +54,13 @@ def split_policies(text: str) -> list[str]:
     return policies
 
 
-def layout_of(asked: Asked) -> Layout:
+def layout_of(asked: Nodes, seed: int) -> Layout:
     """8 prefill and 4 decode nodes unless a role is given."""
     counts = (asked.prefill, asked.decode, asked.mixed)
     if counts == (None, None, None):
         counts = (8, 4, 0)
     prefill, decode, mixed = (count or 0 for count in counts)
-    layout = Layout(prefill=prefill, decode=decode, mixed=mixed, cache_tokens=asked.cache_tokens, seed=asked.seed)
+    layout = Layout(prefill=prefill, decode=decode, mixed=mixed, cache_tokens=asked.cache_tokens, seed=seed)
     return layout if asked.cost is None else of_cost(layout, read_cost(asked.cost))
 
 
@@ -101,14 +83,12 @@ def show(found: Sequence[Figures], output: Literal["table", "json"] | str) -> No
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-def _conditions(asked: Asked) -> Conditions:
-    if asked.feed_delay_s < 0:
-        raise ConfigError(f"a feed cannot be {asked.feed_delay_s * 1000:g} ms late; give 0 or more")
+def _conditions(asked: Routing, seed: int) -> Conditions:
+    if asked.feed_delay_ms < 0:
+        raise ConfigError(f"a feed cannot be {asked.feed_delay_ms:g} ms late; give 0 or more")
     if not 0 <= asked.feed_loss < 1:
         raise ConfigError(f"a share of {asked.feed_loss:g} of messages cannot be lost; give 0 to below 1")
-    if asked.requests < 0:
-        raise ConfigError(f"cannot replay {asked.requests} requests; give 0 for all")
-    return Conditions(FeedSpec(asked.feed_delay_s, asked.feed_loss), asked.mode, asked.seed, asked.in_this_router)
+    return Conditions(FeedSpec(asked.feed_delay_ms / 1000, asked.feed_loss), asked.mode.value, seed, asked.in_this_router)
 
 
 def _cell(value: object) -> str:

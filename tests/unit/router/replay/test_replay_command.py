@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from pdcluster.errors import ConfigError
 from pdcluster_router.pdctl import app
-from pdcluster_router.replay.command import Asked, layout_of, split_policies
+from pdcluster_router.replay.asked import Nodes
+from pdcluster_router.replay.command import layout_of, split_policies
 
 RUN = CliRunner()
 FIELDS = {"policy", "ttft_mean_s", "ttft_p90_s", "ttft_p99_s", "tpot_mean_s", "goodput", "hit", "hit_oracle", "imbalance"}
@@ -72,7 +73,8 @@ def test_parameters_stay_with_their_policy() -> None:
 
 def test_roles_default_to_a_disaggregated_cluster_only_when_none_is_given() -> None:
     sizes = [
-        (found.prefill, found.decode, found.mixed) for found in map(layout_of, (Asked("t"), Asked("t", mixed=3), Asked("t", prefill=1, decode=2)))
+        (found.prefill, found.decode, found.mixed)
+        for found in (layout_of(asked, seed=0) for asked in (Nodes(), Nodes(mixed=3), Nodes(prefill=1, decode=2)))
     ]
     assert sizes == [(8, 4, 0), (0, 0, 3), (1, 2, 0)]
 
@@ -83,7 +85,8 @@ import sys
 from typer.testing import CliRunner
 from pdcluster_router.pdctl import app
 assert CliRunner().invoke(app, ["replay", "--help"]).exit_code == 0
-assert not {m for m in sys.modules if m.startswith("pdcluster_router.replay")}, "imported for --help"
+assert {m for m in sys.modules if m.startswith("pdcluster_router.")} == {"pdcluster_router." + m for m in ("pdctl", "replay", "replay.asked")}
+assert "numpy" not in sys.modules, "imported for --help"
 assert CliRunner().invoke(app, ["replay", "generate:rag:5", "--mixed", "1"]).exit_code == 0
 sys.exit("torch was loaded" if {"torch", "transformers", "numba"} & {m.split(".")[0] for m in sys.modules} else 0)
 """
