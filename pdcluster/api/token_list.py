@@ -16,13 +16,20 @@ from numpy.typing import NDArray
 LONG_BYTES = 16 * 1024
 """Of text, from which on it pays."""
 
-BLOCK_BYTES = 128 * 1024
+BLOCK_BYTES = 48 * 1024
+"""Arrays for as many are so small that their memory is at hand."""
 
 MOST_DIGITS = 8
 """More than ids of any vocabulary have."""
 
 _BLANKS = b" \t\r\n"
 _COMMA, _BLANK, _ZERO, _BEGIN, _END = b", 0[]"
+
+_BEFORE = bytes(MOST_DIGITS - 1) + b","
+"""So that the first number has a comma before it, too, and enough bytes."""
+
+_EIGHT = np.dtype(f"V{MOST_DIGITS}")
+_least, _largest = np.minimum.reduce, np.maximum.reduce
 
 Words = NDArray[np.uint64]
 
@@ -46,7 +53,7 @@ def _listed(text: memoryview, lead: bytes) -> array[int] | None:
         block = bytes(text[begin : min(begin + BLOCK_BYTES, last)])
         is_last = begin + len(block) == last
         size = len(block) if is_last else block.rfind(b",")
-        words = _digits(lead + block[:size] + b",", len(lead)) if size > 0 else None
+        words = _digits(_BEFORE + lead + block[:size] + b",", len(lead)) if size > 0 else None
         begin += size + 1 + len(lead)
         if words is None or (not is_last and text[begin - len(lead) : begin] != lead):
             return None
@@ -55,18 +62,21 @@ def _listed(text: memoryview, lead: bytes) -> array[int] | None:
 
 
 def _digits(block: bytes, num_blanks: int) -> Words | None:
-    """The digits of each number, the last one in the highest byte, zeros before the first. None where there is more, or less, than so many blanks
-    before each number and a comma behind it."""
+    """block: numbers behind _BEFORE. The digits of each, the last one in the highest byte, zeros before the first. None where there is more, or less,
+    than so many blanks before each number and a comma behind it."""
     codes = np.frombuffer(block, np.uint8)
-    commas = np.flatnonzero(codes == _COMMA)
-    num_digits = np.diff(commas, prepend=-1) - (1 + num_blanks)
-    if num_digits.min() < 1 or num_digits.max() > MOST_DIGITS or np.count_nonzero(codes - _ZERO < 10) != num_digits.sum():
+    commas = (codes == _COMMA).nonzero()[0]
+    befores, ends = commas[:-1], commas[1:] - MOST_DIGITS
+    num_digits = ends - befores
+    num_digits += MOST_DIGITS - 1 - num_blanks
+    if _least(num_digits) < 1 or _largest(num_digits) > MOST_DIGITS:
         return None
-    if num_blanks and (codes[commas - num_digits - 1] != _BLANK).any():
+    if np.count_nonzero(codes - _ZERO < 10) != len(block) - len(_BEFORE) - (1 + num_blanks) * len(ends):
         return None
-    before = np.ndarray(len(block), f"V{MOST_DIGITS}", bytes(MOST_DIGITS) + block, strides=(1,))
-    words: Words = before[commas].view("<u8")
-    blanked = ((MOST_DIGITS - num_digits) * 8).view(np.uint64)
+    if num_blanks and np.count_nonzero(codes[befores + 1] == _BLANK) != len(ends):
+        return None
+    words: Words = np.ndarray(len(block) - MOST_DIGITS + 1, _EIGHT, block, strides=(1,))[ends].view(np.uint64)
+    blanked = ((MOST_DIGITS - num_digits) << 3).view(np.uint64)
     words >>= blanked
     words <<= blanked
     words &= 0x0F0F0F0F0F0F0F0F
