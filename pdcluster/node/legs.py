@@ -7,8 +7,9 @@ pages of its predecessor are still on their way out.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from pdcluster import errors
 from pdcluster.messages import Delivered, Failed, Finished, Refused, RefusedLeg, TokenLogprobs, TokenRow, Work
@@ -107,7 +108,21 @@ def key_of(work: Work) -> str:
 
 
 class AnyLeg(Protocol):
+    request: str
     attempt: int
+    router: Peer
+
+
+L = TypeVar("L", bound=AnyLeg)
+
+
+def of_router(legs: Iterable[L], router: Peer) -> list[L]:
+    return [leg for leg in legs if leg.router == router]
+
+
+def unawaited(legs: Iterable[L], router: Peer, awaited: Set[tuple[str, int]]) -> list[L]:
+    """Those that the router would have named if it waited for them."""
+    return [leg for leg in of_router(legs, router) if (leg.request, leg.attempt) not in awaited]
 
 
 def check_newest(work: Work, leg: AnyLeg | None) -> None:

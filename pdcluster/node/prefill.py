@@ -18,7 +18,7 @@ from pdcluster.grammar import Grammar
 from pdcluster.kv.pages import PagePool
 from pdcluster.messages import Deliver, Delivered, Failed, Finished, Prefill, Refused, RefusedLeg, Scheduled, Ticket, Timings, TokenLogprobs
 from pdcluster.node.grouping import LayerGroups
-from pdcluster.node.legs import REFUSALS, Ended, EndedLegs, Output, check_newest, key_of, refusal
+from pdcluster.node.legs import REFUSALS, Ended, EndedLegs, Output, check_newest, key_of, of_router, refusal, unawaited
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.parking import Parking
 from pdcluster.scheduler.scheduler import Scheduler, Update
@@ -157,12 +157,12 @@ class PrefillSide:
 
     def cancel_router(self, router: Peer) -> None:
         """The router's lease ended: nobody waits for its requests."""
-        for leg in [leg for leg in self._legs.values() if leg.router == router]:
+        for leg in of_router(self._legs.values(), router):
             self._end(leg, "router lost")
 
     def keep_only(self, router: Peer, awaited: Set[tuple[str, int]]) -> None:
         """The router (re)connected: legs it does not name are nobody's, because a Cancel was lost or could not be sent."""
-        for leg in [leg for leg in self._legs.values() if leg.router == router and (leg.request, leg.attempt) not in awaited]:
+        for leg in unawaited(self._legs.values(), router, awaited):
             self._end(leg, "the router no longer waits for it")
 
     # ------------------------------------------------------------ what the scheduler and the writer report

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from local_cluster import LocalCluster
 from oracle import VOCAB, reference
+from write_faults import each_write_fault
 
 from pdcluster import errors
 from pdcluster.transfer.base import Stamp, WriteStatus
@@ -78,20 +79,7 @@ async def test_the_pool_of_a_decode_node_may_be_too_small_for_all_at_once() -> N
         await cluster.until_idle()
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault(delay_s=0.05),
-        Fault(status=WriteStatus.FAILED),
-        Fault(flip_byte=5),
-        Fault(torn_bytes=16),
-        Fault(arrivals=0),
-        Fault(arrivals=2),
-        Fault(delay_s=0.02, lost_s=0.001),
-        Fault(delay_s=0.05, unknown_s=0.01),
-    ],
-    ids=["slow", "failed", "flipped", "torn", "no-stamp", "two-stamps", "lost", "unknown"],
-)
+@each_write_fault
 @pytest.mark.parametrize("which", ["first", "every third"])
 async def test_a_faulty_write_never_changes_a_token(fault: Fault, which: str) -> None:
     async with LocalCluster(TWO_PAIRS) as cluster:

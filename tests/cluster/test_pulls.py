@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 from local_cluster import LocalCluster, oracle_kit
 from oracle import VOCAB, reference
+from write_faults import each_write_fault
 
 from pdcluster import errors
 from pdcluster.kv.hashing import extend
 from pdcluster.messages import Commit, Fetch, Message
-from pdcluster.transfer.base import Stamp, WriteStatus
+from pdcluster.transfer.base import Stamp
 from pdcluster.transfer.fake import Fault
 from pdcluster_router.pull import PullRule
 
@@ -91,20 +92,7 @@ async def test_metrics_tell_of_pulls() -> None:
         await cluster.until(lambda: any(("ok", 1) in node.load.pulls for node in cluster.router.view().nodes if node.load is not None))
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault(delay_s=0.05),
-        Fault(status=WriteStatus.FAILED),
-        Fault(flip_byte=5),
-        Fault(torn_bytes=16),
-        Fault(arrivals=0),
-        Fault(arrivals=2),
-        Fault(delay_s=0.02, lost_s=0.001),
-        Fault(delay_s=0.05, unknown_s=0.01),
-    ],
-    ids=["slow", "failed", "flipped", "torn", "no-stamp", "two-stamps", "lost", "unknown"],
-)
+@each_write_fault
 @pytest.mark.parametrize("which", ["first", "all of the pull"])
 async def test_a_faulty_write_of_a_pull_never_changes_a_token_and_never_fails_a_request(fault: Fault, which: str) -> None:
     async with LocalCluster(PAIR, force="remote") as cluster:
