@@ -234,7 +234,7 @@ def measure(near: Near, case: Case, repeats: int) -> list[Row]:
     if goal is not None and shape.backend == "mooncake":
         packs = seconds_of_engine(near, case.nbytes, repeats, packed=True)
         rows.append(beside("staging.mooncake", f"{case.name}, engine and a copy at the writer", case, packs, shape.backend, top))
-        rows += mooncake_bound.rows(near, case.name, case.nbytes, TURNS * repeats)
+        rows += mooncake_bound.rows(near, case.name, case.nbytes, TURNS[shape.backend] * repeats)
     if case.nbytes <= 1 << 20:
         rows.append(row(f"handover.{shape.backend}", label, [each * 1e3 for each in samples], "ms"))
     return rows
