@@ -67,46 +67,48 @@ def decode_advert(data: bytes) -> Advert:
 
 
 class Cursor:
-    """A position in memory views that are sent or filled piece by piece. They are made when their turn comes, and not all before the first byte."""
+    """A position in memory views that are sent or filled piece by piece. They are made when their turn comes, and not all before the first byte; and
+    taken whole where they can be, as cutting each costs more than all else here."""
 
     def __init__(self, views: Iterable[memoryview]) -> None:
         self._coming = (view for view in views if len(view))
         self._near: deque[memoryview] = deque()
-        """The next ones, that were made."""
-        self._offset = 0
+        """The next ones, that were made; of the first what is left."""
         self.started = False
 
     @property
     def is_done(self) -> bool:
-        return not self._has(0)
-
-    def _has(self, index: int) -> bool:
-        """Is there such a one after the position?"""
-        if index >= len(self._near):
+        if not self._near:
             self._near.extend(islice(self._coming, 1))
-        return index < len(self._near)
+        return not self._near
 
     def head(self, most_bytes: int = BURST_BYTES) -> list[memoryview]:
         """The next bytes, at most so many in at most MAX_VECTOR pieces."""
         pieces: list[memoryview] = []
-        left, offset = most_bytes, self._offset
-        while left and len(pieces) < MAX_VECTOR and self._has(len(pieces)):
-            pieces.append(self._near[len(pieces)][offset : offset + left])
-            left -= len(pieces[-1])
-            offset = 0
+        left, near = most_bytes, self._near
+        for view in near:
+            if left <= 0 or len(pieces) == MAX_VECTOR:
+                break
+            pieces.append(view)
+            left -= len(view)
+        while left > 0 and len(pieces) < MAX_VECTOR and (coming := next(self._coming, None)) is not None:
+            near.append(coming)
+            pieces.append(coming)
+            left -= len(coming)
+        if left < 0:
+            pieces[-1] = pieces[-1][:left]
         return pieces
 
     def advance(self, nbytes: int) -> None:
         """By bytes that `head` gave."""
         self.started = self.started or nbytes > 0
+        near = self._near
         while nbytes:
-            rest = len(self._near[0]) - self._offset
-            if nbytes < rest:
-                self._offset += nbytes
+            view = near.popleft()
+            if nbytes < len(view):
+                near.appendleft(view[nbytes:])
                 return
-            nbytes -= rest
-            self._near.popleft()
-            self._offset = 0
+            nbytes -= len(view)
 
 
 class Link:

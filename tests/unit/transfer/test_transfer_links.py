@@ -36,11 +36,12 @@ from pdcluster.transfer.links import (
 ME, OTHER = Peer("p0", "a"), Peer("d0", "b")
 
 
-@given(st.lists(st.binary(max_size=40), max_size=100), st.randoms(use_true_random=False))
-def test_a_cursor_hands_out_all_bytes_in_order(parts: list[bytes], choose: object) -> None:
+@given(st.lists(st.binary(max_size=40), max_size=100), st.integers(1, 200), st.randoms(use_true_random=False))
+def test_a_cursor_hands_out_all_bytes_in_order(parts: list[bytes], most_bytes: int, choose: object) -> None:
     cursor, out = Cursor([memoryview(part) for part in parts]), b""
     while not cursor.is_done:
-        head = b"".join(cursor.head())
+        head = b"".join(cursor.head(most_bytes))
+        assert 0 < len(head) <= most_bytes
         count = choose.randint(1, len(head))  # type: ignore[attr-defined]
         out += head[:count]
         cursor.advance(count)
@@ -179,7 +180,7 @@ def test_after_a_gathered_payload_the_next_few_bytes_are_not_waited_for_in_vain(
         link = Link(near, Peer("p", "1"), 5.0)
         payload = bytes(range(256)) * (GATHER_BYTES // 256)
         with near:
-            sender = threading.Thread(target=lambda: (far.sendall(payload), far.sendall(b"head")))
+            sender = threading.Thread(target=far.sendall, args=[payload + b"head"])
             sender.start()
             assert link.receive(len(payload)) == payload and near.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) > 1
             assert link.receive(4, idle=True) == b"head"
