@@ -1,7 +1,8 @@
 """Reads the tensors of a Hugging Face checkpoint, mapped from its safetensors files, and says which weights they are.
 
-Tensors that are served in the type they are stored in stay views of the files, so that the nodes of one machine share their memory. It knows the
-names a family must have and refuses what is missing or left over; what the tensors mean is the model's business.
+Tensors that are served in the type they are stored in stay views of the files, so that the nodes of one machine share their memory, in huge pages
+where there are any (`huge_pages`). It knows the names a family must have and refuses what is missing or left over; what the tensors mean is the
+model's business.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pdcluster.engine.huge_pages import mapped_bytes, read_in_huge_pages
 from pdcluster.engine.model_config import ModelConfig
 from pdcluster.errors import ModelError
 from pdcluster.kv.layout import DType
@@ -105,14 +107,13 @@ def weights_digest(model_dir: Path, config: ModelConfig) -> str:
     """
     digest = hashlib.blake2b(repr(config).encode(), digest_size=16)
     for path in shard_paths(model_dir):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header = int.from_bytes(file.read(8), "little")
+        with mapped_bytes(path) as data:
+            size, header = len(data), int.from_bytes(data[:8], "little")
             digest.update(f"{size}:{header}:".encode())
-            digest.update(file.read(min(header, size)))
+            digest.update(data[8 : 8 + header])
             for block in range(_SAMPLED_BLOCKS):
-                file.seek(8 + header + (max(size - 8 - header - _BLOCK_BYTES, 0) * block) // (_SAMPLED_BLOCKS - 1))
-                digest.update(file.read(_BLOCK_BYTES))
+                at = 8 + header + (max(size - 8 - header - _BLOCK_BYTES, 0) * block) // (_SAMPLED_BLOCKS - 1)
+                digest.update(data[at : at + _BLOCK_BYTES])
     return digest.hexdigest()
 
 
@@ -121,9 +122,11 @@ def _open_all(paths: Iterable[Path]) -> dict[str, Tensor]:
     for path in paths:
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
-                tensors.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (a handle, not a dict)
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle, not a dict)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+        read_in_huge_pages(found.values())
+        tensors.update(found)
     return tensors
 
 
