@@ -183,9 +183,11 @@ class _ChoiceSink:
         self._answer.take(self._index, chunk)
 
     def way(self) -> Take | None:
+        if self._answer.is_held_back:
+            return None  # there may be a way once it reads
         if not self._is_asked:
             self._is_asked, self._through = True, self._answer.through(self._index)
-        return None if self._through is None or self._answer.is_held_back else self._through.take
+        return None if self._through is None else self._through.take
 
     def on_done(self, done: Done) -> None:
         self._answer.take(self._index, done)

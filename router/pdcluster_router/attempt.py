@@ -121,6 +121,7 @@ class Attempt:
         for leg in (self._prefill, self._decode):
             if leg is not None:
                 self._cluster.ledger.leave(leg)
+        self.open_way(None)  # which knows the request, and so would keep all of it
 
     def _note_timings(self, timings: Timings) -> None:
         self.prefill_timings = timings

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+import pytest
 from answer_by_hand import ByHand, asked
 from scripted_dispatcher import ROUTE, TEXT
 
@@ -66,3 +70,20 @@ async def test_a_bug_in_starting_one_choice_ends_those_that_run_and_answers_once
     told = line.sent
     dispatcher.says(0, 0, "late")
     assert line.sent == told, "nothing comes after the answer"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_answer_that_is_an_error_is_no_garbage(is_stream: bool) -> None:
+    dispatcher = ByHand()
+    line, exchange = asked(dispatcher, stream=is_stream)
+    sink = dispatcher.sinks.pop()
+    gc.collect()
+    gc.disable()
+    try:
+        sink.on_error(NodeLost("node n-1 is gone"))
+        assert exchange.finished
+        left = weakref.ref(line)
+        del line, exchange, sink
+        assert left() is None, "only the garbage collector finds it"
+    finally:
+        gc.enable()

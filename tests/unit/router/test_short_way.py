@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_cluster import FakeCluster, make_chooser, make_node
@@ -27,6 +30,7 @@ class Sink:
         self.tokens: list[int] = []
         self.num_short = 0
         self.is_short = True
+        self.fails = False
         self.end: Done | Exception | None = None
 
     def on_chunk(self, chunk: Chunk) -> None:
@@ -39,6 +43,8 @@ class Sink:
     def _take(self, position: int, token_ids: tuple[int, ...]) -> bool:
         if not self.is_short or len(token_ids) != 1:
             return False
+        if self.fails:
+            raise ZeroDivisionError
         assert position == len(self.tokens)
         self.num_short += 1
         self.tokens += token_ids
@@ -145,6 +151,33 @@ async def test_a_cancelled_request_takes_no_more_rows() -> None:
         say(cluster, position, position)
     dispatch.open.cancel("r1", "enough")
     assert say(cluster, 5, 5) == 1 and sink.tokens == [0, 1, 2, 3, 4] and isinstance(sink.end, Exception)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "left", "failed"])
+async def test_a_request_that_ends_on_the_short_way_is_no_garbage(end: str) -> None:
+    cluster, sink = FakeCluster([make_node("m0", "mixed")]), Sink()
+    dispatch = make_dispatch(cluster)
+    running = dispatch.start(make_generation(max_tokens=50), sink)
+    for position in range(5):
+        say(cluster, position, position)
+    assert sink.num_short == 3
+    gc.collect()
+    gc.disable()
+    try:
+        if end == "cancelled":
+            dispatch.open.cancel("r1", "enough")
+        elif end == "left":
+            running.cancel("the client left")
+        else:
+            sink.fails = True
+            say(cluster, 5, 5)
+            assert isinstance(sink.end, ZeroDivisionError)
+            sink.end = None  # its traceback names the sink
+        left = weakref.ref(sink)
+        del sink, running
+        assert left() is None, "only the garbage collector finds it"
+    finally:
+        gc.enable()
 
 
 async def test_rows_on_the_short_way_show_that_a_node_lives_and_their_end_is_noticed() -> None:
