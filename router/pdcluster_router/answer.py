@@ -116,9 +116,10 @@ class Answer:
         return self._writer.through(index)
 
     def _say(self, index: int, said: Said) -> None:
+        if isinstance(said, Exception):
+            self._end(said)
+            return
         try:
-            if isinstance(said, Exception):
-                raise said
             self._writer.add(index, said)
             if said.finish is not None:
                 self._num_open -= 1

@@ -128,6 +128,20 @@ async def test_an_answer_that_is_whole_and_a_client_that_does_not_read_take_the_
     assert dispatcher.sinks[0].way() is not None and take(2, (LETTERS[2],))
 
 
+async def test_a_client_that_did_not_read_at_first_gets_the_rest_the_short_way() -> None:
+    dispatcher = ByHand()
+    line, exchange = asked(dispatcher, stream=True)
+    sink = dispatcher.sinks[0]
+    line.is_paused = True
+    sink.on_chunk(Chunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
+    assert sink.way() is None
+    line.is_paused = False
+    assert exchange.on_resume is not None
+    exchange.on_resume()
+    take = sink.way()
+    assert take is not None and take(2, (LETTERS[2],))
+
+
 def test_no_token_is_said_twice_or_out_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[int, bool]] = []
     take = Through.take
