@@ -154,13 +154,14 @@ class Link:
 
     def gather(self, nbytes: int, timeout_s: float) -> None:
         """Until so many bytes can be read at once, or GATHER_BYTES, or a few, when the others take their time; TimeoutError when none come for so
-        long. Fewer and larger reads wake both ends less often, and each costs some Python."""
+        long. Fewer and larger reads wake both ends less often, and each costs some Python. Until `wait` or the next `receive` a poll of the socket
+        waits for as many."""
         self._wake_at(min(nbytes, GATHER_BYTES))
         if not self._arriving.poll(GATHER_S * 1000):
             self.wait(select.POLLIN, timeout_s)
 
     def receive_into(self, view: memoryview, *, idle: bool = False) -> None:
-        """Fill `view`. idle: waiting for its first byte has no deadline."""
+        """Fill `view`. idle: waiting for its first byte has no deadline. Whoever polls the socket by himself after it hears of the next byte."""
         position = 0
         while position < len(view):
             if len(view) - position >= GATHER_BYTES:
@@ -176,6 +177,7 @@ class Link:
             if not count:
                 raise ConnectionResetError(f"{self.peer.node} closed the connection")
             position += count
+        self._wake_at(1)
 
     def receive(self, nbytes: int, *, idle: bool = False) -> bytearray:
         data = bytearray(nbytes)
@@ -333,5 +335,5 @@ def send_unpaced(sock: socket.socket) -> None:
     timers, and for its idea of the bandwidth, which it gets from pauses of ours."""
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, UNPACED)
-    except PermissionError:
-        LOG.info("connections inside of this host keep the system's congestion control: it does not allow %s", UNPACED.decode())
+    except OSError as error:  # not allowed, or a kernel without it: that is only slower
+        LOG.info("connections inside of this host keep the system's congestion control and not %s: %s", UNPACED.decode(), error)

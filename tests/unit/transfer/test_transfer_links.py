@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcluster.errors import PeerUnreachable, ProtocolError
+from pdcluster.transfer import links
 from pdcluster.transfer.base import Peer
 from pdcluster.transfer.ledger import Counts
 from pdcluster.transfer.links import (
@@ -174,19 +175,27 @@ def test_few_bytes_are_taken_when_the_others_take_their_time_and_silence_ends_in
             assert near.recv(1) == b"", "an end is news, too"
 
 
-def test_after_a_gathered_payload_the_next_few_bytes_are_not_waited_for_in_vain() -> None:
+def test_after_a_payload_that_was_gathered_the_next_byte_is_news_to_every_poller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A medium that polls the socket by itself, as `staged` does, would otherwise wait for as many bytes as were last gathered."""
+    monkeypatch.setattr(links, "GATHER_S", 5.0)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as far:
         near, _ = server.accept()
         link = Link(near, Peer("p", "1"), 5.0)
-        payload = bytes(range(256)) * (GATHER_BYTES // 256)
-        with near:
-            sender = threading.Thread(target=far.sendall, args=[payload + b"head"])
+        poller = select.poll()
+        poller.register(near, select.POLLIN)
+        for nbytes in (100, GATHER_BYTES):  # that come late, and those that are many
+            sender = threading.Timer(0.05, far.sendall, [bytes(nbytes)])
             sender.start()
-            assert link.receive(len(payload)) == payload and near.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) > 1
-            assert link.receive(4, idle=True) == b"head"
+            assert link.receive(nbytes) == bytes(nbytes)
             sender.join()
-            threading.Timer(0.05, far.sendall, [b"next"]).start()
-            assert link.receive(4, idle=True) == b"next"
+            far.sendall(b"n")
+            assert poller.poll(5000) and link.receive(1) == b"n"
+        far.sendall(bytes(GATHER_BYTES))
+        link.gather(GATHER_BYTES, 5.0)  # and read by the medium, as `tcp` does
+        assert len(near.recv(GATHER_BYTES)) == GATHER_BYTES
+        threading.Timer(0.05, far.sendall, [b"next"]).start()
+        assert link.receive(4, idle=True) == b"next"
+        near.close()
 
 
 def test_a_connection_inside_of_a_host_is_not_paced() -> None:
@@ -205,11 +214,12 @@ def test_a_network_between_two_hosts_keeps_its_congestion_control(own: str, peer
     assert is_same_host(own, peer) is same
 
 
-def test_a_host_that_allows_no_other_congestion_control_is_served_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [PermissionError("not allowed here"), FileNotFoundError("not built"), OSError("no such option")])
+def test_a_host_that_has_no_other_congestion_control_is_served_all_the_same(error: OSError, caplog: pytest.LogCaptureFixture) -> None:
     class Refusing(socket.socket):
         def setsockopt(self, *options: object) -> None:
-            raise PermissionError("not allowed here")
+            raise error
 
     with Refusing() as sock, caplog.at_level("INFO"):
         send_unpaced(sock)
-    assert "reno" in caplog.text
+    assert "reno" in caplog.text and str(error) in caplog.text
