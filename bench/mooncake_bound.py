@@ -132,7 +132,10 @@ class Move:
     def _take_answers(self) -> None:
         """Those that came; wait for one only when the engine has nothing."""
         if self.copying and select.select([self.pipe.sock], [], [], 0 if self.flying else None)[0]:
-            for _ in self.pipe.sock.recv(len(self.copying)):
+            answers = self.pipe.sock.recv(len(self.copying))
+            if not answers:
+                raise RuntimeError("the reader of the bound ended")
+            for _ in answers:
                 self.free.append(self.copying.popleft())
         elif self.flying:
             time.sleep(LOOK_S)
