@@ -1,8 +1,7 @@
 """Reads the tensors of a Hugging Face checkpoint, mapped from its safetensors files, and says which weights they are.
 
-Tensors that are served in the type they are stored in stay views of the files, so that the nodes of one machine share their memory, in huge pages
-where there are any (`huge_pages`). It knows the names a family must have and refuses what is missing or left over; what the tensors mean is the
-model's business.
+Tensors that are served in the type they are stored in stay views of the files, so that the nodes of one machine share their memory. It knows the
+names a family must have and refuses what is missing or left over; what the tensors mean is the model's business.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pdcluster.engine.huge_pages import mapped_bytes, read_in_huge_pages
 from pdcluster.engine.model_config import ModelConfig
 from pdcluster.errors import ModelError
 from pdcluster.kv.layout import DType
@@ -107,13 +105,14 @@ def weights_digest(model_dir: Path, config: ModelConfig) -> str:
     """
     digest = hashlib.blake2b(repr(config).encode(), digest_size=16)
     for path in shard_paths(model_dir):
-        with mapped_bytes(path) as data:
-            size, header = len(data), int.from_bytes(data[:8], "little")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
             digest.update(f"{size}:{header}:".encode())
-            digest.update(data[8 : 8 + header])
+            digest.update(file.read(min(header, size)))
             for block in range(_SAMPLED_BLOCKS):
-                at = 8 + header + (max(size - 8 - header - _BLOCK_BYTES, 0) * block) // (_SAMPLED_BLOCKS - 1)
-                digest.update(data[at : at + _BLOCK_BYTES])
+                file.seek(8 + header + (max(size - 8 - header - _BLOCK_BYTES, 0) * block) // (_SAMPLED_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()
 
 
@@ -122,11 +121,9 @@ def _open_all(paths: Iterable[Path]) -> dict[str, Tensor]:
     for path in paths:
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle, not a dict)
+                tensors.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (a handle, not a dict)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
-        read_in_huge_pages(found.values())
-        tensors.update(found)
     return tensors
 
 
