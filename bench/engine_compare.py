@@ -156,6 +156,9 @@ def _interleaved(contenders: list[Contender], what: Mapping[str, object], repeat
     for _ in range(repeats):
         for contender, seconds in zip(contenders, taken, strict=True):
             seconds.append(contender.ask(what))
+    case = ", ".join(f"{name} {value}" for name, value in what.items())
+    found = ", ".join(f"{contender.name} {1e3 * min(seconds):.1f} ms" for contender, seconds in zip(contenders, taken, strict=True))
+    print(f"{case}: best of {repeats}: {found}", file=sys.stderr, flush=True)  # the table comes at the end, and a run takes a quarter of an hour
     return taken
 
 
