@@ -81,7 +81,7 @@ class Aside(Generic[Answer]):
                 continue
             num_left = self.num_left
             if num_left >= self._max_left:
-                return answers + [TURNED_AWAY] * (len(jobs) - done)
+                return answers + [late.get(kind, TURNED_AWAY) for kind in kinds[done:]]
             limit_s = self._limit_s * max(1 / (1 + num_left), LEAST_PATIENCE)
             until = next((place for place in range(done, len(jobs)) if kinds[place] in late), len(jobs))
             helper = self._helper = self._helper or _Helper[Answer](self._name)

@@ -79,6 +79,16 @@ def test_of_a_kind_that_was_late_no_other_job_is_begun():
         aside.close()
 
 
+def test_a_job_of_a_kind_that_was_late_is_late_too_and_not_turned_away():
+    """It was told to come back later, and hung in another place then."""
+    aside, may_end = Aside[bool]("test", 0.1, max_left=1), threading.Event()
+    try:
+        assert aside.run([lambda: may_end.wait(60)] * 4, ["x", "y", "x", "y"]) == [LATE, TURNED_AWAY, LATE, TURNED_AWAY]
+    finally:
+        may_end.set()
+        aside.close()
+
+
 def test_the_more_are_left_the_less_time_the_next_one_gets(monkeypatch):
     """All together hold up nobody for more than a few times what one may take."""
     aside, may_end, limits = Aside[bool]("test", 0.08), threading.Event(), []
