@@ -278,13 +278,14 @@ class Finished(Message, frozen=True, array_like=True):
 
 
 class Failed(Message, frozen=True, array_like=True):
-    """The attempt ended badly on this node. code is that of an error in `errors`; retryable: another node may succeed."""
+    """The attempt ended badly on this node. code is that of an error in `errors`; retryable: another node may succeed. param: as in Refused."""
 
     request: Id
     attempt: Count
     code: Id
     message: Text
     retryable: bool
+    param: Text = ""
 
 
 class CostReport(Value, frozen=True, array_like=True):

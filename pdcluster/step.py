@@ -67,10 +67,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """Why one row can not go on here while the others do."""
+    """Why one row can not go on here while the others do. param: what of its work is at fault, "" for nothing in particular."""
 
     reason: str
     retryable: bool
+    param: str = ""
 
 
 @dataclass(frozen=True, slots=True)

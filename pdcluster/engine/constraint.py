@@ -26,7 +26,7 @@ from torch import Tensor
 from pdcluster.engine.aside import Aside, Late, TurnedAway
 from pdcluster.engine.grammar import Grammars
 from pdcluster.errors import BadRequest
-from pdcluster.grammar import Grammar
+from pdcluster.grammar import PARAM, Grammar
 from pdcluster.sampling import Sampling
 from pdcluster.step import Row, RowError
 
@@ -150,12 +150,12 @@ class Constraints:
             return self._too_slow(row, grammar)
         if isinstance(answer, TurnedAway):
             return RowError(f"{self._aside.num_left} other grammars take too long on this node; retry later", retryable=True)
-        return RowError(answer.reason, retryable=answer.is_lost)
+        return RowError(answer.reason, retryable=answer.is_lost, param=PARAM)
 
     def _too_slow(self, row: Row, grammar: Grammar) -> RowError:
         reason = f"after {row.output_index} tokens it takes too long to find what the grammar allows next; send a less ambiguous one"
         self._grammars.refuse(grammar, BadRequest(reason))
-        return RowError(reason, retryable=False)
+        return RowError(reason, retryable=False, param=PARAM)
 
 
 def _advanced(row: Row, kept: Constraint | None, compiled: Any, eos_token_ids: Sequence[int]) -> Stand | Dead:

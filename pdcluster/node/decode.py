@@ -143,12 +143,12 @@ class DecodeSide:
             self._outbox.message(leg.router, word)
             self._forget(leg)
 
-    def fail(self, key: str, reason: str, *, retryable: bool = True) -> None:
+    def fail(self, key: str, reason: str, *, retryable: bool = True, param: str = "") -> None:
         """One of our rows cannot be computed here; another node may, or else it is the request that must change."""
         leg = self._by_key.get(key)
         if leg is not None:
             code = errors.PdclusterError.code if retryable else errors.BadRequest.code
-            self._outbox.message(leg.router, Failed(leg.request, leg.attempt, code, reason, retryable=retryable))
+            self._outbox.message(leg.router, Failed(leg.request, leg.attempt, code, reason, retryable, param))
             self._end(leg, reason)
 
     def on_event(self, event: Landed | TicketFailed | Reclaimed) -> None:

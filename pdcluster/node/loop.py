@@ -349,8 +349,8 @@ class NodeLoop:
     def _fail_row(self, key: str, error: RowError) -> None:
         """One row can not go on; what was computed for the others stands."""
         logger.warning("%s ends: %s", key, error.reason)
-        self._parts.prefill.fail(key, error.reason, retryable=error.retryable)
-        self._parts.decode.fail(key, error.reason, retryable=error.retryable)
+        self._parts.prefill.fail(key, error.reason, retryable=error.retryable, param=error.param)
+        self._parts.decode.fail(key, error.reason, retryable=error.retryable, param=error.param)
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         """The step computed nothing: all its requests may try another node. Raises when the engine fails again and again; a step fails with the one

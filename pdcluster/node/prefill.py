@@ -221,12 +221,12 @@ class PrefillSide:
         self._park(leg, update.sequence)
         self._advance(leg)
 
-    def fail(self, key: str, reason: str, *, retryable: bool = True) -> None:
+    def fail(self, key: str, reason: str, *, retryable: bool = True, param: str = "") -> None:
         """One of our rows cannot be computed here; another node may, or else it is the request that must change."""
         leg = self._by_key.get(key)
         if leg is not None:
             code = errors.PdclusterError.code if retryable else errors.BadRequest.code
-            self._outbox.message(leg.router, Failed(leg.request, leg.attempt, code, reason, retryable=retryable))
+            self._outbox.message(leg.router, Failed(leg.request, leg.attempt, code, reason, retryable, param))
             self._end(leg, reason)
 
     def on_event(self, event: Acked | GaveUp | Drained) -> None:

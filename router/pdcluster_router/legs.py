@@ -177,7 +177,7 @@ def error_of(message: Failed) -> errors.PdclusterError:
     if message.retryable:
         return errors.TransferError(message.message)
     if message.code == errors.BadRequest.code:
-        return errors.BadRequest(message.message)
+        return errors.BadRequest(message.message, message.param or None)
     if message.code == errors.DeadlineExceeded.code:
         return errors.DeadlineExceeded(message.message)
     return errors.PdclusterError(message.message)

@@ -12,7 +12,7 @@ import mmap
 import os
 from collections import deque
 
-from pdcluster.step import Row, RowResult, StepPlan, StepResult
+from pdcluster.step import Row, RowError, RowResult, StepPlan, StepResult
 from pdcluster.transfer.base import Region
 
 TOKEN_BYTES = 16
@@ -66,6 +66,8 @@ class OracleEngine:
         self.num_bells = 0
         self.fail_steps = 0
         """That many of the next steps raise instead of computing."""
+        self.row_errors: dict[str, tuple[int, RowError]] = {}
+        """By request: from which output token on its row gets none, and why."""
         self.num_ahead = 0
         """Steps that were launched behind another."""
         self._plan: StepPlan | None = None
@@ -121,7 +123,7 @@ class OracleEngine:
             self._outcomes.append(RuntimeError("the oracle has no answer"))
         else:
             rows = tuple(self._answer(row) for row in plan.rows)
-            self._drawn = {row.request: row.token for row in rows}
+            self._drawn = {row.request: 0 if row.error is not None else row.token for row in rows}
             self._outcomes.append(StepResult(rows, 0.0))
         os.eventfd_write(self.done_fd, 1)
         after, self._next = self._next, None
@@ -154,6 +156,9 @@ class OracleEngine:
         end = row.start + len(row.tokens)
         if row.sampling is None:
             return RowResult(row.request, None)
+        first, error = self.row_errors.get(row.request.partition("#")[0], (0, None))
+        if error is not None and row.output_index >= first:
+            return RowResult(row.request, None, error=error)
         return RowResult(row.request, draw(b"".join(self._read(row.pages, position) for position in range(end)), row.sampling.choice))
 
     def _read(self, pages, position: int) -> bytes:

@@ -3,34 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 from oracle import VOCAB
-from pulling_nodes import PullingNodes, prompt_of, work_of
-from stepped_nodes import Letter
+from pulling_nodes import prompt_of
+from two_legs import TwoLegs
 
-from pdcluster.messages import Commit, Deliver, Failed, Prefill, Reserve, Reserved
-
-
-class TwoLegs(PullingNodes):
-    """Requests that p0 computes and d0 decodes; first_token: what p0 says of theirs, instead of the truth."""
-
-    first_token: int | None = None
-
-    def hand_over(self, name: str, prompt: list[int]) -> None:
-        self.say("p0", Prefill(work_of(name, prompt, 4), remote=True))
-        self.say("d0", Reserve(work_of(name, prompt, 4, attempt=1), self["p0"].endpoint))
-
-    def _carry(self, letter: Letter) -> None:
-        if isinstance(letter.message, Reserved):
-            self.say("p0", Deliver(letter.message.ticket))
-        elif isinstance(letter.message, Commit) and self.first_token is not None:
-            super()._carry(replace_message(letter, replace(letter.message, first_token=self.first_token)))
-        else:
-            super()._carry(letter)
-
-
-def replace_message(letter: Letter, message: Commit) -> Letter:
-    return Letter(letter.sender, letter.to, message)
+from pdcluster.messages import Failed
 
 
 @pytest.mark.parametrize("token", [VOCAB, 2**31 - 1])

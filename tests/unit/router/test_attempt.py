@@ -91,6 +91,22 @@ async def test_a_transfer_clock_runs_for_the_second_decode_node_too() -> None:
     assert len(cluster.sent_to("d0", m.Reserve)) == 3
 
 
+@pytest.mark.parametrize("how", ["refused", "failed"])
+async def test_what_of_the_work_is_at_fault_is_told_whether_a_node_refused_it_or_failed_at_it(how: str) -> None:
+    cluster = FakeCluster([make_node("m0", "mixed")])
+
+    def end(message: m.Message, answer) -> None:
+        if isinstance(message, m.Prefill):
+            key = message.work.request, message.work.attempt
+            failed = m.Failed(*key, errors.BadRequest.code, "too slow", False, "grammar")
+            answer(failed if how == "failed" else m.Refused(*key, "prefill", "too slow", 0.0, False, "grammar"))
+
+    cluster.handlers = {"m0": end}
+    with pytest.raises(errors.BadRequest, match="too slow") as told:
+        await collect(make_dispatch(cluster), make_generation())
+    assert told.value.param == "grammar" and len(cluster.sent_to("m0", m.Prefill)) == 1
+
+
 async def test_a_prompt_that_is_never_scheduled_runs_into_the_queue_clock() -> None:
     cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode")])
     with pytest.raises(errors.Unavailable, match="did not schedule the prompt"):
