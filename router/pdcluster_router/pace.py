@@ -134,7 +134,8 @@ def typical_cost(costs: list[NodeCost]) -> NodeCost | None:
 
 def _middle(halves: Sequence[Half], usual_s: Callable[[Half], float]) -> Half | None:
     """Of those that ran most steps, the one in the middle by what a usual step takes. How many a node ran is its own claim, which nobody can check:
-    beyond what makes a fit sure more of them count for nothing, so that no single node says what is typical where several are sure."""
+    beyond what makes a fit sure more of them count for nothing, so that no single node says what is typical where three are sure. Of two it is the
+    slower one."""
     most = min(max((half.samples for half in halves), default=0), SURE_SAMPLES)
     if most < MIN_SAMPLES:
         return None
