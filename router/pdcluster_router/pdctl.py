@@ -16,7 +16,10 @@ def pdctl() -> None:
 
 
 def replay(traffic: Traffic, nodes: Nodes, routing: Routing, printing: Printing) -> None:
-    """Drive the production routing policies through a trace in simulated time; one row per policy. Needs no cluster."""
+    """Drive the production routing policies through a trace in simulated time; one row per policy. Needs no cluster.
+
+    hit: share of prompt tokens that were cached where they were computed; hit_oracle: the same with one cache over the nodes that compute prompts for
+    others, which a policy that also fetches from decode nodes, or computes there, can do better than. remote: share of requests by two nodes."""
     with flags.reported():
         from pdcluster_router.replay import command
 
