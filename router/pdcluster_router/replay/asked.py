@@ -49,7 +49,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    policy: Annotated[str, Option(help="one or several, separated by commas; parameters follow a colon: product,kv-cost:overlap=2")] = ""
+    policy: Annotated[str, Option(help="one or several, separated by commas; parameters follow a colon: product,kv-cost:weight=2,decay=1")] = ""
     mode: Annotated[Mode, Option(help="take every request through this mode")] = Mode.AUTO
     feed_delay_ms: Annotated[float, Option(metavar="MS", help="how late the router hears of nodes")] = 0.0
     feed_loss: Annotated[float, Option(metavar="SHARE", help="share of nodes' messages that are lost")] = 0.0

@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from typer.testing import CliRunner
 
 from pdcluster.errors import ConfigError
 from pdcluster_router.pdctl import app
-from pdcluster_router.replay.asked import Nodes
+from pdcluster_router.replay.asked import Nodes, Routing
 from pdcluster_router.replay.command import layout_of, split_policies
 
 RUN = CliRunner()
@@ -36,6 +37,11 @@ def test_a_table_has_a_line_per_policy(tmp_path: Path) -> None:
     done = RUN.invoke(app, ["replay", str(_trace(tmp_path / "t.jsonl")), "--mixed", "2", "--cache-tokens", "50000", "--seed", "1"])
     lines = done.stdout.splitlines()
     assert done.exit_code == 0 and lines[0].split()[0] == "policy" and len(lines) == 2
+
+
+def test_the_policies_that_help_names_as_an_example_exist() -> None:
+    (option,) = get_type_hints(Routing, include_extras=True)["policy"].__metadata__
+    assert split_policies(option.help.rpartition(": ")[2]) == ["product", "kv-cost:weight=2,decay=1"]
 
 
 def test_generated_traces_need_no_file() -> None:
