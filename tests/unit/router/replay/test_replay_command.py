@@ -77,6 +77,11 @@ def test_parameters_stay_with_their_policy() -> None:
     assert split_policies("") != [] and split_policies("product, product") == ["product", "product"]
 
 
+def test_the_policies_that_the_help_shows_can_be_asked_for() -> None:
+    shown = get_type_hints(Routing, include_extras=True)["policy"].__metadata__[0].help.rpartition(": ")[2]
+    assert split_policies(shown) == ["product", "kv-cost:weight=2,decay=1"]
+
+
 def test_roles_default_to_a_disaggregated_cluster_only_when_none_is_given() -> None:
     sizes = [
         (found.prefill, found.decode, found.mixed)
