@@ -114,6 +114,7 @@ class Attempt:
 
     def stop(self, reason: str) -> None:
         """Cancel what still runs. Idempotent; called however the attempt ended."""
+        self.open_way(None)  # it leads to a line that may be another answer's next, and knows the request, all of which it would keep
         if self._decode is not None and self._finished_by is not self._decode:
             self._cancel(self._decode, reason)
         if self._prefill is not None and not self._is_delivered and self._finished_by is not self._prefill:
@@ -121,7 +122,6 @@ class Attempt:
         for leg in (self._prefill, self._decode):
             if leg is not None:
                 self._cluster.ledger.leave(leg)
-        self.open_way(None)  # which knows the request, and so would keep all of it
 
     def _note_timings(self, timings: Timings) -> None:
         self.prefill_timings = timings
