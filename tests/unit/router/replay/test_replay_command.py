@@ -39,11 +39,6 @@ def test_a_table_has_a_line_per_policy(tmp_path: Path) -> None:
     assert done.exit_code == 0 and lines[0].split()[0] == "policy" and len(lines) == 2
 
 
-def test_the_policies_that_help_names_as_an_example_exist() -> None:
-    (option,) = get_type_hints(Routing, include_extras=True)["policy"].__metadata__
-    assert split_policies(option.help.rpartition(": ")[2]) == ["product", "kv-cost:weight=2,decay=1"]
-
-
 def test_generated_traces_need_no_file() -> None:
     done = RUN.invoke(app, ["replay", "generate:chat:50", "--policy", "product", "--mixed", "1", "-o", "json"])
     assert done.exit_code == 0 and json.loads(done.stdout)[0]["num_requests"] == 50
