@@ -14,7 +14,8 @@ from replay_cases import random_trace
 from pdcluster.cost import CostError, DecodeCost, NodeCost, PrefillCost
 from pdcluster.errors import ConfigError
 from pdcluster.rpc import admin_pb2 as pb
-from pdcluster_router.replay.command import Asked, layout_of, rows
+from pdcluster_router.replay.asked import Nodes, Routing, Traffic
+from pdcluster_router.replay.command import layout_of, rows
 from pdcluster_router.replay.fitted import drawn, read_cost
 from pdcluster_router.replay.scenario import replay
 
@@ -85,16 +86,17 @@ def test_a_certain_cost_is_every_nodes() -> None:
 def test_a_replay_takes_the_fitted_cost_and_repeats_itself_by_seed(tmp_path: Path) -> None:
     path = tmp_path / "node.json"
     path.write_text(MessageToJson(described()))
-    layout = layout_of(Asked("generate:chat:40", mixed=2, cost=path, seed=3))
+    layout = layout_of(Nodes(mixed=2, cost=path), 3)
     assert layout.cost == COST
     assert layout.chunk_tokens == 512
     ends = [[flight.end_s for flight in replay(random_trace(1), layout, "seconds").flights] for _ in range(2)]
     assert ends[0] == ends[1]
-    other = layout_of(Asked("generate:chat:40", mixed=2, cost=path, seed=4))
+    other = layout_of(Nodes(mixed=2, cost=path), 4)
     assert [flight.end_s for flight in replay(random_trace(1), other, "seconds").flights] != ends[0]
 
 
 def test_the_command_prints_figures_of_the_fitted_nodes(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     path.write_text(json.dumps({"prefillTokenS": 1e-5, "decodeFixedS": 1e-3, "prefillSamples": "99", "decodeSamples": 99}))
-    assert rows(Asked("generate:chat:40", mixed=2, cost=path))[0].ttft_mean_s < rows(Asked("generate:chat:40", mixed=2))[0].ttft_mean_s
+    traffic, routing = Traffic("generate:chat:40"), Routing()
+    assert rows(traffic, Nodes(mixed=2, cost=path), routing)[0].ttft_mean_s < rows(traffic, Nodes(mixed=2), routing)[0].ttft_mean_s
