@@ -7,8 +7,10 @@ all meet the same neighbours on the machine. Seconds are the whole protocol's, d
 reader's CommitAck; a ratio is the median over the turns. What is checked: the reader's pages against tensors cut by numpy, not by `geometry`.
 
 Each end is one process with the pools of all its ranks, or, where the row says so, a process per rank, as a node has them (`bench.rank_ends`): with
-rank 0's session, a transfer endpoint per rank, and links between them. Both are compared with one process at each end. Where there are
-two cores, all of an end's processes share one, so a node of several ranks has no more of the machine than one of a single rank.
+rank 0's session, a transfer endpoint per rank, and links between them. Both are compared with one process at each end, which is what the goal is
+about; nodes of several processes also with equal ones of several (`layouts.BACKEND.processes`), which tells what differing layouts cost
+from what processes do. Where there are two cores, all of an end's processes share one, so a node of several ranks has no more of the machine than
+one of a single rank.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ class Pair:
 EQUAL = Pair((1, 1))
 OTHERS = (Pair((2, 1)), Pair((1, 2)), Pair((2, 4)), Pair((4, 2)), Pair((1, 1), (16, 64)), Pair((1, 1), (64, 16)), Pair((2, 4), (16, 64)))
 RANKS = tuple(Pair(ranks, processes=True) for ranks in ((2, 1), (1, 2), (2, 4), (4, 2), (2, 2)))
+EQUAL_PROCESSES = Pair((2, 2), processes=True)
+"""No more processes than any pair that is compared with it, but for those with a single rank on one side."""
 
 
 def measure(backend: str, num_tokens: int, turns: int, others: tuple[Pair, ...]) -> Iterator[Row]:
@@ -74,6 +78,18 @@ def measure(backend: str, num_tokens: int, turns: int, others: tuple[Pair, ...])
         speed = row(f"layouts.{backend}", f"{case}, {pair.name}", rates[index], "GB/s", against="equal", against_value=statistics.median(rates[0]))
         ratio = statistics.median(each[0] / each[index] for each in seconds)
         yield replace(speed, ratio=ratio, goal=GOAL, holds=ratio >= GOAL)
+    if EQUAL_PROCESSES in pairs:
+        yield from _beside_equal_processes(backend, case, pairs, rates)
+
+
+def _beside_equal_processes(backend: str, case: str, pairs: tuple[Pair, ...], rates: list[list[float]]) -> Iterator[Row]:
+    """rates: of each pair, turn by turn."""
+    base = rates[pairs.index(EQUAL_PROCESSES)]
+    for pair, speeds in zip(pairs, rates, strict=True):
+        if pair.processes and pair.ranks[0] != pair.ranks[1]:
+            metric, typical = f"layouts.{backend}.processes", statistics.median(base)
+            found = row(metric, f"{case}, {pair.name}", speeds, "GB/s", against="TP 2 → 2", against_value=typical)
+            yield replace(found, ratio=statistics.median(mine / equal for mine, equal in zip(speeds, base, strict=True)))
 
 
 def pin_end(pid: int, core: int, others: Collection[int] = ()) -> None:

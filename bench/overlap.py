@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,18 +67,18 @@ def bound(prefill_s: float, link_bytes_s: float, fixed_s: float) -> float:
     return fixed_s + max(tail, KV_BYTES - link_bytes_s * (prefill_s - last_layer_s)) / link_bytes_s
 
 
-def rows_of(model: Path, requests: int) -> list[Row]:
+def tables_of(model: Path, requests: int) -> Iterator[list[Row]]:
+    """One for each share: starting clusters takes minutes, and a run that is cut short has said what it found by then."""
     free = measure(model, requests, link_bytes_s=None, bulk=False)
     prefill_s, fixed_s = statistics.median(free.prefill), statistics.median(free.exposed)
-    rows = [row("prefill", f"{PROMPT_TOKENS} tokens, free link", _ms(free.prefill), "ms"), row("exposed", "free link", _ms(free.exposed), "ms")]
+    yield [row("prefill", f"{PROMPT_TOKENS} tokens, free link", _ms(free.prefill), "ms"), row("exposed", "free link", _ms(free.exposed), "ms")]
     for share in SHARES:
         link = KV_BYTES / (prefill_s * share)
         case = f"link takes {share:.0%} of prefill"
         bulk = measure(model, requests, link_bytes_s=link, bulk=True)
         groups = measure(model, requests, link_bytes_s=link, bulk=False)
         least = bound(prefill_s, link, fixed_s)
-        rows += _compare(case, bulk, groups, least)
-    return rows
+        yield _compare(case, bulk, groups, least)
 
 
 def _compare(case: str, bulk: Seen, groups: Seen, least: float) -> list[Row]:
@@ -101,8 +103,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     model = random_checkpoint(cache_directory() / "bench-engine-30m")
-    rows = rows_of(model, 4 if arguments.quick else 12)
-    print_rows(rows)
+    rows: list[Row] = []
+    for table in tables_of(model, 4 if arguments.quick else 12):
+        print_rows(table)
+        sys.stdout.flush()
+        rows += table
     if arguments.json is not None:
         write_json(rows, arguments.json)
 

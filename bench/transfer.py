@@ -15,9 +15,10 @@ next place of memory as large as the pool, as a transfer's pages are:
               each entry is copied at the writer, which any staging costs, and (`bound`) what is left of it when the reader copies
               each entry and both ends digest it, with nothing of ours around it, see `bench.mooncake_bound`
 
-Each end has a core of its own where there are two. Transfers and ceilings take turns, so that both meet the same neighbours on the machine, and the
-first of a turn, which meets what the others left in the caches, counts for neither; a ratio is the median over these turns. Then the same with a
-busy engine beside it, see `bench.transfer_load`.
+Each end has a core of its own where there are two. Transfers and ceilings take turns, so that both meet the same neighbours on the machine: two of
+one, two of the other, of which the first, which meets what the others left in the caches, counts for neither. A ratio is the median over these
+pairs, its spread from their tenth to their ninetieth percentile. (Of mooncake's ceiling each turn has several, as it costs a new engine.) Then the
+same with a busy engine beside it, see `bench.transfer_load`.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from bench import mooncake_bound, transfer_load
-from bench.report import Row, print_rows, row, write_json
+from bench.report import Row, paired, print_rows, row, write_json
 from bench.transfer_ends import HOST, PAGE_TOKENS, Address, Near, Sink, digest_only, plain
 from pdcluster.transfer.base import WriteStatus
 from pdcluster.transfer.links import send_unpaced
@@ -44,12 +46,14 @@ from pdcluster.transfer.tcp import DIGEST_BYTES
 BACKENDS = ("shm", "tcp", "mooncake")
 GOALS = {("shm", False): 0.85, ("shm", True): 0.65, ("tcp", True): 0.9, ("mooncake", True): 0.9}
 """Least share of the ceiling that was promised, from GOAL_BYTES on."""
-GOAL_BYTES = 16 << 20
+GOAL_BYTES, LONG_BYTES = 16 << 20, 1 << 30
 ENTRY_BYTES = 4 << 20
 ENTRIES = 8
-TURNS = {"shm": 7, "tcp": 7, "mooncake": 3}
-"""Where a ceiling costs little, more of them: neighbours on the machine change both by tens of percent from turn to turn."""
-LONG_REPEATS = 2
+TURNS = 3
+"""Of mooncake."""
+PAIRS = 41
+"""Of a transfer and its ceiling, of all other media: neighbours on the machine change both by tens of percent from one to the next."""
+LONG_PAIRS, LONG_REPEATS = 9, 2
 """Of a transfer so long that one says as much as several short ones."""
 
 
@@ -93,21 +97,19 @@ def places(near: Near, nbytes: int) -> Iterator[int]:
     return itertools.cycle(range(0, near.pools[0].bytes.size - nbytes + 1, nbytes))
 
 
-def seconds_of_memmove(near: Near, nbytes: int, repeats: int) -> list[float]:
+def memmove_seconds(near: Near, nbytes: int) -> Generator[float]:
+    """Of one memmove after the other, each when it is asked for."""
     source, target = near.pools[0].bytes.ctypes.data, near.spare.bytes.ctypes.data
-
-    def move(start: int) -> float:
+    for start in places(near, nbytes):
         begin = time.perf_counter()
         ctypes.memmove(target + start, source + start, nbytes)
-        return time.perf_counter() - begin
-
-    return [move(start) for start, _ in zip(places(near, nbytes), range(repeats + 1), strict=False)][1:]
+        yield time.perf_counter() - begin
 
 
-def seconds_of_socket(near: Near, nbytes: int, repeats: int, *, digests: bool = False, is_paced: bool = True) -> list[float]:
-    """digests: both ends digest each piece when it was sent or received, with the product's own loop, and the other end's comes back. is_paced: if
-    the system's congestion control does that."""
-    near.pipe.send(Sink("digested" if digests else "socket", nbytes, repeats + 1))
+def socket_seconds(near: Near, nbytes: int, *, digests: bool = False, is_paced: bool = True) -> Generator[float]:
+    """The same of sends over one connection. digests: both ends digest each piece when it was sent or received, with the product's own loop, and the
+    other end's comes back. is_paced: if the system's congestion control does that."""
+    near.pipe.send(Sink("digested" if digests else "socket", nbytes, 0))
     address = near.pipe.receive()
     assert isinstance(address, Address)
     pool = near.pools[0].bytes
@@ -115,8 +117,7 @@ def seconds_of_socket(near: Near, nbytes: int, repeats: int, *, digests: bool = 
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if not is_paced:
             send_unpaced(sock)
-
-        def move(start: int) -> float:
+        for start in places(near, nbytes):
             data = pool[start : start + nbytes]
             begin = time.perf_counter()
             if digests:
@@ -124,9 +125,7 @@ def seconds_of_socket(near: Near, nbytes: int, repeats: int, *, digests: bool = 
             else:
                 sock.sendall(data.data)
                 sock.recv(1)
-            return time.perf_counter() - begin
-
-        return [move(start) for start, _ in zip(places(near, nbytes), range(repeats + 1), strict=False)][1:]
+            yield time.perf_counter() - begin
 
 
 def send_and_digest(sock: socket.socket, data: memoryview, address: int) -> None:
@@ -165,7 +164,7 @@ def seconds_of_engine(near: Near, nbytes: int, repeats: int, *, packed: bool = F
                     raise RuntimeError("Mooncake refused a write of the ceiling")
                 flying.append(batch)
             states = {batch: engine.check(batch) for batch in flying}
-            if WriteStatus.UNKNOWN in states.values():
+            if not {WriteStatus.DONE, WriteStatus.PENDING}.issuperset(states.values()):
                 raise RuntimeError("Mooncake failed a write of the ceiling")
             flying = [batch for batch in flying if states[batch] is WriteStatus.PENDING]
             time.sleep(0.0001)
@@ -178,16 +177,13 @@ def seconds_of_engine(near: Near, nbytes: int, repeats: int, *, packed: bool = F
 
 
 BOUNDS = {
-    "digest.tcp": ("socket and a digest at both ends", partial(seconds_of_socket, digests=True)),
-    "unpaced.tcp": ("socket without pacing", partial(seconds_of_socket, is_paced=False)),
+    "digest.tcp": ("socket and a digest at both ends", partial(socket_seconds, digests=True)),
+    "unpaced.tcp": ("socket without pacing", partial(socket_seconds, is_paced=False)),
 }
 """What else is measured beside tcp with digests, and how."""
 CEILINGS = {"shm": "memmove", "tcp": "loopback socket", "mooncake": "engine alone"}
-
-
-def ceiling(near: Near, case: Case, repeats: int) -> list[float]:
-    measures = {"shm": seconds_of_memmove, "tcp": seconds_of_socket, "mooncake": seconds_of_engine}
-    return measures[near.shape.backend](near, case.nbytes, repeats)
+PAIRED: dict[str, Callable[[Near, int], Generator[float]]] = {"shm": memmove_seconds, "tcp": socket_seconds}
+"""Ceilings that are taken one by one."""
 
 
 # ---------------------------------------------------------------- the runs
@@ -195,46 +191,63 @@ def ceiling(near: Near, case: Case, repeats: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Seconds of a few transfers, of as many runs of the ceiling, and of as many of each of BOUNDS."""
+    """Seconds of a few transfers, of as many runs of the ceiling, and of one of each of BOUNDS."""
 
     moves: list[float]
     stages: list[tuple[float, float, float]]
     tops: list[float]
-    bounds: dict[str, list[float]]
+    bounds: dict[str, float]
 
     @property
     def ratio(self) -> float:
         return statistics.median(self.tops) / statistics.median(self.moves)
 
 
+def take_turns(near: Near, case: Case, repeats: int) -> list[Turn]:
+    shape, is_long = near.shape, case.nbytes >= LONG_BYTES
+    if shape.backend not in PAIRED:
+        return [take_turn(near, case, min(repeats, LONG_REPEATS) if is_long else repeats) for _ in range(TURNS)]
+    has_bounds = shape.backend == "tcp" and shape.digests and case.nbytes >= GOAL_BYTES
+    with ExitStack() as stack:
+        top = stack.enter_context(closing(PAIRED[shape.backend](near, case.nbytes)))
+        wanted = BOUNDS if has_bounds else {}
+        bounds = {metric: stack.enter_context(closing(measure(near, case.nbytes))) for metric, (_, measure) in wanted.items()}
+        return [take_pair(near, case, top, bounds) for _ in range((LONG_PAIRS if is_long else PAIRS) + 1)][1:]
+
+
+def take_pair(near: Near, case: Case, top: Iterator[float], bounds: Mapping[str, Iterator[float]]) -> Turn:
+    _, moved = near.move(case.num_tokens), near.move(case.num_tokens)
+    return Turn([moved], [near.stages], [second_of(top)], {metric: second_of(seconds) for metric, seconds in bounds.items()})
+
+
+def second_of(seconds: Iterator[float]) -> float:
+    return [next(seconds) for _ in range(2)][1]
+
+
 def take_turn(near: Near, case: Case, repeats: int) -> Turn:
     moved = [(near.move(case.num_tokens), near.stages) for _ in range(repeats + 1)][1:]
-    tops = ceiling(near, case, repeats)
-    has_bounds = near.shape.backend == "tcp" and near.shape.digests and case.nbytes >= GOAL_BYTES
-    bounds = {metric: measure(near, case.nbytes, repeats) for metric, (_, measure) in BOUNDS.items()} if has_bounds else {}
-    return Turn([seconds for seconds, _ in moved], [each for _, each in moved], tops, bounds)
+    return Turn([seconds for seconds, _ in moved], [each for _, each in moved], seconds_of_engine(near, case.nbytes, repeats), {})
 
 
 def measure(near: Near, case: Case, repeats: int) -> list[Row]:
     """Rows of one case on one pair of processes."""
     near.move(case.num_tokens)  # warm: connection, page tables
-    repeats = min(repeats, LONG_REPEATS) if case.nbytes >= 1 << 30 else repeats
-    turns = [take_turn(near, case, repeats) for _ in range(TURNS[near.shape.backend])]
+    turns = take_turns(near, case, repeats)
     shape = near.shape
     goal = GOALS.get((shape.backend, shape.digests)) if case.nbytes >= GOAL_BYTES else None
     label = f"{case.name}, digests {'on' if shape.digests else 'off'}"
     samples = [seconds for turn in turns for seconds in turn.moves]
     top = statistics.median(seconds for turn in turns for seconds in turn.tops)
     speed = beside(f"transfer.{shape.backend}", label, case, samples, shape.backend, top)
-    ratio = statistics.median(turn.ratio for turn in turns)
-    rows = [replace(speed, ratio=ratio, goal=goal, holds=None if goal is None else ratio >= goal)]
+    ratio = paired([turn.ratio for turn in turns])
+    rows = [replace(speed, ratio=ratio.median, spread=ratio.spread, goal=goal, holds=None if goal is None else ratio.median >= goal)]
     if case.nbytes == GOAL_BYTES:
         rows += where_time_goes(label, [each for turn in turns for each in turn.stages])
     rows += [bound_row(metric, case, turns, top) for metric in turns[0].bounds]
     if goal is not None and shape.backend == "mooncake":
         packs = seconds_of_engine(near, case.nbytes, repeats, packed=True)
         rows.append(beside("staging.mooncake", f"{case.name}, engine and a copy at the writer", case, packs, shape.backend, top))
-        rows += mooncake_bound.rows(near, case.name, case.nbytes, TURNS[shape.backend] * repeats)
+        rows += mooncake_bound.rows(near, case.name, case.nbytes, TURNS * repeats)
     if case.nbytes <= 1 << 20:
         rows.append(row(f"handover.{shape.backend}", label, [each * 1e3 for each in samples], "ms"))
     return rows
@@ -242,8 +255,9 @@ def measure(near: Near, case: Case, repeats: int) -> list[Row]:
 
 def bound_row(metric: str, case: Case, turns: list[Turn], top: float) -> Row:
     what, _ = BOUNDS[metric]
-    speed = beside(metric, f"{case.name}, {what}", case, [seconds for turn in turns for seconds in turn.bounds[metric]], "tcp", top)
-    return replace(speed, ratio=statistics.median(statistics.median(turn.tops) / statistics.median(turn.bounds[metric]) for turn in turns))
+    speed = beside(metric, f"{case.name}, {what}", case, [turn.bounds[metric] for turn in turns], "tcp", top)
+    ratio = paired([statistics.median(turn.tops) / turn.bounds[metric] for turn in turns])
+    return replace(speed, ratio=ratio.median, spread=ratio.spread)
 
 
 def beside(metric: str, label: str, case: Case, samples: list[float], backend: str, top: float) -> Row:
@@ -272,7 +286,7 @@ def run(backends: tuple[str, ...], *, quick: bool) -> Iterator[Row]:
                 finally:
                     near.close()
         if transfer_load.has_two_cores():
-            yield from transfer_load.rows(backend, quick=quick)
+            yield from transfer_load.rows(backend)
 
 
 def measure_group(near: Near, group: list[Case], repeats: int) -> Iterator[Row]:

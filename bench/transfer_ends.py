@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 
@@ -54,8 +55,8 @@ class Check(Message, frozen=True, array_like=True):
 
 
 class Sink(Message, frozen=True, array_like=True):
-    """Please listen on a socket and swallow so many bytes `repeats` times, into the next place of a memory as large as the pool each time, and
-    answer each; kind digested: with their digest. Or, for mooncake, register that memory."""
+    """Please listen on a socket and swallow so many bytes again and again until it closes, into the next place of a memory as large as the pool each
+    time, and answer each; kind digested: with their digest. Or, for mooncake, register that memory, for so many repeats."""
 
     kind: str
     nbytes: int
@@ -278,19 +279,28 @@ def swallow(pipe: Pipe, message: Sink, memory: Pool) -> None:
         pipe.receive()  # near is done
         engine.close()
         return
-    with socket.create_server((HOST, 0)) as server:
-        pipe.send(Address(HOST, server.getsockname()[1]))
-        sock, _ = server.accept()
-        with sock:
-            starts = itertools.cycle(range(0, buffer.size - message.nbytes + 1, message.nbytes))
-            for start, _ in zip(starts, range(message.repeats), strict=False):
-                view = buffer.data[start : start + message.nbytes]
-                sock.send(received_digest(sock, view, buffer[start:].ctypes.data) if message.kind == "digested" else received(sock, view))
+    server = socket.create_server((HOST, 0))
+    threading.Thread(target=swallow_from, args=(server, message, buffer), name="bench-ceiling", daemon=True).start()
+    pipe.send(Address(HOST, server.getsockname()[1]))
+
+
+def swallow_from(server: socket.socket, message: Sink, buffer: NDArray[np.uint8]) -> None:
+    """A thread that waits in the kernel while transfers are measured, as the loop does while this is."""
+    with server, server.accept()[0] as sock:
+        for start in itertools.cycle(range(0, buffer.size - message.nbytes + 1, message.nbytes)):
+            view = buffer.data[start : start + message.nbytes]
+            answer = received_digest(sock, view, buffer[start:].ctypes.data) if message.kind == "digested" else received(sock, view)
+            if not answer:
+                return
+            sock.send(answer)
 
 
 def received(sock: socket.socket, view: memoryview) -> bytes:
+    """Nothing when the connection is over."""
     while view:
-        view = view[sock.recv_into(view) :]
+        if not (count := sock.recv_into(view)):
+            return b""
+        view = view[count:]
     return b"k"
 
 
@@ -299,7 +309,8 @@ def received_digest(sock: socket.socket, view: memoryview, address: int) -> byte
     payload = digest_only(address, len(view))
     while view:
         piece, view = view[:DIGEST_BYTES], view[DIGEST_BYTES:]
-        received(sock, piece)
+        if not received(sock, piece):
+            return b""
         payload.advance(len(piece))
     return payload.digest().to_bytes(8, "little")
 

@@ -10,6 +10,7 @@ that they ran without it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.report import Row, row
+from bench.report import Row, paired, row
 from bench.transfer_ends import PAGE_TOKENS, Near, plain
 
 PAGE_BYTES = 64 << 10
@@ -146,18 +147,35 @@ def start(backend: str, far_core: int) -> Near:
 
 def other_core(backend: str, repeats: int) -> Iterator[Row]:
     near, engine = start(backend, 0), EngineProcess(1)
-    idle, busy = [], []
+    idle: list[list[float]] = []
+    busy: list[list[float]] = []
     try:
         for _ in range(repeats):
-            idle.append(CASE_BYTES / sample(near).seconds / 1e9)
+            idle.append(seconds_of_both(near))
             engine.resume()
             time.sleep(0.02)
-            busy.append(CASE_BYTES / sample(near).seconds / 1e9)
+            busy.append(seconds_of_both(near))
             engine.pause()
     finally:
         engine.close()
         near.close()
-    yield row(f"busy.{backend}", "engine on the other core", busy, "GB/s", against="idle", against_value=float(np.median(idle)), goal=BUSY_GOAL)
+    yield other_core_row(f"busy.{backend}", "engine on the other core", [each[0] for each in idle], [each[0] for each in busy], BUSY_GOAL)
+    yield other_core_row("  busy.memmove", f"the same of a copy, beside {backend}", [each[1] for each in idle], [each[1] for each in busy], None)
+
+
+def seconds_of_both(near: Near) -> list[float]:
+    """Of a transfer, and of a memmove of as many bytes: how much of a loss is the memory's, which the cores share."""
+    seconds, source = near.move(CASE_TOKENS), near.pools[0].bytes
+    begin = time.perf_counter()
+    ctypes.memmove(near.spare.bytes.ctypes.data, source.ctypes.data, CASE_BYTES)
+    return [seconds, time.perf_counter() - begin]
+
+
+def other_core_row(metric: str, case: str, idle: list[float], busy: list[float], goal: float | None) -> Row:
+    """Seconds of turns; in each one idle and one busy."""
+    speeds = [CASE_BYTES / float(np.median(seconds)) / 1e9 for seconds in (busy, idle)]
+    ratio = paired([before / beside for before, beside in zip(idle, busy, strict=True)])
+    return Row(metric, case, speeds[0], "GB/s", "idle", speeds[1], ratio.median, ratio.spread, goal, None if goal is None else ratio.median >= goal)
 
 
 def shared_core(backend: str, repeats: int) -> Iterator[Row]:
@@ -191,8 +209,8 @@ def shared_core(backend: str, repeats: int) -> Iterator[Row]:
         yield Row(f"gil.{backend}", f"mover's wait, p{quantile} of {len(waits)}", seconds * 1e3, "ms", "limit", limit and limit * 1e3, holds=holds)
 
 
-def rows(backend: str, *, quick: bool) -> Iterator[Row]:
-    repeats = 7 if quick else 15
+def rows(backend: str) -> Iterator[Row]:
+    repeats = 21
     cores = os.sched_getaffinity(0)
     try:
         yield from other_core(backend, repeats)

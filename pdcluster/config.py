@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, TypeVar, cast
@@ -424,3 +424,8 @@ def set_library_environment(values: Mapping[str, str]) -> None:
     """Tell a library what it only reads from the environment; a value that the user has set stays. Before the library is imported."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
+
+
+def set_for_library(names: Iterable[str]) -> list[str]:
+    """Those of a library's variables that the user has set."""
+    return [name for name in names if name in os.environ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from itertools import pairwise
 from math import gcd
 
@@ -103,6 +104,7 @@ class Part:
     end_head: int
 
 
+@lru_cache(maxsize=64)
 def plan_courses(heads: int, writer_ranks: int, reader_ranks: int) -> tuple[Course, ...]:
     """Every head of every reader's rank from exactly one writer's rank. Where several writers hold the same heads, they share the readers."""
     holders: list[list[int]] = [[] for _ in range(heads)]
@@ -175,11 +177,14 @@ def join_runs(sources: Offsets, targets: Offsets, nbytes: int) -> RunTable:
 def join_runs_in_parts(sources: Offsets, targets: Offsets, nbytes: int, ends: Sequence[int]) -> list[RunTable]:
     """As `join_runs` for each part, which end before the pieces of these numbers; a run never goes on into the next part."""
     breaks = (sources[1:] - sources[:-1] != nbytes) | (targets[1:] - targets[:-1] != nbytes)
-    cuts = np.array(ends, dtype=np.int64)
-    breaks[cuts[:-1] - 1] = True
+    for end in ends[:-1]:
+        breaks[end - 1] = True
     firsts, counts = _stretches(breaks)
     rows = np.empty((len(firsts), 3), dtype=np.int64)
     rows[:, 0], rows[:, 1], rows[:, 2] = sources[firsts], targets[firsts], counts * nbytes
+    if len(ends) == 1:
+        return [RunTable(rows)]
+    cuts = np.array(ends, dtype=np.int64)
     borders = [0, *np.searchsorted(firsts, cuts).tolist()]
     return [RunTable(rows[first:end]) for first, end in pairwise(borders)]
 

@@ -29,12 +29,14 @@ class Landing:
 
 @dataclass(slots=True)
 class Incoming:
-    """One ticket. `writable`: the pages the writer may write, in token order; `missing`: chunks of the Commit, found to cover the ticket, of
-    which no stamp was seen yet; `unchecked`: those not digested yet; `repeated`: chunks of which more than one write arrived."""
+    """One ticket. `writable`: the pages the writer may write, in token order; `whole`: see `in_token_order`; `missing`: chunks of the Commit, found
+    to cover the ticket, of which no stamp was seen yet; `unchecked`: those not digested yet; `repeated`: chunks of which more than one write
+    arrived."""
 
     ticket: Ticket
     writer: Peer
     writable: Offsets
+    whole: SpanTable
     opened: float
     deadline: float
     state: Reading = Reading.OPEN
@@ -86,6 +88,12 @@ def spans_of(shape: PageShape, incoming: Incoming, landing: Landing) -> SpanTabl
     return join_spans(*pieces(shape, incoming, landing.rank, landing.part))
 
 
+def in_token_order(shape: PageShape, writable: Offsets) -> SpanTable:
+    """Where whole pages of a ticket lie in a rank's memory, neighbours joined. Taken when the ticket is issued, so that the last arrival only has to
+    be compared with it."""
+    return join_spans(writable * shape.page_bytes, shape.page_bytes)
+
+
 def look_at_arrivals(shape: PageShape, incoming: Incoming, arrival: Arrival, region: int) -> None:
     """One more arrived. Once all bytes of the ticket did: does chunk after chunk lie where the ticket's tokens are? Looked at while the writer's
     Commit is on its way, which then only has to say the same."""
@@ -99,7 +107,7 @@ def look_at_arrivals(shape: PageShape, incoming: Incoming, arrival: Arrival, reg
     lengths = [each.stamp.nbytes for each in row]
     if any(each.region != region for each in row) or [table.nbytes for table in tables] != lengths:
         return
-    if are_pieces(chained(tables), incoming.writable * shape.page_bytes, shape.page_bytes):
+    if (tables[0] if len(tables) == 1 else chained(tables)).joined() == incoming.whole:
         incoming.row = row
 
 

@@ -44,7 +44,7 @@ class Ladder:
         if chunk.retries:
             self.resends[chunk.retries if chunk.retries == "not_verified" else "same_path" if name == chunk.path else "other_path"] += 1
         chunk.path = name
-        chunk.tries[name] += 1
+        chunk.tries[name] = chunk.tries.get(name, 0) + 1
         chunk.trial += 1
         chunk.retries = ""
         chunk.began = self._paths.begin(outgoing.peer, name)
@@ -61,7 +61,7 @@ class Ladder:
         else:
             self._paths.failed(peer, chunk.path, chunk.began)
         if status is WriteStatus.FAILED:
-            self._step_down(chunk, is_spent=chunk.tries[chunk.path] >= self._trials)
+            self._step_down(chunk, is_spent=chunk.tries.get(chunk.path, 0) >= self._trials)
 
     def unreachable(self, peer: Peer, chunk: Chunk) -> None:
         """The write could not even begin: no use in trying the same at once."""

@@ -19,25 +19,26 @@ FINAL = frozenset({WriteStatus.DONE, WriteStatus.FAILED, WriteStatus.REFUSED, Wr
 
 
 class Doorbell:
-    """An eventfd: `ring` from anywhere, poll `fd` in a loop."""
+    """An eventfd: `ring` from anywhere, poll `fd` in a loop. Only `clear` reads it: what rings already is not rung again, and what does not ring is
+    not read, as every system call at the end of a transfer delays its Commit."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
+        self._rings = False
+        """Under the lock: is there something to be read?"""
 
     def ring(self) -> None:
         with self._lock:
-            if self.fd >= 0:
+            if self.fd >= 0 and not self._rings:
+                self._rings = True
                 os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
         with self._lock:
-            if self.fd < 0:
-                return
-            try:
+            if self._rings and self.fd >= 0:
+                self._rings = False
                 os.eventfd_read(self.fd)
-            except BlockingIOError:
-                return  # nobody rang
 
     def close(self) -> None:
         with self._lock:
@@ -67,9 +68,7 @@ class Writes:
             self._times[handle] = self._clock()
         return handle
 
-    def settle(
-        self, handle: Handle, status: WriteStatus, digest: int | None = None, *, quietly: bool = False, seconds: float | None = None
-    ) -> None:
+    def settle(self, handle: Handle, status: WriteStatus, digest: int | None = None, *, quietly: bool = False, seconds: float | None = None) -> None:
         """Record an answer; the first final one stays. digest: of the payload of a write that is DONE. quietly: without ringing, because more
         answers follow soon. seconds: how long it took, where that is known better than from `new` till now."""
         with self._lock:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from itertools import islice
 
 import msgspec
@@ -56,6 +57,7 @@ class Advert(msgspec.Struct, frozen=True, array_like=True):
     token: bytes
 
 
+@lru_cache(maxsize=1024)
 def decode_advert(data: bytes) -> Advert:
     try:
         advert = msgspec.msgpack.decode(data, type=Advert)

@@ -41,6 +41,21 @@ def copies(runs: RunTable, target: int, source: int) -> Table:
     return (runs.rows.take((1, 0, 2), axis=1) + np.array([target, source, 0], dtype=np.int64)).view(np.uint64)
 
 
+Memory = tuple[int, int]
+"""Address and bytes."""
+
+
+def copies_inside(runs: RunTable, source: Memory, target: Memory, nbytes: int) -> Table | None:
+    """As `copies`; None when the runs do not hold so many bytes together, or one of them is empty or not inside of both memories."""
+    compiled = native()
+    if compiled is None:
+        is_inside = runs.read_inside(nbytes, source[1]) and runs.targets.are_inside(target[1])
+        return copies(runs, target[0], source[0]) if is_inside else None
+    table = np.empty((len(runs), 3), dtype=np.uint64)
+    rows = np.require(runs.rows, np.int64, ("C", "W"))
+    return table if nbytes > 0 and compiled.tabulate(rows, np.array((*source, *target), dtype=np.uint64), table) == nbytes else None
+
+
 def reads(spans: SpanTable, address: int) -> Table:
     """Spans of the memory at this address, to be digested only."""
     table = np.zeros((len(spans), 3), dtype=np.uint64)
@@ -70,6 +85,7 @@ class _Native:
     def __init__(self) -> None:
         kernel, libc = importlib.import_module("pdcluster.transfer.moving_kernel"), ctypes.CDLL(None)
         self.move: Any = kernel.move
+        self.tabulate: Any = kernel.tabulate
         self.new_state: Callable[[], Words] = kernel.new_state
         self.finished: Callable[[Words], int] = kernel.finished
         memmove, clock = (ctypes.cast(each, ctypes.c_void_p).value for each in (libc.memmove, libc.clock_gettime))

@@ -24,9 +24,10 @@ LINE_BYTES = 64
 STREAM_LINES = 4
 STREAM_BYTES = 4096
 """Shorter copies are memmove's."""
-AHEAD_BYTES = 1024
+AHEAD_BYTES, FAR_AHEAD_BYTES = 1024, 4096
 """Bytes are asked for when those so far before them are moved: the processor by itself foresees neither the next page nor where another run
-begins."""
+begins. FAR: in runs of at most SHORT_RUN_BYTES after which the source jumps, of which it has hardly seen that they go on when they end."""
+SHORT_RUN_BYTES = 32 << 10
 
 # ---------------------------------------------------------------- one instruction each
 
@@ -81,11 +82,12 @@ def _type_fence(typing_context: Any) -> Any:
 
 
 def _prefetch(builder: Any, address: Any, offset: int, *, is_kept: bool) -> None:
-    """Ask for a cache line; a hint, which does nothing for an address that is not there. is_kept: it is read again soon, by others."""
+    """Ask for a cache line; a hint, which does nothing for an address that is not there. is_kept: it is read again soon, by others; otherwise it
+    comes as far as the second cache, which can wait for more lines at a time than the first."""
     byte = ir.IntType(8).as_pointer()
     prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, NUMBER, NUMBER, NUMBER]))
     builder.call(
-        prefetch, [builder.inttoptr(builder.add(address, WORD(offset)), byte), NUMBER(0), NUMBER(3 if is_kept else 0), NUMBER(1)]
+        prefetch, [builder.inttoptr(builder.add(address, WORD(offset)), byte), NUMBER(0), NUMBER(3 if is_kept else 2), NUMBER(1)]
     )  # to read, how often, data
 
 
@@ -223,19 +225,20 @@ def _next_stripe(sums: Any, secret: Any, stripe: Any) -> Any:
 
 
 @numba.njit(nogil=True)
-def _ahead(source: Any, at: Any, nbytes: Any, following: Any) -> Any:
+def _ahead(source: Any, at: Any, nbytes: Any, following: Any, distance: Any) -> Any:
     """What to ask for when `at` of so many bytes are moved. following: where the next run begins."""
-    coming = at + np.uint64(AHEAD_BYTES)
+    coming = at + distance
     return source + coming if coming < nbytes else following + (coming - nbytes)
 
 
 class Stretch(NamedTuple):
-    """Bytes in a row, by addresses. target 0: they are only digested. following: what is read after them."""
+    """Bytes in a row, by addresses. target 0: they are only digested. following: what is read after them; distance: how far ahead to ask for it."""
 
     target: Any
     source: Any
     nbytes: Any
     following: Any
+    distance: Any
 
 
 @numba.njit(nogil=True)
@@ -244,7 +247,7 @@ def _digest(calls: NDArray[np.uint64], state: NDArray[np.uint64], stretch: Stret
     source at the same time. calls: see `move`. more: others follow at once, so that no stripe here is the very last. past: past the caches, which a
     source that is only digested does not fill either."""
     memmove, secret = calls[0], calls[2]
-    target, source, nbytes, following = stretch.target, stretch.source, stretch.nbytes, stretch.following
+    target, source, nbytes, following, distance = stretch.target, stretch.source, stretch.nbytes, stretch.following, stretch.distance
     zero, one, line, block = np.uint64(0), np.uint64(1), np.uint64(STRIPE_BYTES), np.uint64(BLOCK_BYTES)
     sums = np.uint64(state.ctypes.data)
     last = sums + np.uint64(8 * LAST)
@@ -265,7 +268,7 @@ def _digest(calls: NDArray[np.uint64], state: NDArray[np.uint64], stretch: Stret
     while nbytes - at >= line + kept:
         if stripe == zero and nbytes - at >= block + kept:
             for _ in range(zero, (nbytes - at - kept) // block):
-                ahead = _ahead(source, at, nbytes, following)
+                ahead = _ahead(source, at, nbytes, following, distance)
                 if target and past:
                     _streamed_block(sums, secret, zero, target + at, source + at, ahead)
                 elif target:
@@ -276,7 +279,7 @@ def _digest(calls: NDArray[np.uint64], state: NDArray[np.uint64], stretch: Stret
                     _block(sums, secret, zero, zero, source + at, ahead)
                 at += block
         else:
-            ahead = _ahead(source, at, nbytes, following)
+            ahead = _ahead(source, at, nbytes, following, distance)
             if target:
                 _stored_stripe(sums, secret, stripe, target + at, source + at, ahead)
             else:
@@ -312,8 +315,28 @@ def _finished(state: NDArray[np.uint64], secret: Any) -> Any:
 # ---------------------------------------------------------------- the loop
 
 
+@numba.njit("int64(int64[:,::1],uint64[::1],uint64[:,::1])", nogil=True, cache=True)
+def tabulate(rows: NDArray[np.int64], memories: NDArray[np.uint64], table: NDArray[np.uint64]) -> Any:
+    """See `moving.copies_inside`. rows: (source, target, nbytes), offsets. memories: address and bytes of the source, then of the target. table:
+    filled as `move` wants it. Returns the bytes of all runs, -1 when one is empty or not inside."""
+    total, zero = 0, 0
+    source_bytes, target_bytes = np.int64(memories[1]), np.int64(memories[3])
+    for row in range(rows.shape[0]):
+        source, target, nbytes = rows[row, 0], rows[row, 1], rows[row, 2]
+        if nbytes <= zero or source < zero or target < zero or nbytes > source_bytes or nbytes > target_bytes:
+            return -1
+        if source > source_bytes - nbytes or target > target_bytes - nbytes:
+            return -1
+        table[row, 0] = memories[2] + np.uint64(target)
+        table[row, 1] = memories[0] + np.uint64(source)
+        table[row, 2] = np.uint64(nbytes)
+        total += nbytes
+    return total
+
+
 @numba.njit(nogil=True)
-def _copy_past_caches(memmove: Any, target: Any, source: Any, nbytes: Any, following: Any) -> None:
+def _copy_past_caches(memmove: Any, stretch: Stretch) -> None:
+    target, source, nbytes, following, distance = stretch.target, stretch.source, stretch.nbytes, stretch.following, stretch.distance
     line, several = np.uint64(LINE_BYTES), np.uint64(STREAM_LINES * LINE_BYTES)
     if nbytes < np.uint64(STREAM_BYTES):
         _call(memmove, target, source, nbytes)
@@ -322,7 +345,7 @@ def _copy_past_caches(memmove: Any, target: Any, source: Any, nbytes: Any, follo
     _call(memmove, target, source, head)
     done = head + (nbytes - head) // several * several
     for at in range(head, done, several):
-        _stream(target + at, source + at, _ahead(source, at, nbytes, following))
+        _stream(target + at, source + at, _ahead(source, at, nbytes, following, distance))
     _call(memmove, target + done, source + done, nbytes - done)
 
 
@@ -338,15 +361,17 @@ def move(table: NDArray[np.uint64], cursor: NDArray[np.uint64], left: int, calls
         target, source, nbytes = table[row, 0], table[row, 1] + offset, table[row, 2] - offset
         target = target + offset if target else zero
         following = table[row + np.uint64(1), 1] if row + np.uint64(1) < table.shape[0] else source + nbytes
+        far = past and table[row, 2] <= np.uint64(SHORT_RUN_BYTES) and following != source + nbytes
         count = min(left, nbytes)
         if count < nbytes:
             following = source + count
         _touch(following)
+        stretch = Stretch(target, source, count, following, np.uint64(FAR_AHEAD_BYTES if far else AHEAD_BYTES))
         if digests:
             more = left > count and row + np.uint64(1) < table.shape[0]
-            _digest(calls, state, Stretch(target, source, count, following), more, past)
+            _digest(calls, state, stretch, more, past)
         elif target and past:
-            _copy_past_caches(calls[0], target, source, count, following)
+            _copy_past_caches(calls[0], stretch)
         elif target:
             _call(calls[0], target, source, count)
         left -= count

@@ -62,6 +62,7 @@ class NixlEngine:
     """One NIXL agent; any thread. Starting it takes a second."""
 
     needs_calls = True
+    reads_anywhere = False
 
     def __init__(self, me: Peer) -> None:
         library = load_library()

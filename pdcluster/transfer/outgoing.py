@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ class Chunk:
     path: str = ""
     """The backend that wrote it last; began: when; tries: how often each did. See ladder."""
     began: float = 0.0
-    tries: Counter[str] = field(default_factory=Counter)
+    tries: dict[str, int] = field(default_factory=dict)
     spent: set[str] = field(default_factory=set)
     """Backends that are not tried again for it."""
     retries: str = ""
@@ -112,6 +113,8 @@ class Outgoing:
 
     def main_path(self) -> str:
         """The backend that carried most of it."""
+        if len(self.backends) == 1:
+            return self.backends[0]
         carried: Counter[str] = Counter()
         for chunk in self.chunks:
             carried[chunk.path] += chunk.nbytes
@@ -139,6 +142,9 @@ def cut(ours: PageShape, outgoing: Outgoing, course: Course, push: Push, setting
     pieces_each = pieces_per_block(ours, whole, piece)
     ends = _ends(end - first, pieces_each * nbytes, pieces_each, settings)
     runs = join_runs_in_parts(starts, targets, nbytes, [each * pieces_each for each in ends])
+    if len(ends) == 1:
+        yield whole, runs[0]
+        return
     for start, stop, each in zip((0, *ends), ends, runs, strict=False):
         yield replace(whole, first_block=first + start, end_block=first + stop), each
 
@@ -151,12 +157,17 @@ def _ends(blocks: int, block_bytes: int, block_runs: int, settings: Settings) ->
     return [blocks * part // parts for part in range(1, parts + 1)]
 
 
+@lru_cache(maxsize=64)
+def _reshaped(shape: PageShape, page_tokens: int, ranks: int) -> PageShape:
+    return replace(shape, page_tokens=page_tokens, ranks=ranks)
+
+
 def checked_shape(ticket: Ticket, shape: PageShape, block_tokens: int) -> PageShape:
     """The reader's pages, or TransferError when its KV is not of our kind. Page sizes and ranks may differ; but pages that have only a few tokens
     in common with ours would cost a run per layer and head of each, in the node's one loop, so they are whole blocks."""
     if ticket.ranks < 1 or (shape.heads % ticket.ranks and ticket.ranks % shape.heads):
         raise TransferError(f"ticket {ticket.nonce:x} is of {ticket.ranks} ranks, over which {shape.heads} kv heads cannot be dealt out evenly")
-    theirs = replace(shape, page_tokens=ticket.page_tokens, ranks=ticket.ranks)
+    theirs = _reshaped(shape, ticket.page_tokens, ticket.ranks)
     if ticket.page_tokens % block_tokens:
         raise TransferError(f"ticket {ticket.nonce:x} has pages of {ticket.page_tokens} tokens, no multiple of this cluster's {block_tokens}")
     if ticket.page_tokens < 1 or ticket.page_bytes != theirs.page_bytes:
@@ -178,8 +189,8 @@ def checked_pages(ticket: Ticket, me: Peer) -> NDArray[np.int64]:
         raise TransferError(f"ticket {nonce:x} has {ticket.deadline_s} s left")
     if len(ticket.pages) % 4 or len(ticket.pages) // 4 < -(-ticket.num_tokens // tokens):
         raise TransferError(f"ticket {nonce:x} has {len(ticket.pages) / 4:g} pages, too few for {ticket.num_tokens} tokens")
-    pages = memoryview(ticket.pages).cast("i").tolist()
-    writable = pages[page_slice(ticket.cached_tokens, ticket.num_tokens - ticket.cached_tokens, tokens)]
+    pages = np.frombuffer(ticket.pages, dtype=np.int32).astype(np.int64)
+    writable = pages[page_slice(ticket.cached_tokens, ticket.num_tokens - ticket.cached_tokens, tokens)].tolist()
     if min(writable, default=0) < 0 or len(set(writable)) < len(writable):
         raise TransferError(f"ticket {nonce:x} names a page twice or a negative page")
-    return np.array(pages, dtype=np.int64)
+    return pages

@@ -14,7 +14,7 @@ from pdcluster.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, E
 from pdcluster.transfer.base import Arrival, Backend, Fence, Peer, Permit, Spans
 from pdcluster.transfer.chunks import page_slice
 from pdcluster.transfer.geometry import Offsets, PageShape, join_spans
-from pdcluster.transfer.incoming import Incoming, Landing, Notice, are_in_place, covers_all, look_at_arrivals, part_of, spans_of
+from pdcluster.transfer.incoming import Incoming, Landing, Notice, are_in_place, covers_all, in_token_order, look_at_arrivals, part_of, spans_of
 from pdcluster.transfer.rank_memory import Answer, OwnMemories, RankMemories, are_here
 from pdcluster.transfer.runs import SpanTable, merged
 from pdcluster.transfer.session import Clock, Failed, Landed, ReaderEvent, Reclaimed, Send, Settings, TransferStats, earliest, peer_of, reply_to
@@ -92,7 +92,7 @@ class Reader:
             ranks=self._shape.ranks,
         )
         now = self._clock()
-        incoming = Incoming(ticket, peer_of(writer), writable, now, now + deadline_s)
+        incoming = Incoming(ticket, peer_of(writer), writable, in_token_order(self._shape, writable), now, now + deadline_s)
         self._gone.discard(incoming.writer)  # declared dead too early: it is spoken to again
         self._tickets[nonce] = incoming
         self._is_owned[writable] = True

@@ -148,9 +148,7 @@ class RunTable(Sequence[Run]):
     def read_inside(self, nbytes: int, region_bytes: int) -> bool:
         """Do our own runs read so many bytes, all within the region?"""
         starts, lengths = self.rows[:, 0], self.rows[:, 2]
-        if not len(lengths) or lengths.min() <= 0 or starts.min() < 0:
-            return False
-        return int((starts + lengths).max()) <= region_bytes and int(lengths.sum()) == nbytes
+        return len(lengths) > 0 and are_inside(starts, lengths, region_bytes) and int(lengths.sum()) == nbytes
 
     @property
     def sources(self) -> SpanTable:
@@ -160,8 +158,8 @@ class RunTable(Sequence[Run]):
     def targets(self) -> SpanTable:
         return SpanTable(self.rows.take((1, 2), axis=1))
 
-    def pieces(self, block_bytes: int) -> list[RunTable]:
-        """The same bytes in order, cut so that each piece fits a block and all but the last fill it."""
+    def cut(self, block_bytes: int) -> tuple[Words, Words]:
+        """The rows of the same bytes in order, none across the end of a block, and the first row of each block."""
         ends = np.cumsum(self.rows[:, 2])
         starts, total = ends - self.rows[:, 2], int(ends[-1])
         borders = np.arange(0, total, block_bytes, dtype=np.int64)
@@ -170,7 +168,12 @@ class RunTable(Sequence[Run]):
         inside = cuts - starts[which]
         lengths = np.diff(cuts, append=total)
         rows = np.column_stack([self.rows[which, 0] + inside, self.rows[which, 1] + inside, lengths])
-        return [RunTable(piece) for piece in np.split(rows, np.searchsorted(cuts, borders[1:]))]
+        return rows, np.searchsorted(cuts, borders)
+
+    def pieces(self, block_bytes: int) -> list[RunTable]:
+        """The same bytes in order, cut so that each piece fits a block and all but the last fill it."""
+        rows, firsts = self.cut(block_bytes)
+        return [RunTable(piece) for piece in np.split(rows, firsts[1:])]
 
 
 def run_table(runs: Runs) -> RunTable:

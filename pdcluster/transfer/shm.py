@@ -25,9 +25,9 @@ from pdcluster.errors import ConfigError, IntegrityError, PeerUnreachable, Proto
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes
 from pdcluster.transfer.mapping import MappedMemory
-from pdcluster.transfer.moving import GilWaits, Payload, copies, native
+from pdcluster.transfer.moving import GilWaits, Payload, copies_inside, native
 from pdcluster.transfer.pidfd import Processes
-from pdcluster.transfer.runs import RunTable, run_table
+from pdcluster.transfer.runs import MOST_BYTES, RunTable, run_table
 from pdcluster.transfer.shm_frames import (
     MAX_HELLO_BYTES,
     MAX_NOTICE_BYTES,
@@ -56,6 +56,8 @@ F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
 BURST_BYTES, TOLD_BYTES = 8 << 20, 2 << 20
 """Copied in one go; and when the reader is told, so that it digests at the same time. What is left to digest at the end is one such piece. Of a copy
 that is longer, and not digested, it hears before and after: it looks at where the copy goes while the bytes go there."""
+ANYWHERE = (0, MOST_BYTES)
+"""Where a write goes, as long as only its sources are looked at: the reader's memory is not mapped before its connection is there."""
 QUIET_WRITES = 3
 """With more writes than these in the queue (the one that just ended among them), nobody is woken: it would take the GIL from the next copy, and
 nobody waits for room yet."""
@@ -179,14 +181,15 @@ class _Mover:
         return any(mapping.populate_more() for mapping in self._maps.values())
 
     def _copy(self, sock: socket.socket, write: _Write) -> None:
-        mapping, spans = self._maps.get(write.region), write.runs.targets
-        if mapping is None or not spans.are_inside(mapping.nbytes):
+        mapping, spans, source = self._maps.get(write.region), write.runs.targets, (write.source.address, write.source.nbytes)
+        table = None if mapping is None else copies_inside(write.runs, source, (mapping.address, mapping.nbytes), write.stamp.nbytes)
+        if mapping is None or table is None:
             self._writes.settle(write.handle, WriteStatus.FAILED)
             return
         if not mapping.is_populated:
             for offset, nbytes in spans.joined():
                 mapping.populate(offset, nbytes)
-        payload = Payload(copies(write.runs, mapping.address, write.source.address), digests=write.digests, waits=self._waits)
+        payload = Payload(table, digests=write.digests, waits=self._waits)
         nbytes, is_told = write.stamp.nbytes, write.stamp.nbytes > TOLD_BYTES and len(spans) <= MAX_NOTICE_SPANS
         burst = TOLD_BYTES if is_told and write.digests else BURST_BYTES
         if is_told:
@@ -323,7 +326,7 @@ class ShmBackend:
         mover, region, table = self._movers.get(peer), self._regions[source_region], run_table(runs)
         if mover is None:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
-        if not table.read_inside(stamp.nbytes, region.nbytes):
+        if copies_inside(table, (region.address, region.nbytes), ANYWHERE, stamp.nbytes) is None:
             raise IntegrityError(f"a write of {stamp.nbytes} bytes does not add up or reads outside of region {source_region}")
         if mover.failed_at is not None and time.monotonic() - mover.failed_at >= self._settings.retry_s:
             mover = self._movers[peer] = self._start(peer, mover.advert)

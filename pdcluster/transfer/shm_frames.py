@@ -8,6 +8,7 @@ what is in place while the rest is copied; it is finished when all its bytes are
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -58,6 +59,7 @@ def encode(frame: Advert | Hello | Shared) -> bytes:
     return msgspec.msgpack.encode(frame)
 
 
+@lru_cache(maxsize=1024)
 def decode_advert(data: bytes) -> Advert:
     try:
         advert = msgspec.msgpack.decode(data, type=Advert)

@@ -1,4 +1,4 @@
-"""What a staged backend (`staged`) asks of a transfer library, and the memory that such a library may touch: never the KV pool, only these blocks."""
+"""What a staged backend (`staged`) asks of a transfer library, and the memory that such a library may write: never the KV pool, only these blocks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class StagedSettings:
     without an answer for so long count as unknown. awake_s: how often a reader is told that a write to it is under way, if its engine needs that."""
 
     host: str = "127.0.0.1"
-    block_bytes: int = 2 << 20
-    blocks: int = 8
-    flying: int = 4
+    block_bytes: int = 4 << 20
+    blocks: int = 5
+    flying: int = 3
     connect_s: float = 2.0
     progress_s: float = 5.0
     retry_s: float = 1.0
@@ -42,6 +42,9 @@ class Engine(Protocol):
 
     needs_calls: bool
     """Writes to this process go on only while it calls the library, so that the other end must say when (`expect`)."""
+    reads_anywhere: bool
+    """It sends from memory that nobody registered, as sockets can, so that a write need not be gathered in staging, and it is to be asked for a write
+    until it says that it ended. Memory is not registered for that: whoever is registered may be written, too."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Make memory known to the library. It stays mapped for the life of the process."""
@@ -62,7 +65,8 @@ class Engine(Protocol):
         """Start a write; its id, or None when it was refused and nothing was sent."""
 
     def check(self, batch: int) -> WriteStatus:
-        """PENDING, DONE or UNKNOWN; an id is not used again after the last two."""
+        """PENDING, DONE, LOST (it ended and reads its source no more, but may still land) or UNKNOWN. An id is not used again after DONE and LOST;
+        after UNKNOWN only if the engine `reads_anywhere`."""
 
     def expect(self) -> None:
         """A peer says that a write of its to this process is under way."""

@@ -214,7 +214,7 @@ class Writer:
         if first % block or ragged or first > outgoing.next_token or end > ticket.num_tokens or outgoing.finished is not None:
             raise IntegrityError(f"push of tokens {first}…{end} of {ticket.num_tokens} to ticket {ticket.nonce:x}, {outgoing.next_token} is next")
         needed, num_pages = -(-end // tokens) - first // tokens, self._num_pages
-        if len(pages) < needed or (needed and not 0 <= pages[:needed].min() <= pages[:needed].max() < num_pages):
+        if len(pages) < needed or (needed and pages[:needed].view(np.uint64).max() >= num_pages):  # a negative one is a very large one
             raise IntegrityError(f"push to ticket {ticket.nonce:x}: {needed} pages below {num_pages} are needed, got {pages[:8].tolist()}…")
 
     def _check_layers(self, outgoing: Outgoing, end: int, layers: tuple[int, int] | None) -> tuple[int, int]:

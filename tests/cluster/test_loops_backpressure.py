@@ -29,19 +29,25 @@ class Watched(LocalCluster):
 
     async def _start_all(self) -> None:
         await super()._start_all()
-        send, receive = self.router.send, self.router._on_message
+        send = self.router.send
 
         def count_sent(to, message) -> None:
             self.reserves += isinstance(message, Reserve)
             send(to, message)
 
-        def count_received(incarnation, message) -> None:
+        self.router.send = count_sent
+        handlers = self.router._handlers
+        handlers[Reserved] = self._counted(handlers[Reserved])
+        handlers[Refused] = self._counted(handlers[Refused])
+
+    def _counted(self, handle):
+        def count(state, message) -> None:
             self.reserved += isinstance(message, Reserved)
             if isinstance(message, Refused):
                 self.refused.append(message)
-            receive(incarnation, message)
+            handle(state, message)
 
-        self.router.send, self.router._on_message = count_sent, count_received
+        return count
 
     def refusals(self, leg: str) -> list[Refused]:
         return [message for message in self.refused if message.leg == leg]
@@ -106,7 +112,7 @@ async def test_refusals_say_why_and_when_to_come_back(heedless: None) -> None:
 
 
 async def test_a_request_that_one_prefill_node_refuses_runs_on_the_other() -> None:
-    async with Watched({"p0": "prefill", "p1": "prefill", "d0": "decode"}, num_pages=64) as cluster:
+    async with Watched({"p0": "prefill", "p1": "prefill", "d0": "decode"}, num_pages=64, force="remote") as cluster:
         decode = cluster.nodes["d0"]
         hold(decode)
         running = [asyncio.create_task(cluster.run(prompt_of(20, seed), 6)) for seed in range(30)]

@@ -53,14 +53,14 @@ def test_garbage_on_the_socket_is_dropped_and_counted_and_others_go_on(name: str
 @pytest.mark.parametrize("name", REAL[1:])
 @pytest.mark.parametrize("frame", ["random", "huge", "many runs", "not adding up"])
 def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, frame: str) -> None:
-    from pdcluster.transfer import links, staged, tcp
+    from pdcluster.transfer import links, staged_frames, tcp
 
     ends = Ends(name)
     ends.connect()
     ends.permit()
     link = links.connect(Peer("x", "x1"), READER, links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20)
     if name != "tcp":
-        staged._read_grant(link)
+        staged_frames.read_grant(link)
     frames = {
         "tcp": {
             "random": random.Random(3).randbytes(200),
@@ -70,9 +70,11 @@ def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, fra
         },
         "staged": {
             "random": random.Random(3).randbytes(200),
-            "huge": staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 1 << 60),
-            "many runs": staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1 << 31, 7, 0, 1, 0, 64, 64),
-            "not adding up": links.sealed(staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + span_table([(0, 65)]).pack()),
+            "huge": staged_frames.NOTICE.pack(staged_frames.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 1 << 60),
+            "many runs": staged_frames.NOTICE.pack(staged_frames.NOTICE_MAGIC, 0, 1 << 31, 7, 0, 1, 0, 64, 64),
+            "not adding up": links.sealed(
+                staged_frames.NOTICE.pack(staged_frames.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + span_table([(0, 65)]).pack()
+            ),
         },
     }
     link.send(frames["tcp" if name == "tcp" else "staged"][frame])
@@ -85,7 +87,7 @@ def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, fra
 @pytest.mark.parametrize("name", REAL[1:])
 def test_whichever_byte_of_a_frame_is_damaged_nothing_comes_of_it(name: str) -> None:
     """One that names another place under the same permit would spoil what landed there before."""
-    from pdcluster.transfer import links, staged, tcp
+    from pdcluster.transfer import links, staged_frames, tcp
 
     ends = Ends(name)
     ends.connect()
@@ -95,11 +97,11 @@ def test_whichever_byte_of_a_frame_is_damaged_nothing_comes_of_it(name: str) -> 
     if name == "tcp":
         good = links.sealed(tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + table)
     else:
-        good = links.sealed(staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + table)
+        good = links.sealed(staged_frames.NOTICE.pack(staged_frames.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + table)
     for number in range(len(good)):
         link = links.connect(WRITER, READER, links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20)
         if name != "tcp":
-            staged._read_grant(link)
+            staged_frames.read_grant(link)
         link.send(good[:number] + bytes([good[number] ^ 1 << number % 8]) + good[number + 1 :] + bytes(64))
         with pytest.raises(OSError):  # it hung up, perhaps already
             link.sock.shutdown(socket.SHUT_WR)

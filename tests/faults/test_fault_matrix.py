@@ -49,10 +49,11 @@ def test_a_sample_of_the_fault_matrix(show_table: Show) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_a_part_of_the_ten_thousand_runs_of_the_fault_matrix(part: int, add_to_table: Add) -> None:
-    """Each with a limit of its own, so that a slow machine loses one part's evidence and not all. What a part's few runs of a cell did not come to,
-    the total's last line names."""
-    outcomes = list(run_cells(part_of_the_matrix(part), processes=os.cpu_count() or 1))
+def test_a_part_of_the_ten_thousand_runs_of_the_fault_matrix(part: int, add_to_table: Add, pytestconfig: pytest.Config) -> None:
+    """Each with a limit of its own, so that a slow machine loses one part's evidence and not all; on whichever worker is free (`spread`), or, without
+    workers, in as many processes as there are cores. What a part's few runs of a cell did not come to, the total's last line names."""
+    is_worker = hasattr(pytestconfig, "workerinput")
+    outcomes = list(run_cells(part_of_the_matrix(part), processes=1 if is_worker else os.cpu_count() or 1))
     add_to_table("fault matrix, scripted medium", summed(outcomes))
     bad = [outcome for outcome in outcomes if not outcome.is_good]
     assert not bad, "\n".join(map(str, bad[:5]))

@@ -33,10 +33,12 @@ def test_no_history_of_nodes_breaks_ownership() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)
-def test_no_history_of_nodes_breaks_ownership_in_thousands_of_runs() -> None:
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(8))
+def test_no_history_of_nodes_breaks_ownership_in_thousands_of_runs(part: int) -> None:
+    """4000 in all, drawn anew for each part, which go to whichever worker is free."""
     with quiet_logs():
-        run_state_machine_as_test(Ownership, settings=settings(LIMITS, max_examples=4000, derandomize=False))
+        run_state_machine_as_test(Ownership, settings=settings(LIMITS, max_examples=500, derandomize=False))
 
 
 # ---------------------------------------------------------------- broken on purpose

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 from session_pair import Pair
 from session_side import NUM_PAGES, PAGE_BYTES
 from standstill import stop_child
 
+from pdcluster.config import set_library_environment
+from pdcluster.transfer.base import WriteStatus
+from pdcluster.transfer.mooncake import MooncakeEngine, environment
+from pdcluster.transfer.staging import StagedSettings
 from pdcluster.transfer.tcp import TcpSettings
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
@@ -128,3 +138,69 @@ def test_a_stopped_receiver_costs_a_timeout_and_changes_nothing_when_it_wakes(pa
     assert pair.remote.call("status") == {"idle": True, "quarantined": 0}
     assert pair.local.do_status()["idle"]
     assert max(LIVE + TORN) < NUM_PAGES
+
+
+RECEIVER = """
+import mmap, sys
+import numpy as np
+from pdcluster.config import set_library_environment
+from pdcluster.transfer.mooncake import MooncakeEngine, environment
+from pdcluster.transfer.staging import StagedSettings
+set_library_environment(environment(StagedSettings()))
+engine, memory = MooncakeEngine(StagedSettings()), np.frombuffer(mmap.mmap(-1, 64 << 20), dtype=np.uint8)
+engine.register(memory.ctypes.data, memory.size)
+print(engine.session, memory.ctypes.data, flush=True)
+sys.stdin.readline()
+print(*(int(np.count_nonzero(memory == value)) for value in (0x11, 0xEE)), flush=True)
+"""
+
+
+def test_what_mooncake_says_ended_is_read_no_more_even_if_its_stopped_receiver_wakes() -> None:
+    """So that a source page may be given to another request as soon as the real library says -1. Its receiver's memory is staging."""
+    set_library_environment(environment(StagedSettings()))
+    root = Path(__file__).parents[2]
+    child = subprocess.Popen(
+        [sys.executable, "-c", RECEIVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert child.stdin is not None and child.stdout is not None
+    engine, source = MooncakeEngine(StagedSettings()), np.frombuffer(mmap.mmap(-1, 64 << 20), dtype=np.uint8)
+    try:
+        source[:] = 0x11
+        session, address = child.stdout.readline().split()
+        assert ends_of(engine, [engine.submit(session, source.ctypes.data, int(address), 4096)]) == {WriteStatus.DONE}
+        stop_child(child.pid)
+        step = 4 << 20
+        found = ends_of(engine, [engine.submit(session, source.ctypes.data + at, int(address) + at, step) for at in range(0, source.size, step)])
+        assert found == {WriteStatus.LOST}
+        source[:] = 0xEE  # another request's KV
+        child.send_signal(signal.SIGCONT)
+        time.sleep(2.0)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        landed, foreign = map(int, child.stdout.readline().split())
+        assert landed >= 4096 and not foreign
+    finally:
+        child.kill()
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+        engine.close()
+
+
+def ends_of(engine: MooncakeEngine, batches: list[int | None]) -> set[WriteStatus]:
+    """The last words on some writes."""
+    left, found, deadline = list(batches), set(), time.monotonic() + 60
+    while left:
+        assert time.monotonic() < deadline and None not in left, "never: an end of every write"
+        for batch in list(left):
+            assert batch is not None
+            if (status := engine.check(batch)) not in (WriteStatus.PENDING, WriteStatus.UNKNOWN):
+                left.remove(batch)
+                found.add(status)
+        time.sleep(0.01)
+    return found

@@ -33,7 +33,7 @@ from pdcluster.rpc import inference_pb2
 from pdcluster.rpc.cards import card_from_proto, card_to_proto, snapshot_from_proto
 from pdcluster.rpc.inference import request_from_proto
 from pdcluster.step import Row, StepPlan
-from pdcluster.transfer import links, ranked, shm_frames, staged, tcp
+from pdcluster.transfer import links, ranked, shm_frames, staged, staged_frames, staged_pump, tcp
 from pdcluster.transfer.base import Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Counts, Doorbell, Writes
 from pdcluster.transfer.links import Advert, Cursor, Listener
@@ -41,6 +41,8 @@ from pdcluster.transfer.moving import Payload, table_of
 from pdcluster.transfer.runs import run_table, span_table
 from pdcluster.transfer.shm import ShmBackend
 from pdcluster.transfer.shm_notices import Notices
+from pdcluster.transfer.staged_pieces import cut
+from pdcluster.transfer.staged_reads import SourceReads
 from pdcluster.transfer.staging import Blocks, StagedSettings
 from pdcluster.wire import codec
 from pdcluster.wire.address import parse_address
@@ -111,6 +113,7 @@ class NoEngine:
     """A transfer library that moves nothing."""
 
     needs_calls = True
+    reads_anywhere = False
 
     def register(self, address: int, nbytes: int) -> None: ...
     def unregister(self, address: int, nbytes: int) -> None: ...
@@ -321,22 +324,22 @@ def staged_decoders() -> list[Decoder]:
         memory.check()
         backend.arrivals()
 
-    one = staged.NOTICE.pack(staged.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + _span(4096, 64)
-    awake = staged.NOTICE.pack(staged.AWAKE_MAGIC, 0, 0, 0, 0, 0, 0, 0, 0)
-    grant = msgspec.msgpack.encode(staged._Grant(b"engine", 1 << 40, 4096, 4))
-    grants = (staged.LENGTH.pack(len(grant)) + grant,)
+    one = staged_frames.NOTICE.pack(staged_frames.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + _span(4096, 64)
+    awake = staged_frames.NOTICE.pack(staged_frames.AWAKE_MAGIC, 0, 0, 0, 0, 0, 0, 0, 0)
+    grant = msgspec.msgpack.encode(staged_frames.Grant(b"engine", 1 << 40, 4096, 4))
+    grants = (staged_frames.LENGTH.pack(len(grant)) + grant,)
     errors = (ProtocolError, OSError)
     return [
         Decoder("staged notice", (one, awake + one, one + one), decode, errors, check, backend.shutdown),
-        Decoder("staged grant", grants, lambda data: staged._read_grant(FedLink(data)), errors),  # type: ignore[arg-type]
+        Decoder("staged grant", grants, lambda data: staged_frames.read_grant(FedLink(data)), errors),  # type: ignore[arg-type]
         pump_decoder(),
     ]
 
 
 def pump_decoder() -> Decoder:
     """What a reader answers a writer of a staged medium."""
-    doorbell, advert = Doorbell(), Advert("127.0.0.1", unused_port(), bytes(16))
-    pump = staged._Pump("staged", WRITER, READER, advert, StagedSettings(connect_s=0.1), NoEngine(), Writes(doorbell))
+    doorbell, engine, advert = Doorbell(), NoEngine(), Advert("127.0.0.1", unused_port(), bytes(16))
+    pump = staged_pump.Pump("staged", WRITER, READER, advert, StagedSettings(connect_s=0.1), engine, SourceReads(engine, Writes(doorbell), 1.0))
     pump.thread.join()
     source = Region(0, 0, REGION_BYTES)
 
@@ -344,13 +347,14 @@ def pump_decoder() -> Decoder:
         pump._partial, pump._free = b"", []
         payload = Payload(table_of(()), digests=False)
         run = run_table((Run(0, 0, 64),))
-        writes = [staged._Write(Handle(n), source, 0, Stamp(7, n, 1, 64), run, payload, False, deque(), 1, 1) for n in range(3)]
-        pump._reader_has = {n: staged._Piece(write, run, 64, 1) for n, write in enumerate(writes)}
+        writes = [staged_pump.Write(Handle(n), source, 0, Stamp(7, n, 1, 64), run, payload, False, deque(), 1, 1) for n in range(3)]
+        piece = cut(run, 0, 4096, may_be_straight=True)[0]
+        pump._reader_has = {n: staged_pump.Flying(write, piece, None, []) for n, write in enumerate(writes)}
         link = FedLink(data)
         while True:
             pump._take_answers(link)  # type: ignore[arg-type]
 
-    good = b"".join(staged.ANSWER.pack(staged.ANSWER_MAGIC, n, 1) for n in range(3))
+    good = b"".join(staged_frames.ANSWER.pack(staged_frames.ANSWER_MAGIC, n, 1) for n in range(3))
     return Decoder("staged answer", (good,), decode, (ProtocolError, OSError), end=doorbell.close)
 
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pdcluster.tally import Level, Spread, Tally
+from pdcluster.metrics import MOST_NOTED, RouterMetrics
+from pdcluster.tally import BeforeScrape, Level, Spread, Tally
 
 BUCKETS = (0.001, 0.5, 1.0, 10.0)
 
@@ -53,3 +54,50 @@ def test_another_number_of_labels_is_an_error() -> None:
         Tally("x", "Help.", ("k",), registry=registry).labels("a", "b")
     with pytest.raises(ValueError, match="has the labels none, not 1"):
         Spread("y", "Help.", buckets=BUCKETS, registry=registry).labels("a")
+
+
+@given(st.lists(st.sampled_from([0.0, 0.001, 0.002, 0.5, 1.0, 7.0, 10.0, 11.0]), max_size=20))
+def test_many_values_at_once_are_the_same_as_one_by_one(values: list[float]) -> None:
+    one_by_one, at_once = CollectorRegistry(), CollectorRegistry()
+    first, second = (Spread("y", "Help.", buckets=BUCKETS, registry=registry).labels() for registry in (one_by_one, at_once))
+    for value in values:
+        first.observe(value)
+    second.observe_all(values[:7])
+    second.observe_all(values[7:])
+    assert first.counts == second.counts and first.total == pytest.approx(second.total)
+
+
+def test_what_is_counted_late_is_there_when_somebody_looks() -> None:
+    registry = CollectorRegistry()
+    BeforeScrape(lambda: tally.labels().inc(3), registry=registry)
+    tally = Tally("x", "Help.", registry=registry)
+    assert registry.get_sample_value("x_total") == 3 and registry.get_sample_value("x_total") == 6
+
+
+ENDED = (100, 4, 32, 1, 0.5, None, 0.02, 0.25, 0.125, 4096)
+
+
+def sample(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"pdcluster_{name}", labels)
+
+
+def test_choices_that_ended_are_counted_by_how_they_ended() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    for ending in (("remote", "stop", "tcp"), ("remote", "stop", "tcp"), ("local", "length", ""), ("local", None, ""), (None, None, "")):
+        metrics.note(ending, ENDED)
+    assert [sample(metrics, f"{kind}_tokens_total") for kind in ("output", "prompt", "cached_prompt")] == [20, 400, 96]
+    assert sample(metrics, "prompt_length_tokens_count") == 4 and sample(metrics, "output_length_tokens_count") == 3
+    assert sample(metrics, "choices_total", mode="remote", finish="stop") == 2 and sample(metrics, "attempts_total") == 3
+    assert sample(metrics, "time_to_first_token_seconds_sum", mode="local") == 1.0, "one that failed later had a first token, too"
+    assert sample(metrics, "time_to_second_token_seconds_count", mode="local") is None, "there was none"
+    assert sample(metrics, "prefill_queue_seconds_sum") == 0.75
+    assert sample(metrics, "kv_transfer_seconds_count", backend="tcp") == 2 and sample(metrics, "kv_transfer_bytes_total", backend="tcp") == 8192
+    assert sample(metrics, "kv_transfer_seconds_count", backend="") is None
+
+
+def test_what_is_not_counted_yet_is_bounded() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    for _ in range(MOST_NOTED + 1):
+        metrics.note(("local", "stop", ""), ENDED)
+    assert metrics.output_tokens.value == 4 * MOST_NOTED
+    assert sample(metrics, "output_tokens_total") == 4 * MOST_NOTED + 4

@@ -17,6 +17,7 @@ from pdcluster.transfer.incoming import (
     Landing,
     are_in_place,
     covers_each_cell,
+    in_token_order,
     is_in_order,
     look_at_arrivals,
     part_of,
@@ -89,7 +90,8 @@ class Arrived:
     def __init__(self, pages: list[int], cuts: list[int]) -> None:
         ticket = ticket_of(0, 20)
         self.commit = commit_of(ticket, cuts)
-        self.incoming = Incoming(ticket, Peer("p", "1"), np.array(PAGES, dtype=np.int64), 0.0, 9.0)
+        writable = np.array(PAGES, dtype=np.int64)
+        self.incoming = Incoming(ticket, Peer("p", "1"), writable, in_token_order(SHAPE, writable), 0.0, 9.0)
         for entry in self.commit.legs[0].chunks:
             first = entry.first_token // TOKENS
             spans = tuple((page * SHAPE.page_bytes, SHAPE.page_bytes) for page in pages[first : first + -(-entry.num_tokens // TOKENS)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import threading
 
 import pytest
 
@@ -30,6 +31,36 @@ def test_a_doorbell_rings_until_arrivals_are_taken() -> None:
     assert arrivals.take() == []
     doorbell.close()
     doorbell.ring()
+    doorbell.close()
+
+
+def test_a_doorbell_that_rings_is_not_rung_again_and_rings_anew_when_it_was_cleared() -> None:
+    doorbell = Doorbell()
+    doorbell.clear()
+    for _ in range(2):
+        doorbell.ring()
+        doorbell.ring()
+        assert is_ringing(doorbell)
+        doorbell.clear()
+        assert not is_ringing(doorbell)
+    doorbell.close()
+    doorbell.clear()
+
+
+def test_whoever_sleeps_until_the_bell_rings_misses_nothing_of_what_several_threads_bring() -> None:
+    doorbell, each = Doorbell(), 500
+    brought = Arrivals(doorbell)
+    threads = [threading.Thread(target=lambda: [brought.add(Stamp(1, 0, 1, 8)) for _ in range(each)]) for _ in range(4)]
+    poller, taken = select.poll(), 0
+    poller.register(doorbell.fd, select.POLLIN)
+    for thread in threads:
+        thread.start()
+    while taken < 4 * each:
+        assert poller.poll(20_000), "something was brought, and nobody rang"
+        taken += len(brought.take())
+    for thread in threads:
+        thread.join()
+    assert not is_ringing(doorbell) or not brought.take()
     doorbell.close()
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdcluster.transfer import moving
 from pdcluster.transfer.base import Run
-from pdcluster.transfer.moving import GilWaits, Payload, copies, packed, packing, reads, table_of
-from pdcluster.transfer.runs import run_table
+from pdcluster.transfer.moving import GilWaits, Payload, copies, copies_inside, packed, packing, reads, table_of
+from pdcluster.transfer.runs import RunTable, run_table
 
 SIZE = 1 << 16
 
@@ -132,3 +132,32 @@ def test_tables_of_addresses_name_the_bytes_that_runs_and_spans_mean() -> None:
     payload = Payload(reads(runs.targets, target.ctypes.data), digests=True)
     payload.advance(SIZE)
     assert payload.digest() == xxhash.xxh3_64(block.tobytes()).intdigest()
+
+
+NUMBERS = st.one_of(st.integers(-3, 40), st.sampled_from([-(1 << 63), (1 << 63) - 1, 1 << 62]))
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), max_size=6), st.integers(-1, 60), st.booleans())
+@example([((1 << 63) - 1, 0, 1)], 1, False)
+def test_runs_are_taken_only_when_all_lie_inside_of_both_memories_and_add_up(
+    rows: list[tuple[int, int, int]], nbytes: int, is_compiled: bool
+) -> None:
+    source, target = (1 << 20, 32), (1 << 30, 24)
+    good = all(count > 0 and 0 <= start <= 32 - count and 0 <= to <= 24 - count for start, to, count in rows)
+    good = good and 0 < nbytes == sum(count for *_, count in rows)
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_compiled:
+            patch.setattr(moving, "native", lambda: None)
+        table = copies_inside(RunTable(np.array(rows, dtype=np.int64).reshape(-1, 3)), source, target, nbytes)
+    assert (table is not None) == good
+    if table is not None:
+        assert table.tolist() == [[to + (1 << 30), start + (1 << 20), count] for start, to, count in rows]
+
+
+def test_without_the_compiled_loop_runs_are_judged_alike(loop: str) -> None:
+    runs = run_table([Run(0, 16, 8), Run(24, 0, 8)])
+    table = copies_inside(runs, (4096, 32), (8192, 24), 16)
+    assert table is not None and np.array_equal(table, copies(runs, 8192, 4096)), loop
+    assert copies_inside(runs, (4096, 31), (8192, 24), 16) is None
+    assert copies_inside(runs, (4096, 32), (8192, 23), 16) is None
+    assert copies_inside(runs, (4096, 32), (8192, 24), 15) is None
