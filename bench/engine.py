@@ -17,7 +17,7 @@ model, so that both meet the same caches. Both run with the engine's threads on 
 not change the time.
 
 Python's share is what a step takes in which every kernel gets an empty range: all of building the batch, calling kernels, small torch operations
-and drawing tokens. Prompts run through oneDNN, so it is told for decode alone.
+and drawing tokens. On some CPUs prompts run through oneDNN, so it is told for decode alone.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def attend_chunk(q, keys, values, start, begin, count, scale, out, lo, hi):
             block_scores(queries, keys[head, block], rows, scores)
             for r in range(rows):
                 visible = min(start + first + r // group + 1 - block * BLOCK, BLOCK)
-                fold_block(scores[r], visible, scale, top, total, r, sums[r], shares[r])
+                fold_block(scores, r, visible, scale, top, total, sums, shares)
             block_sums(shares, values[head, block], rows, sums)
         for r in range(rows):
             inverse = np.float32(1.0) / total[r]
@@ -118,30 +118,35 @@ def block_sums(shares, values, rows, sums):
             add_tile_2(left, 2 * BLOCK, address(values) + 4 * d, width, BLOCK // 2, out + 4 * d, width)
 
 
-@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
-def fold_block(scores, visible, scale, top, total, r, sums, shares):
-    """One row's scores of a block turned into shares under the new maximum; what was summed under the old one is corrected."""
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")
+def fold_block(scores, r, visible, scale, top, total, sums, shares):
+    """Row r's scores of a block turned into shares under the new maximum; what was summed under the old one is corrected, where that is another.
+
+    The arrays come whole: a view of one row costs as much as the row."""
     if visible <= 0:
-        shares[:] = np.uint16(0)
+        for t in range(BLOCK):
+            shares[r, t] = np.uint16(0)
         return
     for t in range(visible, BLOCK):
-        scores[t] = VERY_NEGATIVE
+        scores[r, t] = VERY_NEGATIVE
     best = VERY_NEGATIVE
     for t in range(BLOCK):
-        best = max(best, scores[t])
+        best = max(best, scores[r, t])
     best = max(best * scale, top[r])
-    correction = exponential(top[r] - best)
     added = np.float32(0)
     for t in range(BLOCK):
-        share = exponential(scores[t] * scale - best)
+        share = exponential(scores[r, t] * scale - best)
         added += share
-        shares[t] = narrow(share, shares[t])
+        shares[r, t] = narrow(share, shares[r, t])
     for t in range(visible, BLOCK):
-        shares[t] = np.uint16(0)
-    total[r] = total[r] * correction + added
-    top[r] = best
-    for d in range(sums.shape[0]):
-        sums[d] *= correction
+        shares[r, t] = np.uint16(0)
+    if best > top[r]:
+        correction = exponential(top[r] - best)
+        total[r] *= correction
+        top[r] = best
+        for d in range(sums.shape[1]):
+            sums[r, d] *= correction
+    total[r] += added
 
 
 def chunk_tasks(num_heads, num_kv_heads, count):

@@ -33,7 +33,17 @@ FRESH_S = 86400.0
 PLACE = re.compile(r"[0-9a-f]{16}|(engine|transfer)_[0-9a-f]{40}")
 """Names of places; the longer ones are numba's own, from versions that had only one place."""
 GONE = "gone-"
-SOURCES = ("kernels", "pair_kernels", "chunk_kernels", "layer_arrays", "layer_kernels", "invariant_kernels", "int8_kernels", "vectors")
+SOURCES = (
+    "kernels",
+    "pair_kernels",
+    "chunk_kernels",
+    "panel_kernels",
+    "layer_arrays",
+    "layer_kernels",
+    "invariant_kernels",
+    "int8_kernels",
+    "vectors",
+)
 
 
 def place_of(cache_dir: Path) -> Path:

@@ -15,7 +15,8 @@ Array = NDArray[Any]
 
 
 class LayerArrays(NamedTuple):
-    """One layer's weights. Biases are float32, of zeros where there are none; normed: whether heads have norms."""
+    """One layer's weights, those of products as they are or in panels. Biases are float32, of zeros where there are none; normed: whether heads
+    have norms."""
 
     input_norm: Array
     q_weight: Array

@@ -38,9 +38,9 @@ class Kernels(Protocol):
 
 
 class PairKernels(Protocol):
-    """The functions of `engine.pair_kernels`, `engine.chunk_kernels` and `engine.layer_kernels`, for bfloat16.
+    """The functions of `engine.pair_kernels`, `engine.chunk_kernels`, `engine.panel_kernels` and `engine.layer_kernels`, for bfloat16.
 
-    has_chunks: whether those of the second are worth calling."""
+    has_chunks, has_panels: whether those of the second and the third are worth calling."""
 
     linear_rows: Kernel
     attend_rows: Kernel
@@ -49,6 +49,9 @@ class PairKernels(Protocol):
     attend_chunk: Kernel
     chunk_tasks: Callable[[int, int, int], int]
     has_chunks: bool
+    pack_panels: Kernel
+    multiply_panels: Kernel
+    has_panels: bool
 
 
 class InvariantKernels(Protocol):
@@ -111,6 +114,7 @@ def load_pair_kernels() -> PairKernels | None:
     except (NumbaError, OSError, RuntimeError) as error:
         log.warning("numba cannot compile the CPU kernels for bfloat16 (%s); the engine does without them, which is slower", error)
         return None
+    log.info("CPU kernels for bfloat16 multiply by weights %s", "in panels" if kernels.has_panels else "as they are")
     return kernels
 
 
@@ -199,22 +203,34 @@ def _compile(kernels: Kernels, dtype: DType) -> None:
 
 
 def _compile_pairs(kernels: PairKernels) -> None:
-    one, weight, bias = np.zeros((1, 32), np.uint16), np.zeros((4, 32), np.uint16), np.zeros(4, np.float32)
-    # Outputs of several rows beside those of other weights are an array of another kind than outputs alone, and a kernel of its own.
-    for out in (np.zeros((1, 4), np.uint16), np.zeros((2, 5), np.uint16)[:, :4]):
-        kernels.linear_rows(one.repeat(len(out), axis=0), weight, bias, out, 0, 1)
+    one = np.zeros((1, 32), np.uint16)
     pool, pages = np.zeros((1, 1, 2, 1, 8, 32), np.uint16), np.zeros(1, np.int64)
     packed = np.zeros((1, 1, 16, 64), np.uint32), np.zeros((1, 1, 32, 32), np.uint32)
     kernels.pack_context(pool.view(np.uint32), 0, pages, 1, *packed, 0, 1)
     kernels.attend_chunk(one[None], *packed, 0, 0, 1, np.float32(1.0), one[None].copy(), 0, 1)
     kernels.attend_rows(one[None], pool, 0, pages, pages, pages + 1, np.float32(1.0), one[None].copy(), 0, 1)
-    _compile_layer(kernels, pool, pages)
+    _compile_products(kernels, in_panels=kernels.has_panels)
 
 
-def _compile_layer(kernels: PairKernels, pool: Array, pages: Array) -> None:
+def _compile_products(kernels: PairKernels, *, in_panels: bool) -> None:
+    """Those of weights in panels, or those of weights as they are: an engine calls the ones or the others."""
+    one, weight, bias = np.zeros((1, 32), np.uint16), np.zeros((4, 32), np.uint16), np.zeros(4, np.float32)
+    panels = np.zeros((1, 16, 64), np.uint32)
+    if in_panels:
+        kernels.pack_panels(weight.view(np.uint32), panels, 0, 4)
+        kernels.multiply_panels(one, panels, bias, np.zeros((1, 4), np.uint16), 0, 0, 1)
+    else:
+        # Outputs of several rows beside those of other weights are an array of another kind than outputs alone, and a kernel of its own.
+        for out in (np.zeros((1, 4), np.uint16), np.zeros((2, 5), np.uint16)[:, :4]):
+            kernels.linear_rows(one.repeat(len(out), axis=0), weight, bias, out, 0, 1)
+    _compile_layer(kernels, panels if in_panels else np.zeros((32, 32), np.uint16))
+
+
+def _compile_layer(kernels: PairKernels, weight: Array) -> None:
     """One head of 32 dimensions in a model as wide."""
     row, scale, angles = np.zeros((1, 32), np.uint16), np.float32(1.0), np.zeros((1, 16), np.float32)
-    product = np.zeros((32, 32), np.uint16), np.zeros(32, np.float32)
+    pool, pages = np.zeros((1, 1, 2, 1, 8, 32), np.uint16), np.zeros(1, np.int64)
+    product = weight, np.zeros(32, np.float32)
     weights = row[0], *product * 3, row[0], row[0], True, *product, row[0], *product * 3, scale
     rows = angles, angles, pages, pages, pages, pages, pages + 1, scale
     scratch = row.copy(), row.repeat(3, axis=1), row[None].copy(), row[None].copy(), row.repeat(2, axis=1), row.copy()

@@ -1,7 +1,7 @@
 """The one place where an implementation is chosen: what runs the norms, the activation, the matrix products and the attention of a model.
 
 TorchOps    plain torch: the reference, any device
-CpuOps      numba kernels and, for bfloat16, prepacked oneDNN products
+CpuOps      numba kernels; for many rows of bfloat16, where these have no product as fast, prepacked oneDNN ones
 
 The batch-invariant mode has its own, `invariant.InvariantOps`.
 """
@@ -23,6 +23,7 @@ from pdcluster.engine.attention.reference import ReferenceAttention
 from pdcluster.engine.few_rows import FewRows, fits_few_rows
 from pdcluster.engine.linear import Linear, PackedLinear, PlainLinear, RowsLinear, can_pack, takes_rows
 from pdcluster.engine.native import Kernels, PairKernels, Parallel, as_array, load_kernels, load_pair_kernels
+from pdcluster.engine.panels import PanelLinear, Panels
 from pdcluster.engine.rope import Rope, RopeConfig, Rotation
 from pdcluster.engine.weights import LayerWeights
 from pdcluster.kv.layout import DType
@@ -102,18 +103,23 @@ class TorchOps:
 
 
 class CpuOps:
-    """pairs: the kernels for bfloat16, where the model has that type and they compile."""
+    """pairs: the kernels for bfloat16, where the model has that type and they compile; panels: whether weights are laid out for them, where that
+    is faster."""
 
     name = "cpu"
 
-    def __init__(self, kernels: Kernels, pairs: PairKernels | None, parallel: Parallel, *, pack: bool) -> None:
+    def __init__(self, kernels: Kernels, pairs: PairKernels | None, parallel: Parallel, *, pack: bool, panels: bool = True) -> None:
         self._kernels = kernels
         self._pairs = pairs
         self._parallel = parallel
         self._pack = pack
+        self._panels = Panels(pairs, parallel) if panels and pairs is not None and pairs.has_panels else None
 
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
-        many: Linear = PackedLinear(weights, biases) if self._pack and weights[0].shape[1] % 2 == 0 else PlainLinear(weights, biases)
+        is_even = weights[0].shape[1] % 2 == 0
+        if self._pairs is not None and self._panels is not None and is_even:
+            return PanelLinear(weights, biases, self._panels, self._pairs, self._parallel)
+        many: Linear = PackedLinear(weights, biases) if self._pack and is_even else PlainLinear(weights, biases)
         if self._pairs is None or not takes_rows(weights):
             return many
         return RowsLinear(weights, biases, self._pairs, self._parallel, many)
@@ -127,7 +133,7 @@ class CpuOps:
     def few_rows(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FewRows | None:
         if self._pairs is None or self._parallel.threads > 1 or not fits_few_rows(layers, shape, pages):
             return None
-        return FewRows(layers, shape, pages, self._pairs, self._parallel)
+        return FewRows(layers, shape, pages, self._pairs, self._parallel, self._panels)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

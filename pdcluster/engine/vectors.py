@@ -65,6 +65,12 @@ def has_pair_product() -> bool:
     return "+avx512bf16" in features.split(",")
 
 
+def has_matrix_tiles() -> bool:
+    """Whether that CPU multiplies whole tiles of bfloat16."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return "+amx-bf16" in features.split(",")
+
+
 # ------------------------------------------------------------ pieces of LLVM code
 
 

@@ -1,7 +1,8 @@
 """Reads the tensors of a Hugging Face checkpoint, mapped from its safetensors files, and says which weights they are.
 
-Tensors that are served in the type they are stored in stay views of the files, so that the nodes of one machine share their memory. It knows the
-names a family must have and refuses what is missing or left over; what the tensors mean is the model's business.
+Tensors that are served in the type they are stored in stay views of the files, so that the nodes of one machine share their memory; what products
+make of them (`panels`, `linear`) is a copy beside it. It knows the names a family must have and refuses what is missing or left over; what the
+tensors mean is the model's business.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.engine.model_config import read_config
 from pdcluster.engine.models.base import Progress
 from pdcluster.engine.shard import share_of
-from pdcluster.errors import DeadlineExceeded, ModelError, NodeLost, PdclusterError
+from pdcluster.errors import DeadlineExceeded, IntegrityError, ModelError, NodeLost, PdclusterError
 from pdcluster.node.rank_channel import Here, Media, RankChannel, Ready, Start, frame, pack_plan
 from pdcluster.node.rank_link import RankLink
 from pdcluster.step import StepPlan, StepResult
@@ -126,6 +126,9 @@ class RankedEngine:
         return self.local.layers_done
 
     def launch(self, plan: StepPlan) -> None:
+        """Raises IntegrityError, before any rank computes it, for a plan that goes on with tokens that only rank 0 draws."""
+        if any(row.follows for row in plan.rows):
+            raise IntegrityError("a step was planned before the tokens of the one before it were known, which the ranks above 0 never learn")
         data = frame(pack_plan(plan))
         for child in self._children:
             try:

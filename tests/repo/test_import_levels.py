@@ -51,6 +51,8 @@ LEVELS: dict[str, float] = {
     "pdcluster.transfer.shm_frames": 2.5,
     "pdcluster.transfer.shm_notices": 3,
     "pdcluster.transfer.staged": 3,
+    "pdcluster.transfer.staged_pieces": 3,
+    "pdcluster.transfer.staged_pump": 3,
     "pdcluster.transfer.staging": 2,
     "pdcluster.transfer.tcp": 3,
     "pdcluster.wire": 3,

@@ -55,13 +55,20 @@ def test_nothing_is_compiled_after_the_start() -> None:
     ops = select_ops("cpu", "bfloat16", 1, KERNEL_CACHE)
     pairs = load_pair_kernels()
     assert pairs is not None
-    kernel = cast(Any, pairs.linear_rows)
-    before = len(kernel.signatures)
+    compiled = [cast(Any, kernel) for kernel in (pairs.linear_rows, pairs.multiply_panels, pairs.pack_panels)]
+    before = [len(kernel.signatures) for kernel in compiled]
     weights = [torch.zeros(size, 64, dtype=torch.bfloat16) for size in (8, 12)]
-    for rows in (1, 2, 9):
+    for rows in (1, 2, 9, 40):
         for joined in (weights, weights[:1]):
             ops.linear(joined, [None] * len(joined))(torch.zeros(rows, 64, dtype=torch.bfloat16))
-    assert len(kernel.signatures) == before
+    assert [len(kernel.signatures) for kernel in compiled] == before
+
+
+def test_the_log_says_how_products_are_computed(caplog: pytest.LogCaptureFixture) -> None:
+    assert load_kernels(KERNEL_CACHE, "bfloat16") is not None
+    with caplog.at_level(logging.INFO):
+        pairs = load_pair_kernels()
+    assert pairs is not None and ("in panels" if pairs.has_panels else "as they are") in caplog.text
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

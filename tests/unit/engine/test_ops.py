@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numba
 import numpy as np
 import pytest
 import torch
 from checkpoints import KERNEL_CACHE
 
+from pdcluster.engine import native
+from pdcluster.engine.kernel_cache import filling
 from pdcluster.engine.linear import MOST_ROWS, PackedLinear, PlainLinear, can_pack
-from pdcluster.engine.native import Parallel, load_kernels
+from pdcluster.engine.native import PairKernels, Parallel, load_kernels
 from pdcluster.engine.ops import CpuOps, Ops, TorchOps, select_ops
+from pdcluster.engine.panels import PanelLinear, Panels
 from pdcluster.kv.layout import DType
 from pdcluster.kv.pool import TORCH_DTYPE
 
 TOLERANCE: dict[DType, float] = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
-@pytest.fixture(params=["torch", "cpu", "cpu with 3 threads"])
+@pytest.fixture(params=["torch", "cpu", "cpu with 3 threads", "cpu without panels"])
 def ops_name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -32,9 +38,20 @@ def dtype(request: pytest.FixtureRequest) -> DType:
 @pytest.fixture
 def ops(ops_name: str, dtype: DType) -> Iterator[Ops]:
     made: Ops = TorchOps() if ops_name == "torch" else select_ops("cpu", dtype, 3 if "3" in ops_name else 1, KERNEL_CACHE)
+    if "without" in ops_name:
+        made = without_panels(made)
     assert made.name == ("torch" if ops_name == "torch" else "cpu")
     yield made
     made.close()
+
+
+def without_panels(ops: Ops) -> CpuOps:
+    """As on a CPU for which there are none, or where there is something faster."""
+    assert isinstance(ops, CpuOps)
+    if ops._pairs is not None:
+        with filling(Path(numba.config.CACHE_DIR), "rows"):  # type: ignore[attr-defined]
+            native._compile_products(ops._pairs, in_panels=False)
+    return CpuOps(ops._kernels, ops._pairs, ops._parallel, pack=can_pack(), panels=False)
 
 
 def noise(*size: int, dtype: DType) -> torch.Tensor:
@@ -97,6 +114,41 @@ def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(inputs: int) -
     together = product(x)
     for count in (1, 2, 3, 5, 6, 7, 8, 12):
         assert torch.equal(product(x[7 : 7 + count].clone()), together[7 : 7 + count])
+
+
+def test_weights_are_laid_out_once_for_all_that_multiply_by_them() -> None:
+    ops = select_ops("cpu", "bfloat16", 1, KERNEL_CACHE)
+    assert isinstance(ops, CpuOps)
+    if ops._panels is None:
+        pytest.skip("this CPU has no use for panels")
+    weight, other = noise(70, 66, dtype="bfloat16"), noise(3, 66, dtype="bfloat16")
+    panels = ops._panels.of(weight)
+    assert panels.shape == (2, 33, 64) and ops._panels.of(weight.view(70, 66)) is panels
+    pairs = panels.transpose(0, 2, 1).reshape(128, 33)
+    assert np.array_equal(pairs[:70], weight.view(torch.uint16).numpy().view(np.uint32)) and not pairs[70:].any()
+    assert not np.shares_memory(panels, ops._panels.of(other)) and not np.shares_memory(panels, ops._panels.of(weight[:64]))
+
+
+def test_a_weight_and_its_transpose_have_panels_of_their_own() -> None:
+    ops = select_ops("cpu", "bfloat16", 1, KERNEL_CACHE)
+    x, square = noise(2, 64, dtype="bfloat16"), noise(64, 64, dtype="bfloat16")
+    for weight in (square, square.T):
+        expected = x.double() @ weight.double().T
+        torch.testing.assert_close(ops.linear([weight], [None])(x).double(), expected, rtol=2e-2, atol=0.1)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (6, 1), (64, 2)])
+def test_a_product_of_little_work_wakes_no_other_thread(rows: int, parts: int) -> None:
+    """The keys' weights of a model of 0.5 B: a row takes a tenth of what handing half of it over costs."""
+    native_pairs = select_ops("cpu", "bfloat16", 1, KERNEL_CACHE)
+    assert isinstance(native_pairs, CpuOps) and native_pairs._pairs is not None
+    pairs, ranges = native_pairs._pairs, []
+    recorded = SimpleNamespace(pack_panels=pairs.pack_panels, multiply_panels=lambda *args: ranges.append(args[-2:]))
+    parallel = Parallel(2)
+    kernels = cast(PairKernels, recorded)
+    PanelLinear([noise(128, 896, dtype="bfloat16")], [None], Panels(kernels, parallel), kernels, parallel)(noise(rows, 896, dtype="bfloat16"))
+    parallel.close()
+    assert len(ranges) == parts and {panel for lo, hi in ranges for panel in range(lo, hi)} == {0, 1}
 
 
 def test_odd_inputs_are_not_packed() -> None:

@@ -10,10 +10,11 @@ import numba
 import numpy as np
 import pytest
 import torch
+from numba.core.registry import cpu_target
 from numpy.typing import NDArray
 
 from pdcluster.engine import native
-from pdcluster.engine.vectors import SUMS_ORDER, address, dots_of, has_pair_product, tile_of, weigh_of, weigh_pairs_of
+from pdcluster.engine.vectors import SUMS_ORDER, address, dots_of, has_matrix_tiles, has_pair_product, tile_of, weigh_of, weigh_pairs_of
 
 needs_pair_product = pytest.mark.skipif(not has_pair_product(), reason="this CPU does not multiply pairs of bfloat16")
 WAYS = [pytest.param(True, marks=needs_pair_product), False]
@@ -100,6 +101,16 @@ def test_without_kernels_for_pairs_the_engine_says_so(monkeypatch: pytest.Monkey
     monkeypatch.setattr(native, "_compile_pairs", fail)
     assert native.load_pair_kernels() is None
     assert "no such instruction" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("features", "pairs", "tiles"),
+    [("+avx512f,+avx512bf16,-amx-bf16", True, False), ("+avx512bf16,+amx-bf16", True, True), ("+avx2,-avx512bf16,-amx-bf16", False, False)],
+)
+def test_features_say_what_a_cpu_multiplies_at_once(features: str, pairs: bool, tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    codegen = cpu_target.target_context.codegen()
+    monkeypatch.setattr(codegen, "magic_tuple", lambda: ("x86_64-linux", "some cpu", features))
+    assert (has_pair_product(), has_matrix_tiles()) == (pairs, tiles)
 
 
 DOT_FOR_ANOTHER_CPU = """

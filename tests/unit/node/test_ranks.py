@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoints
@@ -19,7 +20,7 @@ from checkpoints import KERNEL_CACHE, Shape
 from driver import Driver, greedy
 
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.errors import ConfigError, NodeLost, PdclusterError
+from pdcluster.errors import ConfigError, IntegrityError, NodeLost, PdclusterError
 from pdcluster.node.rank_channel import Media
 from pdcluster.node.rank_messages import Revoke
 from pdcluster.node.ranks import RankedEngine, RankSettings
@@ -109,6 +110,13 @@ def test_ranks_compute_what_one_engine_computes_and_move_their_own_pools(config:
     pids = engine.pids
     engine.close()
     assert not any(psutil.pid_exists(pid) for pid in pids) and not lost.reasons
+
+
+def test_a_step_that_goes_on_with_tokens_not_known_yet_reaches_no_rank(engine: RankedEngine, lost: Lost) -> None:
+    (row,) = plan().rows
+    with pytest.raises(IntegrityError, match="ranks above 0 never learn"):
+        engine.launch(StepPlan((replace(row, tokens=row.tokens[:1], follows=True),)))
+    assert engine.step(plan()).rows[0].token is not None and not lost.reasons, "nothing of it was under way"
 
 
 def test_a_dead_rank_is_noticed_at_once_and_its_step_fails(engine: RankedEngine, lost: Lost) -> None:

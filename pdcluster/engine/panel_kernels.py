@@ -1,0 +1,77 @@
+# mypy: ignore-errors
+# As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
+"""CPU kernels for matrix products in bfloat16, on a copy of the weights that is laid out for them.
+
+A panel holds the weights of 64 outputs, pair of inputs by pair of inputs: what is needed next lies next, which the CPU sees and asks for in time.
+One panel stays in the second-level cache while all rows go over it, six at a time, whose sums fill the registers and leave them when they are done.
+Import it through `native`.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from pdcluster.engine.kernels import narrow
+from pdcluster.engine.vectors import address, has_matrix_tiles, has_pair_product, tile_of
+
+NATIVE = has_pair_product()
+has_panels = NATIVE and not has_matrix_tiles()
+"""Without the instruction, and where a CPU multiplies whole tiles, oneDNN is the faster one."""
+PANEL = 64
+TILE = 6
+LINE = 16
+"""Pairs of one cache line."""
+
+tile_1, tile_2, tile_3, tile_4, tile_5, tile_6 = (tile_of(rows, 4, native=NATIVE, adds=False) for rows in (1, 2, 3, 4, 5, 6))
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True)
+def pack_panels(weight, panels, lo, hi):
+    """Pairs of inputs of the outputs [lo, hi), uint32, go to panels[output // 64, pair, output % 64]."""
+    num_pairs = panels.shape[1]
+    for begin in range(lo, hi, PANEL):
+        for line in range(0, num_pairs, LINE):
+            for n in range(begin, min(begin + PANEL, hi)):
+                row, target, lane = weight[n], panels[n // PANEL], n % PANEL
+                for p in range(line, min(line + LINE, num_pairs)):
+                    target[p, lane] = row[p]
+
+
+@numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
+def multiply_panels(x, panels, bias, out, column, lo, hi):
+    """out[:, column + i] = x · weight i + bias i, for the outputs of panels [lo, hi). A row's sums do not depend on the rows beside it."""
+    num_rows, num_pairs, width = x.shape[0], panels.shape[1], bias.shape[0]
+    inputs, row_bytes, panel_bytes = address(x), 4 * num_pairs, 4 * PANEL * num_pairs
+    sums = np.empty((TILE, PANEL), np.float32)
+    num_tiles = (num_rows + TILE - 1) // TILE
+    for panel in range(lo, hi):
+        weights, begin = address(panels) + panel * panel_bytes, panel * PANEL
+        count = min(PANEL, width - begin)
+        added = bias[begin : begin + count]
+        r = 0
+        for tile in range(num_tiles):
+            rows = (num_rows - r + num_tiles - tile - 1) // (num_tiles - tile)
+            multiply_tile(rows, inputs + r * row_bytes, row_bytes, weights, num_pairs, address(sums))
+            for i in range(rows):
+                # Views, whose loops become vectors: of an index made of sums the compiler does not know that it is positive.
+                source, target = sums[i], out[r + i, column + begin : column + begin + count]
+                for j in range(count):
+                    target[j] = narrow(source[j] + added[j], target[j])
+            r += rows
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
+def multiply_tile(rows, inputs, row_bytes, weights, num_pairs, sums):
+    if rows == 6:
+        tile_6(inputs, row_bytes, weights, 4 * PANEL, num_pairs, sums, 4 * PANEL)
+    elif rows == 5:
+        tile_5(inputs, row_bytes, weights, 4 * PANEL, num_pairs, sums, 4 * PANEL)
+    elif rows == 4:
+        tile_4(inputs, row_bytes, weights, 4 * PANEL, num_pairs, sums, 4 * PANEL)
+    elif rows == 3:
+        tile_3(inputs, row_bytes, weights, 4 * PANEL, num_pairs, sums, 4 * PANEL)
+    elif rows == 2:
+        tile_2(inputs, row_bytes, weights, 4 * PANEL, num_pairs, sums, 4 * PANEL)
+    else:
+        tile_1(inputs, row_bytes, weights, 4 * PANEL, num_pairs, sums, 4 * PANEL)

@@ -1,0 +1,87 @@
+"""Weights in panels (`panel_kernels`), each laid out once and kept for whoever multiplies by it, and the product on them for any number of rows.
+
+Their memory is the process's own and comes in large pieces, which the system backs by huge pages: from mapped files, in pages of 4 KiB, one row went
+over the weights of 0.5 B parameters at 21 GB/s and four at 19; from here at 26 and 27.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdcluster.engine.linear import bias_array
+from pdcluster.engine.native import Array, PairKernels, Parallel, as_array
+
+PANEL = 64
+"""Outputs of one panel."""
+PIECE_WORDS = 16 << 20
+ROWS_AT_ONCE = 6
+THREAD_BYTES = 1 << 20
+"""Of weights to go over, once for every six rows, below which a thread is not worth waking."""
+
+
+class Panels:
+    """Used by one thread at a time. Weights are known by where they lie, so they are kept, too."""
+
+    def __init__(self, kernels: PairKernels, parallel: Parallel) -> None:
+        self._kernels, self._parallel = kernels, parallel
+        self._known: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[Tensor, Array]] = {}
+        self._free = np.empty(0, np.uint32)
+
+    def of(self, weight: Tensor) -> Array:
+        """uint32 [panel, pair of inputs, output of the panel]; the number of inputs is even."""
+        key = weight.data_ptr(), weight.shape, weight.stride()
+        if key not in self._known:
+            self._known[key] = weight, self._pack(_pairs(weight))
+        return self._known[key][1]
+
+    def _pack(self, pairs: Array) -> Array:
+        outputs, num_pairs = pairs.shape
+        panels = self._take(-(-outputs // PANEL), num_pairs)
+        if outputs % PANEL:
+            panels[-1] = 0
+        self._parallel.run(self._kernels.pack_panels, outputs, pairs, panels, grain=PANEL)
+        return panels
+
+    def _take(self, num_panels: int, num_pairs: int) -> Array:
+        size = num_panels * num_pairs * PANEL
+        if size > len(self._free):
+            self._free = np.empty(max(size, PIECE_WORDS), np.uint32)
+        taken, self._free = self._free[:size], self._free[size:]
+        return taken.reshape(num_panels, num_pairs, PANEL)
+
+
+def _pairs(weight: Tensor) -> Array:
+    """uint32 [outputs, pairs of inputs], a copy where the weight does not lie as such."""
+    values = np.ascontiguousarray(as_array(weight))
+    return (values if values.ctypes.data % 4 == 0 else values.copy()).view(np.uint32)
+
+
+class PanelLinear:
+    """Panels are made when they are first needed: nodes that never use a weight do not pay for it."""
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], panels: Panels, kernels: PairKernels, parallel: Parallel) -> None:
+        self._panels, self._kernels, self._parallel = panels, kernels, parallel
+        sizes = [weight.shape[0] for weight in weights]
+        self._width = sum(sizes)
+        self._parts = tuple(
+            (weight, bias_array(bias, len(weight)), begin) for weight, bias, begin in zip(weights, biases, [0, *accumulate(sizes[:-1])], strict=True)
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty(x.shape[0], self._width, dtype=x.dtype)
+        rows, target = as_array(x.contiguous()), as_array(out)
+        for weight, bias, begin in self._parts:
+            panels = self._panels.of(weight)
+            grain = _panels_of_a_thread(panels[0].nbytes, len(rows))
+            self._parallel.run(self._kernels.multiply_panels, len(panels), rows, panels, bias, target, begin, grain=grain)
+        return out
+
+
+def _panels_of_a_thread(panel_bytes: int, num_rows: int) -> int:
+    times = max(-(-num_rows // ROWS_AT_ONCE), 1)
+    return -(-THREAD_BYTES // (panel_bytes * times))
