@@ -1,7 +1,8 @@
 """Rows of a benchmark: one figure each, beside what it is measured against. Printing and JSON only; it measures nothing itself.
 
 A figure stands beside its rival or ceiling from the same run (`against`, `against_value`); `ratio` is value / against_value, `spread` is
-(max - min) / median over the repeats, `goal` the least ratio that was promised and `holds` whether it was met (None: no promise).
+(max - min) / median over the repeats (narrower of `paired` ones), `goal` the least ratio that was promised and `holds` whether it was met (None: no
+promise).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,21 @@ class Row:
     spread: float | None = None
     goal: float | None = None
     holds: bool | None = None
+
+
+class Paired(NamedTuple):
+    """A ratio that was measured in many turns. spread: from their tenth to their ninetieth percentile, over the median: of so many turns on a machine
+    with neighbours the extremes say nothing."""
+
+    median: float
+    spread: float
+
+
+def paired(ratios: Sequence[float]) -> Paired:
+    """Of the ratios of turns, in each of which both sides were measured one after the other."""
+    ordered, median = sorted(ratios), statistics.median(ratios)
+    tenth = len(ordered) // 10
+    return Paired(median, (ordered[len(ordered) - 1 - tenth] - ordered[tenth]) / median)
 
 
 def row(

@@ -1,6 +1,6 @@
 """Routing policies over traces in simulated time: who is best where, how far `seconds` is from it, and whether choosing P/D per request pays.
 
-    python -m bench.routing [--quick] [--trace FILE] [--processes N] [--json FILE]
+    python -m bench.routing [--quick] [--trace FILE] [--processes N] [--parts PARTS] [--mode-seeds N] [--mixes MIXES] [--json FILE]
     python -m bench.routing --real MODEL [--rounds N] [--seed S] [--json FILE]
     python -m bench.routing --pool FILE... [--json FILE]
 
@@ -12,7 +12,8 @@
  4. modes: `seconds` choosing P/D per request, against every static split (remote always) and against colocated nodes (local always, two chunk sizes).
     Every way gets its best layout and load: goodput(way) is the maximum over layouts and loads of the mean over seeds, on the same traces at the same
     speeds; auto has the layouts of both others together. All run behind the same gate, with `seconds` choosing the nodes. Beside it, what an ideal
-    pool of as many nodes would do (`routing_ideal`): how much there is to be won by any choice.
+    pool of as many nodes would do (`routing_ideal`): how much there is to be won by any choice. Seeds differ by far more than ways do, and two of
+    them decide a tie by chance: --mode-seeds 8 --mixes recorded,agent says it for these two.
 
 Traces are samples (MOST_RECORDED requests of the recorded one, MOST_GENERATED of each kind), so that all ends within half an hour on two cores.
 Decode, transfers and quadratic prefill are modelled (`pdcluster_router.replay`); seconds are those of the model, so ratios are what counts. Rows with
@@ -24,7 +25,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -33,6 +34,7 @@ from typing import Literal
 from bench import routing_ideal, routing_real
 from bench.report import Row, print_rows, write_json
 from bench.routing_runs import Contender, Run, Workload, execute_all, pools_for
+from pdcluster.errors import ConfigError
 from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import POLICIES
 from pdcluster_router.replay.feed import FeedSpec
@@ -56,8 +58,8 @@ FORCED: Mapping[Way, Force] = {"colocated": "local", "static": "remote", "auto":
 UNITS = {"ttft_mean_s": "s", "ttft_p90_s": "s", "ttft_p99_s": "s", "tpot_mean_s": "s", "goodput": "1/s", "token_goodput": "tokens/s"}
 MODE_LOADS = (0.7, 0.85, 1.0, 1.15)
 MODE_NODES = 4
-MODE_SEEDS = (11, 12)
-"""Of generated mixes; a recorded one has stretches instead."""
+NUM_MODE_SEEDS, FIRST_MODE_SEED = 2, 11
+"""Of generated mixes; a recorded one has as many stretches instead, from its beginning."""
 
 MOST_RECORDED, MOST_GENERATED, MOST_MIXED = 1200, 400, 400
 MODE_CACHE = 1_500_000
@@ -81,17 +83,21 @@ class Plan:
         return (self.recorded, *self.kinds)
 
 
-def plan_of(path: str, *, quick: bool) -> Plan:
+def plan_of(path: str, *, quick: bool, num_mode_seeds: int = NUM_MODE_SEEDS, chosen: Sequence[str] = ()) -> Plan:
+    """chosen: mixes of the modes, none: all."""
     kinds = ("chat", "agent", "rag", "no-reuse")
-    mixes = (*kinds, "prefill-heavy", "decode-heavy", "balanced", "everything")
+    mixes = ("recorded", *kinds, "prefill-heavy", "decode-heavy", "balanced", "everything")
+    if unknown := set(chosen) - set(mixes):
+        raise ConfigError(f"there is no mix {', '.join(sorted(unknown))}; use some of {', '.join(mixes)}")
     few, mode = (300, 300) if quick else (MOST_GENERATED, MOST_MIXED)
-    which = range(1 if quick else len(MODE_SEEDS))
+    which = range(1 if quick else num_mode_seeds)
     return Plan(
         recorded=Workload("recorded", path, 800 if quick else MOST_RECORDED),
         kinds=tuple(Workload(kind, requests=few) for kind in kinds),
-        mixes=(
-            *(Workload("recorded", path, mode, stretch) for stretch in which),
-            *(Workload(kind, requests=mode, seed=MODE_SEEDS[number]) for kind in mixes for number in which),
+        mixes=tuple(
+            Workload(mix, path, mode, number) if mix == "recorded" else Workload(mix, requests=mode, seed=FIRST_MODE_SEED + number)
+            for mix in chosen or mixes
+            for number in which
         ),
         loads=(0.7, 1.0) if quick else LOADS,
         caches=CACHES[:1] if quick else CACHES,
@@ -250,24 +256,28 @@ def _by_cell(found: Found) -> dict[Cell, dict[str, Figures]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few cells of each part; of --real, 6 rounds of short turns, in 4 minutes")
+    parser.add_argument("--quick", action="store_true", help="a few cells of each part; of --real, 6 rounds of short turns, in 3 minutes")
     parser.add_argument("--trace", default=RECORDED, help="a Mooncake or Azure trace in place of the conversation trace")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--parts", default="cells,imperfect,seeds,modes")
+    parser.add_argument("--mode-seeds", type=int, default=NUM_MODE_SEEDS, help="seeds, or stretches of the recorded trace, of each mix of the modes")
+    parser.add_argument("--mixes", default="", help="of the modes, with commas; none: all")
     parser.add_argument("--real", type=Path, metavar="MODEL", help="instead of replays: two real nodes with this model (see bench.routing_real)")
     parser.add_argument("--pool", type=Path, nargs="+", metavar="FILE", help="instead of replays: judge the rounds of several --real --json together")
-    parser.add_argument("--rounds", type=int, default=10, help="of --real")
+    parser.add_argument("--rounds", type=int, default=36, help="of --real, half a minute each")
     parser.add_argument("--seed", type=int, default=0, help="of --real")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.pool is not None:
         rows = list(routing_real.pooled(arguments.pool, arguments.seed))
     elif arguments.real is not None:
-        rounds, seconds = (6, 6.0) if arguments.quick else (arguments.rounds, 20.0)
+        rounds, seconds = (6, 5.0) if arguments.quick else (arguments.rounds, 8.0)
         rows = list(routing_real.measure(arguments.real, rounds, seconds, arguments.seed))
     else:
         read_trace(Path(arguments.trace))  # a file that is not there is said now and not after half of the replays
-        rows = list(measure(plan_of(arguments.trace, quick=arguments.quick), arguments.processes, arguments.parts.split(",")))
+        mixes = arguments.mixes.split(",") if arguments.mixes else ()
+        plan = plan_of(arguments.trace, quick=arguments.quick, num_mode_seeds=arguments.mode_seeds, chosen=mixes)
+        rows = list(measure(plan, arguments.processes, arguments.parts.split(",")))
     report(rows, arguments.json)
 
 

@@ -1,226 +1,171 @@
 """Real nodes with a small model: the router choosing P/D per request, against every request on one node and every request on two, paired.
 
-One cluster of a prefill and a decode node, a core each; the mode is asked for with each request, so all three ways meet the same processes. First
-floors are measured, then the rate: it rises until the better of the two static ways answers less than ATTAINED of its requests in time. At that rate
-a round sends requests of the same lengths at the same moments through each way, with tokens that no node has seen, in turns that change with the
-round. What is judged is goodput(auto) ÷ goodput of the static way that has more of it over all rounds, by the lower 95 % bound of a bootstrap over
-rounds. Limits: 5 × the floor of the first token, 2 × that of the others. Rounds of several starts are judged as one from their files (`pooled`).
+The method, written down before its first run; all of it is the same for the three ways (auto, one node, two nodes):
+ 1. One cluster of a prefill and a decode node, a core each, up and warm for the whole run. The way is asked for with each request, so all three meet
+    the same processes. No prompt comes twice, which stands for emptied caches.
+ 2. A round sends the same number of requests, of the same lengths at the same moments, through each way in a short turn of its own, one after the
+    other; each six rounds have every order of the three ways once, in an order drawn by the seed. What the machine does over minutes so meets all.
+ 3. Rate: LOAD of what the better static way answers in a closed loop that always has OPEN requests open (`capacity`); auto has no part in it. Above,
+    queues grow as long as a turn lasts; below (at 0.75 static P/D was in time with all), what misses is the machine's noise.
+ 4. Limits: TTFT_FACTOR × the unloaded first token of a prompt, TPOT_FACTOR × that of the others, medians taken at the start (reference: 5 and 2).
+    Requests crowd around any one limit, and between two turns this machine's speed differs by a tenth, so that many would be in time by chance. So
+    goodput is its mean over limits from 0.7 to 2 times these, evenly on a logarithmic scale, each request counted at each. It begins at 0.7 as no
+    step can be faster than an unloaded one (1 / TPOT_FACTOR), and what is near that is noise again; beyond 2 nothing is late but what waits for
+    seconds. The ratio at each limit is printed, too. A request that is refused, or late by QUIET_S, misses all limits.
+ 5. Judged is goodput(auto) ÷ goodput of the better static way, each summed over all rounds, by the lower 95 % bound of a bootstrap over rounds. The
+    better way is chosen again in each draw, as the goal has it. Rounds of several runs are judged as one from their files (`pooled`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import math
 import random
 import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench.cluster import Client, NodePlan, cluster, random_prompt
+from bench.cluster import NodePlan, cluster, random_prompt
+from bench.real_turns import MEAN_PROMPT, QUIET_S, Answer, Asked, Target, crowd, requests, turn, unseen
 from bench.report import Row
 from pdcluster.errors import ConfigError
 
 WAYS = ("auto", "local", "remote")
 NAMES = {"auto": "auto", "local": "colocated", "remote": "static P/D"}
 STATIC = ("local", "remote")
-SHARES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2)
-"""Rates that are tried, as shares of what both nodes could serve if their work were spread evenly (from the floors)."""
-ATTAINED = 0.9
+LOAD = 0.9
+OPEN, CLOSED_REQUESTS = 8, 40
 TTFT_FACTOR, TPOT_FACTOR = 5.0, 2.0
-MEAN_PROMPT, MEAN_OUTPUT = 500, 60
-MOST_PROMPT, MOST_OUTPUT = 3000, 250
-QUIET_S = 10.0
-"""For what still runs after the last arrival of a turn; then it counts as missed."""
-MOST_BYTES = 16 * 2**20
-"""Of an answer's events that are read at once."""
+LIMITS = (0.7, 0.83, 1.0, 1.19, 1.41, 1.68, 2.0)
+REST_S = 0.2
+"""Between turns, for what nodes still free and report."""
 
 GOAL = 0.97
 
 NODES = (NodePlan("p", "prefill", 0), NodePlan("d", "decode", 1))
 
 
+# ---------------------------------------------------------------- what the machine can do
+
+
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Of an idle node: seconds for each prompt token, between two tokens, and what rows beside each other take."""
+    """Of an idle node: seconds until a first token, more for each prompt token, and between two tokens."""
 
     first_s: float
     token_s: float
     next_s: float
-    full_next_s: float
 
     def ttft_s(self, num_tokens: int) -> float:
         """Short prompts are given the time of a mean one, as in the replay."""
-        return TTFT_FACTOR * (self.first_s + self.token_s * max(num_tokens, MEAN_PROMPT))
+        return self.first_s + self.token_s * max(num_tokens, MEAN_PROMPT)
 
-    def is_good(self, answer: Answer) -> bool:
-        return answer.ttft_s <= self.ttft_s(answer.num_tokens) and answer.tpot_s <= TPOT_FACTOR * self.next_s
-
-    @property
-    def rate(self) -> float:
-        """Requests a second that two nodes could serve if work were spread evenly; rows share steps FULL at a time."""
-        return 2.0 / (self.first_s + self.token_s * MEAN_PROMPT + MEAN_OUTPUT * self.full_next_s / FULL)
+    def needed(self, answer: Answer) -> float:
+        """How many times its limits the answer takes."""
+        return max(answer.ttft_s / (TTFT_FACTOR * self.ttft_s(answer.num_tokens)), answer.tpot_s / (TPOT_FACTOR * self.next_s))
 
 
-FULL = 4
-"""Rows beside each other when the cost of a full step is taken."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    at_s: float
-    prompt: list[int]
-    num_output: int
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """As the client saw it; the first token counts from the moment the request was due."""
-
-    num_tokens: int
-    ttft_s: float
-    tpot_s: float
-    path: str = ""
-    """Where it ran, as the reply's headers have it: p or d alone, or p+d."""
-
-
-def requests(rate: float, seconds: float, seed: int) -> list[Asked]:
-    """Poisson arrivals, lognormal lengths."""
-    chance = random.Random(seed)
-    asked, now = [], chance.expovariate(rate)
-    while now < seconds:
-        length = _length(chance, MEAN_PROMPT, 0.8, MOST_PROMPT)
-        asked.append(Asked(now, random_prompt(length, chance), max(_length(chance, MEAN_OUTPUT, 0.6, MOST_OUTPUT), 2)))
-        now += chance.expovariate(rate)
-    return asked
-
-
-def unseen(asked: Sequence[Asked], seed: str) -> list[Asked]:
-    """The same moments and lengths with other tokens: the way before left its prompts in the nodes' caches."""
-    chance = random.Random(seed)
-    return [replace(each, prompt=random_prompt(len(each.prompt), chance)) for each in asked]
-
-
-def _length(chance: random.Random, mean: float, spread: float, most: int) -> int:
-    return max(1, min(most, round(math.exp(chance.gauss(math.log(mean) - spread * spread / 2, spread)))))
-
-
-async def turn(where: tuple[str, int], model: str, asked: Sequence[Asked], way: str) -> list[Answer]:
-    """Those that were answered in time; one that is refused is a miss."""
-    begun = time.monotonic()
-    tasks = [asyncio.create_task(_one(where, model, each, way, begun)) for each in asked]
-    done, late = await asyncio.wait(tasks, timeout=asked[-1].at_s + QUIET_S)
-    for task in late:
-        task.cancel()
-    await asyncio.gather(*late, return_exceptions=True)
-    return [answer for task in done if (answer := task.result()) is not None]
-
-
-async def _one(where: tuple[str, int], model: str, asked: Asked, way: str, begun: float) -> Answer | None:
-    await asyncio.sleep(begun + asked.at_s - time.monotonic())
-    body = {"model": model, "prompt": asked.prompt, "max_tokens": asked.num_output, "ignore_eos": True, "stream": True, "pdcluster_mode": way}
-    content = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection(*where, limit=MOST_BYTES)
-    try:
-        head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
-        answer = await reader.readuntil(b"\r\n\r\n")
-        status = answer.split(b" ", 2)[1]
-        if status == b"429":
-            return None
-        if status != b"200":
-            raise RuntimeError(f"{answer.decode()}{(await reader.read()).decode()}")
-        await reader.readuntil(b"data:")
-        first_s = time.monotonic()
-        await reader.readuntil(b"[DONE]")
-        tpot_s = (time.monotonic() - first_s) / (asked.num_output - 1)
-        return Answer(len(asked.prompt), first_s - begun - asked.at_s, tpot_s, _path(answer))
-    finally:
-        writer.close()
-
-
-def _path(head: bytes) -> str:
-    nodes = [line.partition(b":")[2].strip().decode() for line in head.lower().split(b"\r\n") if line.startswith(NODE_HEADERS)]
-    return "+".join(nodes)
-
-
-NODE_HEADERS = (b"x-pdcluster-prefill:", b"x-pdcluster-decode:")
-
-
-def floors(where: tuple[str, int], model: str, seed: int) -> Floor:
-    """Medians of requests one after the other, and of FULL at once."""
+def floors(target: Target, seed: int) -> Floor:
+    """Medians of requests one after the other."""
     chance = random.Random(seed)
 
     def alone(length: int) -> list[Answer]:
-        prompts = [Asked(0.0, random_prompt(length, chance), 40) for _ in range(6)]
-        return [asyncio.run(turn(where, model, [prompt], "local"))[0] for prompt in prompts][1:]
+        prompts = [Asked(0.0, random_prompt(length, chance), 40) for _ in range(9)]
+        return [_alone(target, prompt) for prompt in prompts][1:]
 
     short, long = alone(50), alone(1050)
     token_s = (_median(answer.ttft_s for answer in long) - _median(answer.ttft_s for answer in short)) / 1000
-    crowd = [Asked(0.0, random_prompt(50, chance), 60) for _ in range(2 * FULL)]
-    full = asyncio.run(turn(where, model, crowd, "local"))
     first_s = max(_median(answer.ttft_s for answer in short) - 50 * token_s, 0.0)
-    return Floor(first_s, token_s, _median(answer.tpot_s for answer in short), _median(answer.tpot_s for answer in full))
+    return Floor(first_s, token_s, _median(answer.tpot_s for answer in short))
+
+
+def _alone(target: Target, prompt: Asked) -> Answer:
+    answers = asyncio.run(turn(target, [prompt], "local"))
+    if not answers:
+        raise ConfigError(f"a prompt of {len(prompt.prompt)} tokens, alone, was refused or not answered in {QUIET_S:g} s; give a smaller model")
+    return answers[0]
+
+
+def capacity(target: Target, seed: int) -> float:
+    """Requests a second of the better static way, each taken twice in a closed loop, forth and back."""
+    found: dict[str, list[float]] = {way: [] for way in STATIC}
+    for number, way in enumerate((*STATIC, *reversed(STATIC))):
+        asked = requests(CLOSED_REQUESTS, 1.0, f"closed {seed} {number}")
+        found[way].append(asyncio.run(crowd(target, asked, way, OPEN)))
+    print(", ".join(f"{NAMES[way]} answers at most {statistics.fmean(rates):.2f} requests a second" for way, rates in found.items()), flush=True)
+    return max(statistics.fmean(rates) for rates in found.values())
+
+
+def _warm(target: Target, seed: int) -> None:
+    """Until nodes have fitted their cost models, and paths their bandwidth."""
+    for way in WAYS:
+        asyncio.run(turn(target, requests(12, 5.0, f"warm {seed} {way}"), way))
+
+
+# ---------------------------------------------------------------- rounds
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one way did in a round."""
+    """What one way did in a round. num_good: requests in time, by LIMITS."""
 
     num_asked: int
-    num_good: int
+    num_good: tuple[int, ...]
     paths: Counter[str]
+
+    @property
+    def good(self) -> float:
+        """Requests in time, the mean over LIMITS."""
+        return statistics.fmean(self.num_good)
 
 
 Round = dict[str, Turn]
 
 
-def measure(model: Path, rounds: int, seconds: float, seed: int) -> Iterator[Row]:
+def measure(model: Path, num_rounds: int, seconds: float, seed: int) -> Iterator[Row]:
     with cluster(model, NODES, "auto", ("--tokenizer", str(model))) as client:
-        where = _where(client)
-        floor = floors(where, client.model, seed)
-        _warm(where, client.model, floor)
-        rate = rate_to_miss(where, client.model, floor, seed)
-        found = [_round(where, client.model, floor, requests(rate, seconds, 31 * seed + number), number) for number in range(rounds)]
+        target = Target.of(client.address, client.model)
+        _warm(target, seed)
+        floor = floors(target, seed)
+        rate = LOAD * capacity(target, seed)
+        begun = time.monotonic()
+        found = []
+        for number, order in enumerate(orders(num_rounds, seed)):
+            asked = requests(max(round(rate * seconds), 1), seconds, f"round {seed} {number}")
+            found.append({way: _turn(target, floor, unseen(asked, f"{seed} {number} {way}"), way) for way in order})
+            good = ", ".join(f"{NAMES[way]} {found[-1][way].good:.1f}" for way in WAYS)
+            print(f"round {number + 1} of {num_rounds}, {time.monotonic() - begun:.0f} s: in time of {len(asked)}: {good}", flush=True)
+    yield from figures(found, rate, seconds, seed)
+
+
+def figures(found: Sequence[Round], rate: float, seconds: float, seed: int) -> Iterator[Row]:
+    """What rounds of so many seconds a turn, at a rate, say."""
     for way in WAYS:
-        goodputs = [turn.num_good / seconds for turn in (each[way] for each in found)]
-        asked = sum(each[way].num_asked for each in found) / seconds / rounds
-        case = f"real, 1 prefill + 1 decode node, {asked:.1f}/s asked; {_shares(found, way)}"
+        goodputs = [each[way].good / seconds for each in found]
+        case = f"real, 1 prefill + 1 decode node, {rate:.1f}/s asked; {_shares(found, way)}"
         yield Row(f"goodput {NAMES[way]}", case, statistics.fmean(goodputs), "1/s", spread=_spread(goodputs))
     yield from _kept(found, seed)
+    yield from by_limit(found)
     yield judged(found, seed)
 
 
-def _kept(found: Sequence[Round], seed: int) -> Iterator[Row]:
-    """What `pooled` reads."""
-    for number, each in enumerate(found):
-        for way in WAYS:
-            turn = each[way]
-            yield Row(f"{IN_TIME} {way}", f"real, seed {seed}, round {number}", turn.num_good, "requests", "asked", turn.num_asked)
+def orders(num_rounds: int, seed: int) -> list[tuple[str, ...]]:
+    """Of the ways in each round: every order once in six rounds."""
+    chance = random.Random(f"orders {seed}")
+    every = list(itertools.permutations(WAYS))
+    drawn = itertools.chain.from_iterable(chance.sample(every, len(every)) for _ in range(0, num_rounds, len(every)))
+    return list(drawn)[:num_rounds]
 
 
-IN_TIME = "in time,"
-
-
-def pooled(files: Sequence[Path], seed: int) -> Iterator[Row]:
-    """The rounds of other starts, each with a cluster and a rate of its own, judged as one. Raises ConfigError for a file without rounds."""
-    found: list[Round] = []
-    for file in files:
-        rounds: dict[str, Round] = {}
-        for row in json.loads(file.read_text()):
-            what, _, way = row["metric"].rpartition(" ")
-            if what == IN_TIME and way in WAYS:
-                rounds.setdefault(row["case"], {})[way] = Turn(int(row["against_value"]), int(row["value"]), Counter())
-        if not rounds or any(len(each) != len(WAYS) for each in rounds.values()):
-            raise ConfigError(f"{file} has no whole rounds; give a file that `bench.routing --real MODEL --json FILE` wrote")
-        found += rounds.values()
-    for way in WAYS:
-        asked = sum(each[way].num_asked for each in found)
-        yield Row(f"in time {NAMES[way]}", f"real, {len(files)} starts", sum(each[way].num_good for each in found) / asked, "of those asked")
-    yield judged(found, seed)
+def _turn(target: Target, floor: Floor, asked: Sequence[Asked], way: str) -> Turn:
+    time.sleep(REST_S)
+    answers = asyncio.run(turn(target, asked, way))
+    needed = [floor.needed(answer) for answer in answers]
+    return Turn(len(asked), tuple(sum(each <= limit for each in needed) for limit in LIMITS), Counter(answer.path for answer in answers))
 
 
 def _shares(found: Sequence[Round], way: str) -> str:
@@ -228,60 +173,92 @@ def _shares(found: Sequence[Round], way: str) -> str:
     return ", ".join(f"{path} {number / paths.total():.0%}" for path, number in sorted(paths.items()))
 
 
-def _warm(where: tuple[str, int], model: str, floor: Floor) -> None:
-    """Until nodes have fitted their cost models, and paths their bandwidth."""
+# ---------------------------------------------------------------- kept and read again
+
+IN_TIME = "in time,"
+
+
+def _kept(found: Sequence[Round], seed: int) -> Iterator[Row]:
+    """What `pooled` reads."""
+    for number, each in enumerate(found):
+        for way in WAYS:
+            for limit, num_good in zip(LIMITS, each[way].num_good, strict=True):
+                case = f"real, seed {seed}, round {number}{AT_LIMITS}{limit:g}"
+                yield Row(f"{IN_TIME} {way}", case, num_good, "requests", "asked", each[way].num_asked)
+
+
+AT_LIMITS = ", limits x "
+
+
+def pooled(files: Sequence[Path], seed: int) -> Iterator[Row]:
+    """The rounds of other runs, each with a cluster and a rate of its own, judged as one. Raises ConfigError for a file without whole rounds."""
+    found = [each for file in files for each in _rounds_of(file)]
     for way in WAYS:
-        asyncio.run(turn(where, model, requests(0.4 * floor.rate, 4.0, 10_000), way))
+        asked = sum(each[way].num_asked for each in found)
+        yield Row(f"in time {NAMES[way]}", f"real, {len(files)} runs", sum(each[way].good for each in found) / asked, "of those asked")
+    yield from by_limit(found)
+    yield judged(found, seed)
 
 
-RISE_REQUESTS, RISE_S = 24, 8.0
-"""Of each turn while the rate rises, at least: a share of few requests would say little."""
+def _rounds_of(file: Path) -> list[Round]:
+    counts: dict[tuple[str, str, float], tuple[int, int]] = {}
+    for row in json.loads(file.read_text()):
+        what, _, way = row["metric"].rpartition(" ")
+        if what == IN_TIME and way in WAYS:
+            case, _, limit = row["case"].partition(AT_LIMITS)
+            counts[case, way, float(limit or "nan")] = int(row["value"]), int(row["against_value"])
+    cases = dict.fromkeys(case for case, _, _ in counts)
+    try:
+        found = [{way: _turn_of([counts[case, way, limit] for limit in LIMITS]) for way in WAYS} for case in cases]
+    except KeyError as error:
+        raise ConfigError(f"{file} lacks {error}; {NO_ROUNDS}") from error
+    if not found:
+        raise ConfigError(f"{file} has no rounds; {NO_ROUNDS}")
+    return found
 
 
-def rate_to_miss(where: tuple[str, int], model: str, floor: Floor, seed: int) -> float:
-    """The first rate at which the better static way begins to miss."""
-    for number, share in enumerate(SHARES):
-        seconds = max(RISE_S, RISE_REQUESTS / (share * floor.rate))
-        asked = requests(share * floor.rate, seconds, 1000 * seed + number)
-        found = {way: _turn(where, model, floor, unseen(asked, f"rise {seed} {number} {way}"), way) for way in STATIC}
-        attained = ", ".join(f"{NAMES[way]} {each.num_good / len(asked):.0%}" for way, each in found.items())
-        print(f"{len(asked) / seconds:.1f} requests a second: of {len(asked)} in time {attained}", flush=True)
-        if max(each.num_good for each in found.values()) < ATTAINED * len(asked):
-            return share * floor.rate
-    raise RuntimeError(f"both static ways are in time at {SHARES[-1]} of {floor.rate:.1f}/s: the floors that the rate is told from are too slow")
+NO_ROUNDS = "give a file that this version's `bench.routing --real MODEL --json FILE` wrote"
 
 
-def _round(where: tuple[str, int], model: str, floor: Floor, asked: Sequence[Asked], number: int) -> Round:
-    ways = [WAYS[(number + place) % len(WAYS)] for place in range(len(WAYS))]
-    return {way: _turn(where, model, floor, unseen(asked, f"{number} {way}"), way) for way in ways}
+def _turn_of(counts: Sequence[tuple[int, int]]) -> Turn:
+    return Turn(counts[0][1], tuple(num_good for num_good, _ in counts), Counter())
 
 
-def _turn(where: tuple[str, int], model: str, floor: Floor, asked: Sequence[Asked], way: str) -> Turn:
-    answers = asyncio.run(turn(where, model, asked, way))
-    return Turn(len(asked), sum(map(floor.is_good, answers)), Counter(answer.path for answer in answers))
-
+# ---------------------------------------------------------------- judged
 
 DRAWS = 10_000
 
 
 def judged(found: Sequence[Round], seed: int) -> Row:
     """The ratio over all rounds, and its lower 95 % bound. One round less is drawn than there are: few rounds drawn in full would vary too little."""
-    rival = max(STATIC, key=lambda way: sum(each[way].num_good for each in found))
+    good = [{way: each[way].good for way in WAYS} for each in found]
     chance = random.Random(seed)
-    drawn = [chance.choices(found, k=max(len(found) - 1, 1)) for _ in range(DRAWS)]
-    bound = statistics.quantiles((_ratio(rounds, rival) for rounds in drawn), n=20)[0]
-    ratios = [_ratio([each], rival) for each in found]
-    case = f"{len(found)} rounds, {sum(each['auto'].num_asked for each in found)} requests a way, ratio {_ratio(found, rival):.3f}"
-    return Row("goodput auto, lower 95 %", case, bound, "ratio", NAMES[rival], 1.0, bound, _spread(ratios), GOAL, bound >= GOAL)
+    ratios = [ratio(chance.choices(good, k=max(len(good) - 1, 1))) for _ in range(DRAWS)]
+    percents = statistics.quantiles(ratios, n=20)
+    low, high = percents[0], percents[-1]
+    num_asked = sum(each["auto"].num_asked for each in found)
+    case = f"{len(found)} rounds, {num_asked} requests a way, ratio {ratio(good):.3f}, between {low:.3f} and {high:.3f} in nine of ten draws"
+    spread = _spread([ratio([each]) for each in good])
+    return Row("goodput auto, lower 95 %", case, low, "ratio", NAMES[_rival(good)], 1.0, low, spread, GOAL, low >= GOAL)
 
 
-def _ratio(rounds: Sequence[Round], rival: str) -> float:
-    return sum(each["auto"].num_good for each in rounds) / max(sum(each[rival].num_good for each in rounds), 1e-9)
+def by_limit(found: Sequence[Round]) -> Iterator[Row]:
+    """What each limit by itself would say, and how many of all are in time at it."""
+    for number, limit in enumerate(LIMITS):
+        good = [{way: float(each[way].num_good[number]) for way in WAYS} for each in found]
+        asked = sum(each["auto"].num_asked for each in found)
+        shares = ", ".join(f"{NAMES[way]} {sum(each[way] for each in good) / asked:.0%}" for way in WAYS)
+        yield Row("goodput auto ÷ better static", f"real{AT_LIMITS}{limit:g}: {shares}", ratio(good), f"of {NAMES[_rival(good)]}")
 
 
-def _where(client: Client) -> tuple[str, int]:
-    host, _, port = client.address.rpartition(":")
-    return host, int(port)
+def ratio(good: Sequence[dict[str, float]]) -> float:
+    """Of auto's requests in time to those of the better static way, over some rounds."""
+    rival = _rival(good)
+    return sum(each["auto"] for each in good) / max(sum(each[rival] for each in good), 1e-9)
+
+
+def _rival(good: Sequence[dict[str, float]]) -> str:
+    return max(STATIC, key=lambda way: sum(each[way] for each in good))
 
 
 def _median(values: Iterator[float] | Sequence[float]) -> float:

@@ -5,9 +5,11 @@ A group is built on a registry by whoever owns it (a router process, a test); no
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from pdcluster.tally import Count, Heap, Level, Spread, Tally
+from pdcluster.tally import BeforeScrape, Count, Heap, Level, Spread, Tally
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """From a fast step to a long queue."""
@@ -15,11 +17,25 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
+MOST_NOTED = 256
+"""Choices that ended and are not counted yet."""
+
+Ending = tuple[str | None, str | None, str]
+"""Mode (None: no first token came), finish reason (None: it did not end well) and backend of a choice."""
+
+Noted = tuple[int, int, int, int, float | None, float | None, float | None, float, float, int]
+"""Of a choice: tokens of its prompt and its output, cached tokens, attempts; seconds to the first and the second token and from token to token (None:
+there was no such token), in the queue, of the transfer; bytes of the transfer."""
+
+
 class RouterMetrics:
     """A router's front door: what clients asked, what they got, and when. Times are as the client saw them, but for those of the nodes."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self._noted: defaultdict[Ending, list[Noted]] = defaultdict(list)
+        self._num_noted = 0
+        BeforeScrape(self._count_noted, registry=registry)
 
         def counter(name: str, help_text: str, *labels: str) -> Tally:
             return Tally(f"pdcluster_{name}", help_text, labels, registry=registry)
@@ -52,6 +68,36 @@ class RouterMetrics:
         self.queue_seconds = seconds("prefill_queue", "Wait of a prompt in its node's queue.").labels()
         self.transfer_seconds = seconds("kv_transfer", "First KV write submitted to last one done.", "backend")
         self.transfer_bytes = counter("kv_transfer_bytes", "KV moved for choices that ended well.", "backend")
+
+    def note(self, ending: Ending, noted: Noted) -> None:
+        """A choice is over. Counted with others like it when somebody looks, or when there are many: a dozen numbers each."""
+        self._noted[ending].append(noted)
+        self._num_noted += 1
+        if self._num_noted >= MOST_NOTED:
+            self._count_noted()
+
+    def _count_noted(self) -> None:
+        alike, self._noted, self._num_noted = self._noted, defaultdict(list), 0
+        for (mode, finish, backend), rows in alike.items():
+            prompts, outputs, cached, attempts, ttft, ttst, tpot, queue, transfer, moved = zip(*rows, strict=True)
+            self.output_tokens.value += sum(outputs)
+            if mode is None:
+                continue
+            self.prompt_tokens.value += sum(prompts)
+            self.prompt_length.observe_all(prompts)
+            for spread, values in ((self.ttft, ttft), (self.ttst, ttst), (self.tpot, tpot)):
+                if known := [value for value in values if value is not None]:
+                    spread.labels(mode).observe_all(known)
+            if finish is None:
+                continue
+            self.choices.labels(mode, finish).value += len(rows)
+            self.output_length.observe_all(outputs)
+            self.cached_tokens.value += sum(cached)
+            self.attempts.value += sum(attempts)
+            self.queue_seconds.observe_all(queue)
+            if mode == "remote":
+                self.transfer_seconds.labels(backend).observe_all(transfer)
+                self.transfer_bytes.labels(backend).value += sum(moved)
 
     def answered(self, endpoint: str, status: int, seconds: float) -> None:
         """An HTTP request is over, seconds after it came."""

@@ -21,7 +21,7 @@ from pdcluster.api.replies import PromptTokensDetails, RouteReport, Usage
 from pdcluster.errors import Cancelled, PdclusterError
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.choices import Choice, advance, told_to_client
-from pdcluster_router.generation import Chunk, Dispatcher, Done, Route, Running, Take
+from pdcluster_router.generation import Chunk, Dispatcher, Done, Route, Running, Take, Timeline
 from pdcluster_router.http_errors import ClientLeft, fail
 from pdcluster_router.http_exchange import JSON, NO_BUFFERING, Exchange
 from pdcluster_router.open_requests import HANG_UP_S
@@ -30,6 +30,8 @@ from pdcluster_router.through import Through
 
 MAX_UNREAD = 1 << 16
 """Pieces that wait for a client that does not read; one that is further behind is given up."""
+
+NO_TIMELINE = Timeline()
 
 Event = Chunk | Done | Exception
 Said = Piece | Exception
@@ -336,37 +338,20 @@ def route_report(choice: Choice) -> RouteReport:
 
 
 def record(choices: Sequence[Choice], metrics: RouterMetrics) -> None:
+    """Times to tokens as the client saw them, so measured here."""
     for choice in choices:
-        metrics.output_tokens.value += choice.text.num_tokens
-        if choice.route is None:
-            continue
-        num_prompt = len(choice.generation.token_ids)
-        metrics.prompt_tokens.value += num_prompt
-        metrics.prompt_length.observe(num_prompt)
-        _record_times(choice, choice.route.mode, metrics)
-        if choice.finish is not None:
-            _record_end(choice, choice.route, choice.finish, metrics)
-
-
-def _record_times(choice: Choice, mode: str, metrics: RouterMetrics) -> None:
-    """As the client saw them, so measured here."""
-    clock = choice.clock
-    if clock.first is not None:
-        metrics.ttft.labels(mode).observe(clock.first - clock.started)
-    if clock.second is not None:
-        metrics.ttst.labels(mode).observe(clock.second - clock.started)
-    if clock.first is not None and clock.last is not None and choice.text.num_tokens > 1:
-        metrics.tpot.labels(mode).observe((clock.last - clock.first) / (choice.text.num_tokens - 1))
-
-
-def _record_end(choice: Choice, route: Route, finish: str, metrics: RouterMetrics) -> None:
-    metrics.choices.labels(route.mode, finish).value += 1
-    metrics.output_length.observe(choice.text.num_tokens)
-    metrics.cached_tokens.value += choice.cached_tokens or 0
-    if choice.attempts is None or choice.timeline is None:
-        return
-    metrics.attempts.value += choice.attempts
-    metrics.queue_seconds.observe(choice.timeline.queue_s)
-    if route.mode == "remote":
-        metrics.transfer_seconds.labels(route.backend).observe(choice.timeline.transfer_s)
-        metrics.transfer_bytes.labels(route.backend).value += choice.timeline.transfer_bytes
+        route, timeline, clock, num_output = choice.route, choice.timeline or NO_TIMELINE, choice.clock, choice.text.num_tokens
+        started, first, second, last = clock.started, clock.first, clock.second, clock.last
+        noted = (
+            len(choice.generation.token_ids),
+            num_output,
+            choice.cached_tokens or 0,
+            choice.attempts or 0,
+            None if first is None else first - started,
+            None if second is None else second - started,
+            None if first is None or last is None or num_output <= 1 else (last - first) / (num_output - 1),
+            timeline.queue_s,
+            timeline.transfer_s,
+            timeline.transfer_bytes,
+        )
+        metrics.note((None, None, "") if route is None else (route.mode, choice.finish, route.backend), noted)

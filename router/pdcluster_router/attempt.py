@@ -58,7 +58,7 @@ class Cluster(Protocol):
         ...
 
 
-LIVENESS = Stage.LIVENESS
+QUEUE, ROOM, HANDSHAKE, TRANSFER, LIVENESS = Stage
 NO_TIMINGS = Timings()
 
 MAX_DECODE_FAILURES = 3
@@ -97,7 +97,7 @@ class Attempt:
 
     def start(self) -> None:
         """Send the first frames. Raises RetryAttempt when a node is already gone."""
-        self._start_clock(Stage.QUEUE, self._stages.queue_s)
+        self._start_clock(QUEUE, self._stages.queue_s)
         if self._mode == "local":
             assert self._decode_node is not None
             self._decode = self._enter(self._decode_node.endpoint, self._job.next_attempt())
@@ -202,10 +202,6 @@ class Attempt:
         if moment < self.due:
             self.due = moment
 
-    def _stop_clocks(self, *stages: Stage) -> None:
-        for stage in stages:
-            self._clocks.pop(stage, None)
-
     # ------------------------------------------------------------ events
 
     def goes_on(self, incarnation: str, row: TokenRow) -> bool:
@@ -237,16 +233,19 @@ class Attempt:
         if type(body) is Refused and body.leg == "deliver":
             from_writer = self._prefill is not None and self._prefill.endpoint.incarnation == incarnation
             return self._decode if from_writer and self._decode is not None and self._decode.attempt == body.attempt else None
-        attempt = body.attempt
-        for leg in (self._prefill, self._decode):
-            if leg is not None and leg.endpoint.incarnation == incarnation and (attempt is None or attempt == leg.attempt):
-                return leg
-        return None
+        attempt, leg = body.attempt, self._decode
+        if leg is None or leg.attempt != attempt:  # no two have the same number
+            leg = self._prefill
+        if leg is not None and leg.attempt == attempt:
+            return leg if leg.endpoint.incarnation == incarnation else None
+        if attempt is not None:
+            return None
+        return next((leg for leg in (self._prefill, self._decode) if leg is not None and leg.endpoint.incarnation == incarnation), None)
 
     def _on_scheduled(self, leg: Leg, message: Scheduled) -> Sequence[Chunk]:
-        self._stop_clocks(Stage.QUEUE)
+        self._clocks.pop(QUEUE, None)
         self._note_cached(message.cached_tokens)
-        if self._decode is None and Stage.ROOM not in self._clocks:
+        if self._decode is None and ROOM not in self._clocks:
             self._reserve_anywhere()
         return ()
 
@@ -263,9 +262,9 @@ class Attempt:
         self._is_delivered = True
         if self._job.awaits_prompt_logprobs:  # its row went before this
             raise RetryAttempt(errors.TransferError("the prompt's logprobs were lost on their way"), None)
-        self._stop_clocks(Stage.TRANSFER)
+        self._clocks.pop(TRANSFER, None)
         if not self.is_done and not self._decode_spoke:
-            self._start_clock(Stage.LIVENESS, self._stages.liveness_s)
+            self._start_clock(LIVENESS, self._stages.liveness_s)
         self._cluster.ledger.leave(leg)  # the node is done with it: what decodes elsewhere is not its load
         return ()
 
@@ -274,20 +273,21 @@ class Attempt:
             return ()  # a node says again what was lost, and nothing was
         if leg is not self._decode:
             return self._on_first_row(row)
-        self._stop_clocks(Stage.QUEUE, Stage.TRANSFER)
+        self._clocks.pop(QUEUE, None)
+        self._clocks.pop(TRANSFER, None)
         self._decode_spoke = True
         self._start_clock(LIVENESS, self._stages.liveness_s)
         return self._emit(row)
 
     def _on_first_row(self, row: TokenRow) -> Sequence[Chunk]:
         """Of the prefill leg."""
-        self._stop_clocks(Stage.QUEUE)
+        self._clocks.pop(QUEUE, None)
         self._has_token = True
         if self._decode_spoke and not self._job.awaits_prompt_logprobs:
             return ()
         if not self._is_reserved:
             self._held = row
-            if self._decode is None and Stage.ROOM not in self._clocks:
+            if self._decode is None and ROOM not in self._clocks:
                 self._reserve_anywhere()  # its Scheduled was lost
             return ()
         self._start_transfer_clock()
@@ -296,12 +296,12 @@ class Attempt:
     def _start_transfer_clock(self) -> None:
         """Runs only while a decode node has reserved: who waits for room loses no time of the transfer."""
         if self._has_token and not self._is_delivered:
-            self._start_clock(Stage.TRANSFER, self._stages.transfer_s)
+            self._start_clock(TRANSFER, self._stages.transfer_s)
 
     def _on_reserved(self, leg: Leg, message: Reserved) -> Sequence[Chunk]:
         if leg is not self._decode or self._prefill is None:
             return ()
-        self._stop_clocks(Stage.HANDSHAKE)
+        self._clocks.pop(HANDSHAKE, None)
         self._is_reserved = True
         self._ticket_backend = message.ticket.reader.adverts[0][0] if message.ticket.reader.adverts else ""
         self._route = None
@@ -400,13 +400,13 @@ class Attempt:
 
     def _wait_for_room(self, seconds: float) -> None:
         self._decode_node = self._route = None
-        self._start_clock(Stage.ROOM, seconds)
+        self._start_clock(ROOM, seconds)
 
     def _reserve(self, node: NodeView) -> None:
         assert self._prefill is not None
         self._decode_node, self._route = node, None
         self._decode = self._enter(node.endpoint, self._job.next_attempt())
-        self._start_clock(Stage.HANDSHAKE, self._stages.handshake_s)
+        self._start_clock(HANDSHAKE, self._stages.handshake_s)
         writer = self._prefill.endpoint
         try:
             self._send(self._decode, Reserve(self._work(self._decode), writer))
@@ -418,7 +418,8 @@ class Attempt:
             self._cluster.ledger.leave(self._decode)
         self._decode = None
         self._is_reserved = False
-        self._stop_clocks(Stage.HANDSHAKE, Stage.TRANSFER)
+        self._clocks.pop(HANDSHAKE, None)
+        self._clocks.pop(TRANSFER, None)
 
     # ------------------------------------------------------------ sending and emitting
 

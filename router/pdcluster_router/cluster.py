@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import zmq
@@ -195,7 +196,7 @@ class Cluster:
             self._me,
             state.endpoint,
             context=self._context,
-            on_message=lambda message: self._on_message(incarnation, message),
+            on_message=partial(self._on_message, state),
             on_state=lambda link_state: self._on_state(incarnation, link_state),
             open_attempts=lambda: self.ledger.open_attempts(incarnation),
             settings=self._settings,
@@ -232,9 +233,10 @@ class Cluster:
 
     # ------------------------------------------------------------ what nodes say
 
-    def _on_message(self, incarnation: str, message: AnyMessage) -> None:
-        state, handle = self._nodes.get(incarnation), self._handlers.get(type(message))
-        if state is not None and handle is not None:
+    def _on_message(self, state: NodeState, message: AnyMessage) -> None:
+        """A link that was closed says nothing more, so that the node is still one of ours."""
+        handle = self._handlers.get(type(message))
+        if handle is not None:
             handle(state, message)
 
     def _on_tokens(self, state: NodeState, message: Tokens) -> None:

@@ -24,6 +24,7 @@ from pdcluster_router.fairness import Held
 from pdcluster_router.generation import Mode
 from pdcluster_router.headroom import MODES, Headroom
 from pdcluster_router.hold import Answer, Expired, HoldLimits, HoldQueue
+from pdcluster_router.policy.base import suits_all
 
 Decide = Callable[[Held], Decision]
 """What the policy would do with a request now; raises Unavailable when no node may take it."""
@@ -76,7 +77,7 @@ class Gate:
         if not len(self.queue) and self._why_held(held, decision, now) is None:
             if self._slo.ttft_s is not None and not held.is_paid:
                 check_service(Outlook(0.0, self._headroom.waiting_s(first), self._headroom.own_s(first, query)), self._slo)
-            return decision
+            return _going(decision)
         held = replace(held, work=self._headroom.own_s(first, query))
         if not held.is_paid:
             self._admit(held, decision)
@@ -111,7 +112,7 @@ class Gate:
                 return Answer.FULL if len(modes) == len(MODES) else Answer.ELSEWHERE
             if any(choice.first.endpoint.incarnation in wanted.get(claim.request, ()) for claim in claims):
                 return Answer.ELSEWHERE
-            released.append(Released(held, decision))
+            released.append(Released(held, _going(decision)))
             return Answer.PLACED
 
         for held in self.queue.release(offer, now):
@@ -165,3 +166,9 @@ class Gate:
         if expired.reason == "deadline":
             return errors.DeadlineExceeded(f"{waited} and found no room by its deadline", "request")
         return refusal("hold_age", f"{waited}, as long as it may", self.wait_s(held, 1))
+
+
+def _going(decision: Decision) -> Decision:
+    """What a gate asks of a choice it asks no more: a choice is kept as long as the request runs, and shall not keep the whole view."""
+    choice = decision.choice
+    return decision if choice.suits is suits_all else replace(decision, choice=replace(choice, suits=suits_all))

@@ -2,7 +2,7 @@
 
 A node is *open* for prompts while the work that waits there is below `backlog_s`: enough that it never idles, so little that what comes next is still
 the router's to decide. Which open node gets a request is the policy's choice; a policy may also choose one that is not open, for what it has cached,
-as long as some node of that leg is.
+as long as some node of that leg is to which it would send the request, too.
 
 Rows share their node's steps, so one row too many makes all of them slow, while a first token mostly has time: a request waits while the rows where
 it would decode are as slow as they may be, but for no more than HALF of the time that its first token has.
@@ -82,7 +82,7 @@ class Headroom:
             return True
         has_row = has_row or self._has_row(view.nodes)
         nodes = chain((first,), self._pool(mode, view))
-        return any(self.is_open(node, mode, has_row=has_row) and not _is_ruled_out(node, query) for node in nodes)
+        return any(self.is_open(node, mode, has_row=has_row) and not _is_ruled_out(node, query) and choice.suits(node) for node in nodes)
 
     def keeps_pace(self, choice: Choice, query: Query, waited_s: float) -> bool:
         """Whether one more row leaves those of the decoding node as fast as they may be, or this request has no time left to wait for that."""
@@ -97,7 +97,7 @@ class Headroom:
 
     def usable(self, choice: Choice, query: Query, view: ClusterView) -> frozenset[str]:
         """Incarnations that could compute this request's prompt in the mode that was chosen, open or not."""
-        return frozenset(node.endpoint.incarnation for node in self._pool(choice.mode, view) if not _is_ruled_out(node, query))
+        return frozenset(node.endpoint.incarnation for node in self._pool(choice.mode, view) if not _is_ruled_out(node, query) and choice.suits(node))
 
     def full_modes(self, view: ClusterView) -> frozenset[Mode]:
         """Those in which nobody's request has a place."""

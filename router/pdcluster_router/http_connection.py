@@ -1,5 +1,5 @@
-"""HTTP/1.1 over one TCP connection: bytes into exchanges, one answered at a time, in their order. `httptools` parses; what is asked is not decided
-here.
+"""HTTP/1.1 over one TCP connection: bytes into exchanges, one answered at a time, in their order. `httptools` parses what no head was like before
+(`http_heads`); what is asked is not decided here.
 
 1. A request is begun when its head is there and the one before it has its answer; the application may answer at once, before the body came.
 2. A body is kept up to the application's limit, and beyond that read and dropped up to DISCARD_FACTOR times of it, so that the client sees its
@@ -29,6 +29,7 @@ import httptools
 from pdcluster.api.replies import error_body
 from pdcluster.errors import BadRequest
 from pdcluster_router.http_exchange import Asked, Exchange
+from pdcluster_router.http_heads import Form, Heads, taken_apart
 
 MAX_HEAD_BYTES = 64 * 1024
 DISCARD_FACTOR = 8
@@ -88,6 +89,7 @@ class Connections(set["Connection"]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.heads = Heads()
         self._none: Event | None = None
         self._posting: list[Connection] = []
 
@@ -122,6 +124,12 @@ class Connection(Protocol):
         self._transport: Transport | None = None
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
+        self._asked: Asked | None = None
+        """The head that was parsed last."""
+        self._form: Form | None = None
+        """Of the last request: one that comes again is worth keeping."""
+        self._is_between = True
+        """Nothing of the next request was parsed."""
         self._bare_bytes = 0
         """That came since the last of a body, or of a request: of a head, or of what follows a chunked body. The parser keeps them."""
         self._parsing: Exchange | None = None
@@ -175,7 +183,8 @@ class Connection(Protocol):
         if self._is_deaf:
             return
         if not self._early and not self._ahead:
-            self._parse(data)
+            if not self._is_between or self._current is not None or not self._take(data):
+                self._parse(data)
             return
         self._ahead += data
         if len(self._ahead) > MAX_AHEAD_BYTES:
@@ -186,6 +195,39 @@ class Connection(Protocol):
         data, self._ahead = bytes(self._ahead), bytearray()
         self._read(True)
         self._parse(data)
+
+    def _take(self, data: bytes) -> bool:
+        """Whether it is a request whose head is known, or will be now: it is taken in then."""
+        apart = taken_apart(data)
+        if apart is None or self._ends_soon or self.is_paused:
+            return False
+        form, body = apart
+        asked = self._open_ones.heads.get(form)
+        if asked is None:
+            return self._learn(form, data, len(body))
+        if len(body) > self._limits.max_body_bytes:
+            return False
+        exchange = Exchange(self, asked, self._limits.id_prefix)
+        exchange.body_bytes, exchange.is_complete = len(body), True
+        exchange.keep(body)
+        self._bare_bytes = 0  # empty lines may have come before it
+        self.deadline = math.inf
+        self._begin(exchange)
+        if not exchange.finished:
+            self._application.complete(exchange)
+        return True
+
+    def _learn(self, form: Form, data: bytes, body_bytes: int) -> bool:
+        """Worth it of what a client says twice."""
+        if form != self._form:
+            self._form = form
+            return False
+        before = self._asked
+        self._parse(data)
+        asked = self._asked
+        if asked is not None and asked is not before and not self._is_deaf:
+            self._open_ones.heads.learn(form, asked, body_bytes)
+        return True
 
     def _parse(self, data: bytes) -> None:
         if self._parsing is None and self._current is None and not self._bare_bytes:
@@ -218,6 +260,7 @@ class Connection(Protocol):
     # ------------------------------------------------------------ parser
 
     def on_message_begin(self) -> None:
+        self._is_between = False
         if not self._is_wish:
             self._url = b""
             self._headers = {}
@@ -240,7 +283,8 @@ class Connection(Protocol):
         keeps_alive = parser.should_keep_alive() and not wants_other and not self._ends_soon
         is_http_1_0 = parser.get_http_version() == "1.0"
         path = _usual_path(self._url) if len(self._url) <= USUAL_URL_BYTES else _path(self._url)
-        exchange = Exchange(self, Asked(method, path, self._headers, keeps_alive, is_http_1_0), self._limits.id_prefix)
+        self._asked = Asked(method, path, self._headers, keeps_alive, is_http_1_0)
+        exchange = Exchange(self, self._asked, self._limits.id_prefix)
         self._parsing = exchange
         self._bare_bytes = 0
         if self._current is None and not self.is_paused:
@@ -267,6 +311,7 @@ class Connection(Protocol):
     def on_message_complete(self) -> None:
         exchange, self._parsing = self._parsing, None
         self._bare_bytes = 0
+        self._is_between = True
         if exchange is None:
             return
         exchange.is_complete = True

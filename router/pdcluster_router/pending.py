@@ -87,7 +87,7 @@ class PendingWork:
             return
         self.changed.add(incarnation)
         if uncounted:
-            self._totals[incarnation] = _plus(self._totals[incarnation], sent.work, -1)
+            self._totals[incarnation] = _minus(self._totals[incarnation], sent.work)
         else:
             del self._uncounted[incarnation], self._totals[incarnation]
 
@@ -123,12 +123,23 @@ def work_of(message: Prefill | Reserve, cached_tokens: int) -> Pending:
     )
 
 
-def _plus(total: Pending, work: Pending, sign: int = 1) -> Pending:
+def _plus(total: Pending, work: Pending) -> Pending:
     return Pending(
-        total.requests + sign * work.requests,
-        total.prefill_tokens + sign * work.prefill_tokens,
-        total.prefill_pairs + sign * work.prefill_pairs,
-        total.rows + sign * work.rows,
-        total.context_tokens + sign * work.context_tokens,
-        total.prompts + sign * work.prompts,
+        total.requests + work.requests,
+        total.prefill_tokens + work.prefill_tokens,
+        total.prefill_pairs + work.prefill_pairs,
+        total.rows + work.rows,
+        total.context_tokens + work.context_tokens,
+        total.prompts + work.prompts,
+    )
+
+
+def _minus(total: Pending, work: Pending) -> Pending:
+    return Pending(
+        total.requests - work.requests,
+        total.prefill_tokens - work.prefill_tokens,
+        total.prefill_pairs - work.prefill_pairs,
+        total.rows - work.rows,
+        total.context_tokens - work.context_tokens,
+        total.prompts - work.prompts,
     )

@@ -33,6 +33,7 @@ from pdcluster_router.explain import Explainer
 from pdcluster_router.headroom import Headroom
 from pdcluster_router.hold import HoldLimits
 from pdcluster_router.index_metrics import IndexCollector
+from pdcluster_router.kept_heap import keep_heap
 from pdcluster_router.models import Models
 from pdcluster_router.node_metrics import NodeCollector
 from pdcluster_router.places import Places
@@ -56,6 +57,7 @@ WARM_LOOK_S = 0.01
 
 def run(config: RouterConfig) -> int:
     """Serve until a signal; the exit code is 0 after a drain, 1 when a part of the router failed."""
+    keep_heap()
     return uvloop.run(_serve(config))
 
 

@@ -69,6 +69,7 @@ class Run:
         "_due",
         "_first_token_at",
         "_generation",
+        "_has_way",
         "_is_at_work",
         "_is_over",
         "_job",
@@ -94,7 +95,7 @@ class Run:
         self._second_token_at: float | None = None
         self._report_by: float | None = None
         self._placed_at = started
-        self._is_at_work = self._is_over = False
+        self._is_at_work = self._is_over = self._has_way = False
         self._num_placed = 0
         self._alarm: int | None = None
         self._due = 0.0
@@ -163,8 +164,8 @@ class Run:
     def _step(self, action: Callable[..., None], *words: object) -> None:
         """One thing that happened, and whatever nodes said meanwhile. Of an attempt that fails in it becomes another one, or the answer."""
         self._is_at_work = True
-        if self._attempt is not None:
-            self._attempt.open_way(None)
+        if self._has_way:
+            self._shut_way()
         try:
             while not self._is_over:
                 try:
@@ -186,6 +187,12 @@ class Run:
         finally:
             self._is_at_work = False
 
+    def _shut_way(self) -> None:
+        """What comes next may be more than a row that goes on."""
+        self._has_way = False
+        if self._attempt is not None:
+            self._attempt.open_way(None)
+
     def _read_letters(self) -> None:
         while self._letters and self._attempt is not None and not self._is_over:
             self._hear(*self._letters.popleft())
@@ -200,6 +207,7 @@ class Run:
             return
         if take is not None and is_taken:
             attempt.open_way(Way(take, self._fail))
+            self._has_way = True
         else:
             self._step(self._tell, attempt, Chunk(row.position, row.tokens, row.logprobs, (), attempt.route()))
 

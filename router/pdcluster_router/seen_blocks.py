@@ -32,9 +32,10 @@ class SeenBlocks:
         places, num_places, num_seen, is_known = self._places, len(self._places), 0, True
         for word in memoryview(hashes).cast("Q")[:: HASH_BYTES // 8].tolist():
             place = word % num_places
-            is_known = is_known and places[place] == word
-            num_seen += is_known
-            places[place] = word
+            if places[place] != word:
+                places[place], is_known = word, False
+            elif is_known:
+                num_seen += 1
         return num_seen
 
     def _note_many(self, hashes: bytes) -> int:

@@ -95,6 +95,15 @@ Record = Callable[[], tuple[Candidate, ...]]
 """Tells what was compared and why others were not. Asked when somebody reads it, if ever, so it holds only what never changes."""
 
 
+Suits = Callable[[NodeView], bool]
+"""Whether the policy would let that node compute the prompt, too, in the mode that it chose. The gate asks when the chosen node is not open, and then
+lets go of it, since the whole view may be behind it."""
+
+
+def suits_all(node: NodeView) -> bool:
+    return True
+
+
 class Choice(msgspec.Struct, frozen=True, eq=False):
     """decode is the node that runs the request to its end; prefill is None in mode local. pull: the node from which the computing node first copies
     the prefix that it holds itself no longer, None for none; pull_tokens: how much that node holds, filled in by `pull`."""
@@ -107,6 +116,7 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
     policy: str = ""
     pull: NodeView | None = None
     pull_tokens: int = 0
+    suits: Suits = suits_all
 
     def __eq__(self, other: object) -> bool:
         """Whatever was compared on the way."""
@@ -124,7 +134,7 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
         return self.prefill or self.decode
 
 
-DECIDED = tuple(name for name in Choice.__struct_fields__ if name != "record")
+DECIDED = tuple(name for name in Choice.__struct_fields__ if name not in ("record", "suits"))
 
 
 class Policy(Protocol):

@@ -17,12 +17,14 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
     time to first token, and what the nodes' models may be wrong by (their error bars), so that it does not flip with what is not known. A prompt
     that would hold up running rows longer than the inter-token limit, or make them slow on average over an answer, goes elsewhere while there is a
     pair that can take it: many would lose what one wins. Where the prefill node has rows that it would hold up, too, it goes where these are fewer:
-    a single row on a prefill node is no reason to slow all those of a decode node. Prompts that wait on a decode node will be rows there.
+    a single row on a prefill node is no reason to slow all those of a decode node. Prompts that wait on a decode node will be rows there. Nodes that
+    are passed over for their rows are no places for the request either: while those that are left have much to do, it waits in the router (`gate`).
  6. While no node has run enough steps to know what they cost: the product score.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 
 import msgspec
@@ -30,7 +32,7 @@ from msgspec.structs import replace
 
 from pdcluster_router.policy import estimates as seconds_of
 from pdcluster_router.policy import pools as filters
-from pdcluster_router.policy.base import Candidate, Choice, Predicted, Query, Record
+from pdcluster_router.policy.base import Candidate, Choice, Predicted, Query, Record, Suits
 from pdcluster_router.policy.estimates import Market, Values
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scales import Ranked, Scales, Weighed, scales
@@ -157,23 +159,20 @@ class Seconds:
         pair = (remote[0].ranked.record(skipped=remote[0].skipped), remote[1].ranked.record())
         if local is None:
             return self._remote_choice(remote, view, weighed, Compared(pair, rejected))
-        best = Pick.best(local)
-        calm = self._calm(best, remote[0].row, query, view)
+        suits = self._suits(remote[0].row, query, view)
+        calm = _calm(Pick.best(local), suits)
         compared = *pair, local.record("" if calm is not None else "holds up running rows")
         if calm is not None and self._is_local_better(query, view, weighed, remote, calm):
-            return self._local_choice(calm, view, weighed, Compared(compared, rejected))
+            return replace(self._local_choice(calm, view, weighed, Compared(compared, rejected)), suits=suits)
         return self._remote_choice(remote, view, weighed, Compared(compared, rejected))
 
-    def _calm(self, best: Pick, prefill: int, query: Query, view: ClusterView) -> Pick | None:
-        """The best one that holds up no running rows for long; where the prefill node would, too, one that holds up no more rows than that."""
-        stations, local = view.stations, best.ranked
-        bearable = -1.0 if self._keeps_pace(prefill, query, view) else _num_slowed(stations.one(prefill))
-        if self._bears(best.row, bearable, query, view):
-            return best
-        row = next((row for row in local.order() if self._bears(row, bearable, query, view)), None)
-        return None if row is None else Pick(local, row, local.values(row))
+    def _suits(self, prefill: int, query: Query, view: ClusterView) -> Suits:
+        """Those that hold up no running rows for long; where the prefill node would, too, that hold up no more rows than that."""
+        bearable = -1.0 if self._keeps_pace(prefill, query, view) else _num_slowed(view.stations.one(prefill))
+        return partial(self._bears, bearable, query, view)
 
-    def _bears(self, row: int, most: float, query: Query, view: ClusterView) -> bool:
+    def _bears(self, most: float, query: Query, view: ClusterView, node: NodeView) -> bool:
+        row = view.roster.row_of[node.incarnation]
         return _num_slowed(view.stations.one(row)) <= most or self._keeps_pace(row, query, view)
 
     def _keeps_pace(self, row: int, query: Query, view: ClusterView) -> bool:
@@ -207,6 +206,15 @@ class Seconds:
         prefill, decode = remote
         predicted, pull = Predicted(prefill.ttft_s, weighed.tpot_s(decode.row)), _pull(prefill.row, view, weighed)
         return Choice("remote", view.nodes[prefill.row], view.nodes[decode.row], record, predicted, self.name, pull)
+
+
+def _calm(best: Pick, suits: Suits) -> Pick | None:
+    """The best one that suits."""
+    local = best.ranked
+    if suits(local.nodes[best.row]):
+        return best
+    row = next((row for row in local.order() if suits(local.nodes[row])), None)
+    return None if row is None else Pick(local, row, local.values(row))
 
 
 class Compared(msgspec.Struct, frozen=True):

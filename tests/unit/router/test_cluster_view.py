@@ -68,7 +68,10 @@ class World:
     async def report(self) -> None:
         if self.names:
             cost = COST.report() if self.chance.random() < 0.7 else None
-            self.cluster._on_message(self.chance.choice(self.names), self.load(cost=cost, seen=self.chance.randrange(self.sequence + 1)))
+            self.hear(self.chance.choice(self.names), self.load(cost=cost, seen=self.chance.randrange(self.sequence + 1)))
+
+    def hear(self, name: str, load: Load) -> None:
+        self.cluster._on_message(self.cluster._nodes[name], load)
 
     def load(self, **changes: Any) -> Load:
         rows = self.chance.randrange(20)
@@ -129,7 +132,7 @@ async def test_a_report_leaves_the_other_nodes_as_they_were() -> None:
     for _ in range(40):
         await world.report()
     before = world.cluster.view()
-    world.cluster._on_message(before.nodes[2].incarnation, world.load(cost=COST.report()))
+    world.hear(before.nodes[2].incarnation, world.load(cost=COST.report()))
     after = world.cluster.view()
     assert [mine is other for mine, other in zip(before.nodes, after.nodes, strict=True)] == [True, True, False, True]
     assert before.nodes[2].load is not after.nodes[2].load, "an earlier view stays as it was"
@@ -138,9 +141,9 @@ async def test_a_report_leaves_the_other_nodes_as_they_were() -> None:
 async def test_the_first_cost_that_a_node_reports_is_typical_at_once() -> None:
     world = World(2, 0)
     for name in world.names:
-        world.cluster._on_message(name, world.load())
+        world.hear(name, world.load())
     assert world.cluster.view().typical_cost is None
-    world.cluster._on_message(world.names[0], world.load())
+    world.hear(world.names[0], world.load())
     assert world.cluster.view().typical_cost is None
-    world.cluster._on_message(world.names[1], world.load(cost=COST.report()))
+    world.hear(world.names[1], world.load(cost=COST.report()))
     assert world.cluster.view().typical_cost == COST

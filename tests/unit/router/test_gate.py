@@ -19,7 +19,7 @@ from pdcluster_router.fairness import Held
 from pdcluster_router.gate import Gate
 from pdcluster_router.headroom import Headroom
 from pdcluster_router.hold import HoldLimits
-from pdcluster_router.policy.base import Query
+from pdcluster_router.policy.base import Query, suits_all
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.view import ClusterView, NodeView, Pending
 
@@ -38,11 +38,12 @@ class World:
     nodes: list[NodeView]
     prompts: dict[str, Query] = field(default_factory=dict)
     decided: list[str] = field(default_factory=list)
+    policy: str = "product"
 
     def decide(self, held: Held) -> Decision:
         self.decided.append(held.request)
         view, query = ClusterView(tuple(self.nodes)), self.prompts.get(held.request, Query(100))
-        return Decision(query, view, make_policy("product").choose(query, view))
+        return Decision(query, view, make_policy(self.policy).choose(query, view))
 
     def set_load(self, name: str, new: m.Load) -> None:
         self.nodes = [replace(node, load=new) if node.name == name else node for node in self.nodes]
@@ -328,3 +329,43 @@ def test_no_request_waits_for_rows_where(why: str) -> None:
         world.set_load("d1", batch(0))
     world.prompts["r1"] = Query(100, itl_s=0.005 if why == "no other row" else 0.1 if why.startswith("rows") else 0.0)
     assert gate.knock(held("r1", is_paid=why.startswith("it was")), world.decide, 0.0) is not None
+
+
+# ------------------------------------------------------------ nodes that the policy would not take
+
+
+def chunked(node: NodeView, new: m.Load) -> NodeView:
+    return replace(node, cost=CHUNKED, load=msgspec.structs.replace(new, itl_s=0.0), max_len=10_000)
+
+
+CHUNKED = NodeCost(PrefillCost(0.0, TOKEN_S, chunk_tokens=16, samples=100), DecodeCost(0.01, 0.001, samples=100))
+"""A chunk takes 16 ms and each row beside it 1 ms; rows may take 22 ms a token: two bear prompts in every step, eight do not."""
+
+
+def make_deep(waiting_tokens: int) -> World:
+    """A prefill node with much to do, a decode node with so much, and one with none, but with rows that a prompt would make slow."""
+    world = make_world("prefill", "decode", "decode")
+    loads = load(waiting_tokens=20_000), load(waiting_tokens, rows=2), batch(8)
+    world.nodes = [chunked(node, new) for node, new in zip(world.nodes, loads, strict=True)]
+    world.prompts = {name: Query(1000, expected_output=20, num_held=1) for name in ("r1", "r2")}
+    world.policy = "seconds"
+    return world
+
+
+def test_a_request_does_not_go_behind_a_deep_queue_because_a_node_is_open_that_it_would_not_be_sent_to() -> None:
+    world, gate = make_deep(3000), make_gate()
+    assert gate.knock(held("r1"), world.decide, 0.0) is None
+    assert gate.release(world.decide, 0.1) == []
+    world.set_load("d1", load(200, rows=2))
+    (released,) = gate.release(world.decide, 0.2)
+    assert released.decision is not None and released.decision.choice.first.name == "d1"
+    assert released.decision.choice.suits is suits_all, "what goes on does not hold the view for its answer"
+
+
+def test_who_is_due_keeps_no_node_from_others_that_it_would_not_be_sent_to() -> None:
+    world, gate = make_deep(3000), make_gate(patience_s=1.0)
+    world.prompts["r2"] = Query(10, expected_output=100, num_held=1)
+    for name in world.prompts:
+        assert gate.knock(held(name), world.decide, 0.0) is None
+    released = gate.release(world.decide, 2.0)
+    assert [(one.held.request, one.decision and one.decision.choice.first.name) for one in released] == [("r2", "d2")]

@@ -82,3 +82,11 @@ def test_a_row_on_a_prefill_node_expects_the_prompts_that_wait_in_the_router() -
 
 def _decode_s(candidates: tuple[Candidate, ...]) -> float:
     return next(dict(candidate.terms)["decode"] for candidate in candidates if candidate.node.name == "p")
+
+
+def test_of_nodes_with_rows_only_those_suit_that_a_prompt_does_not_slow() -> None:
+    """Eight tokens are an answer here: a prompt beside it takes all of it. The prefill node has much to do."""
+    prefill, idle, rows = _node("p", "prefill", tokens=40_000), _node("d", "decode"), _node("d1", "decode", rows=20, context=100_000)
+    choice = Seconds().choose(replace(QUERY, expected_output=8), ClusterView((prefill, idle, rows)))
+    assert choice.first.name == "d"
+    assert [choice.suits(node) for node in (idle, rows)] == [True, False]

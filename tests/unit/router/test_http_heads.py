@@ -1,0 +1,216 @@
+"""Heads that are known by their bytes: the same as parsing them, for whoever says the same again, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcluster_router import http_connection
+from pdcluster_router.http_connection import Connection, Connections, LineLimits
+from pdcluster_router.http_exchange import Asked, Exchange
+from pdcluster_router.http_heads import KEPT_S, MAX_BYTES, MAX_HEADS, Heads, taken_apart
+from pdcluster_router.server import _sweep
+
+Heard = tuple[str, str, dict[bytes, bytes], bytes, bool]
+
+
+class Echo:
+    """Implements http_connection.Application: tells what it heard, and answers at once."""
+
+    def __init__(self) -> None:
+        self.heard: list[Heard] = []
+        self.num_over = 0
+
+    def begin(self, exchange: Exchange) -> None:
+        if exchange.path == "/refused":
+            exchange.reply(404, b"{}")
+
+    def complete(self, exchange: Exchange) -> None:
+        headers = {name: value for name, value in exchange.headers.items() if name != b"content-length"}
+        self.heard.append((exchange.method, exchange.path, headers, exchange.take_body(), exchange.is_too_large))
+        exchange.reply(200, b"{}")
+
+    def over(self, exchange: Exchange) -> None:
+        self.num_over += 1
+
+    late = stalled = gone = stopping = over
+
+
+class Wire(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written, self.is_closed = b"", False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def said(body: bytes, *headers: str, path: str = "/v1/completions", length: str | None = None, method: str = "POST") -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", *headers, f"Content-Length: {len(body) if length is None else length}", "a: b", "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def opened(open_ones: Connections | None = None, max_body_bytes: int = 1000) -> tuple[Connection, Wire, Echo]:
+    echo, wire = Echo(), Wire()
+    connection = Connection(echo, LineLimits(max_body_bytes), Connections() if open_ones is None else open_ones)
+    connection.connection_made(wire)
+    return connection, wire, echo
+
+
+def test_a_head_is_known_from_its_third_time_on_whatever_its_length() -> None:
+    open_ones = Connections()
+    connection, wire, echo = opened(open_ones)
+    for body, num_known in ((b"a", 0), (b"bb", 1), (b"c" * 123, 1), (b"dd", 1)):
+        connection.data_received(said(body))
+        assert len(open_ones.heads) == num_known
+    assert [heard[3] for heard in echo.heard] == [b"a", b"bb", b"c" * 123, b"dd"]
+    assert len({str(heard[:3]) for heard in echo.heard}) == 1 and wire.written.count(b" 200 ") == 4 == echo.num_over
+    other, _, there = opened(open_ones)
+    other.data_received(said(b"e"))
+    assert there.heard[0][2:4] == (echo.heard[0][2], b"e"), "what one connection learned holds for the others"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [("connection: close",), ("expect: 100-continue",), ("connection: upgrade", "upgrade: h2c"), ("transfer-encoding: chunked",)],
+    ids=lambda headers: headers[0],
+)
+def test_a_head_that_means_more_than_its_request_is_parsed_each_time(headers: tuple[str, ...]) -> None:
+    open_ones = Connections()
+    for _ in range(3):
+        connection, _, _ = opened(open_ones)
+        for _ in range(3):
+            connection.data_received(said(b"a", *headers))
+    assert not open_ones.heads
+
+
+@pytest.mark.parametrize("length", ["2", "0", "+1", "1 ", "0x1", "1, 1", "9999999999999"])
+def test_a_length_that_is_not_the_bodys_is_left_to_the_parser(length: str) -> None:
+    assert taken_apart(said(b"a", length=length)) is None
+
+
+def test_two_lengths_are_refused_however_often_they_are_said() -> None:
+    open_ones = Connections()
+    for _ in range(3):
+        connection, wire, echo = opened(open_ones)
+        for _ in range(3):
+            connection.data_received(said(b"a", "content-length: 1"))
+        assert not echo.heard and wire.written.startswith(b"HTTP/1.1 400") and not open_ones.heads
+
+
+def test_what_only_looks_like_a_length_is_no_length() -> None:
+    heads = Heads()
+    apart = taken_apart(said(b"a"))
+    assert apart is not None
+    heads.learn(apart[0], Asked("POST", "/", {b"content-length": b"7"}, True, False), 1)
+    heads.learn(apart[0], Asked("POST", "/", {}, True, False), 1)
+    heads.learn(apart[0], Asked("GET", "/", {b"content-length": b"1"}, True, False), 1)
+    heads.learn(apart[0], Asked("POST", "/", {b"content-length": b"1"}, False, False), 1)
+    heads.learn(apart[0], Asked("POST", "/", {b"content-length": b"1"}, True, True), 1)
+    assert not heads
+
+
+def test_a_known_head_has_the_limits_of_any_other() -> None:
+    connection, wire, echo = opened(max_body_bytes=10)
+    for body in (b"a", b"a", b"a", b"a" * 11, b"a"):
+        connection.data_received(said(body))
+    assert [heard[4] for heard in echo.heard] == [False, False, False, True, False] and wire.written.count(b" 200 ") == 5
+
+
+def test_one_that_is_refused_by_its_head_is_answered_once() -> None:
+    connection, wire, echo = opened()
+    for _ in range(5):
+        connection.data_received(said(b"a", path="/refused"))
+    assert wire.written.count(b" 404 ") == 5 == echo.num_over and not echo.heard
+
+
+def test_a_connection_that_drains_takes_no_known_head_either() -> None:
+    connection, wire, _ = opened()
+    for _ in range(3):
+        connection.data_received(said(b"a"))
+    connection.drain()
+    assert wire.is_closed
+
+
+def test_what_is_known_is_bounded() -> None:
+    heads = Heads()
+    for number in range(MAX_HEADS + 5):
+        apart = taken_apart(said(b"a", f"x: {number}"))
+        assert apart is not None
+        heads.learn(apart[0], Asked("POST", "/", {b"content-length": b"1"}, True, False), 1)
+    assert len(heads) == 5
+    assert taken_apart(said(b"a", "x: " + "y" * MAX_BYTES)) is None
+
+
+def test_a_key_is_not_kept_long_after_its_client_left() -> None:
+    open_ones = Connections()
+    connection, _, echo = opened(open_ones)
+    open_ones.heads.forget(now=100.0)
+    for _ in range(3):
+        connection.data_received(said(b"a", "authorization: Bearer key-of-acme"))
+    open_ones.heads.forget(now=99.0 + KEPT_S)
+    assert len(open_ones.heads) == 1
+    connection.connection_lost(None)
+    open_ones.heads.forget(now=100.0 + KEPT_S)
+    assert not open_ones.heads and len(echo.heard) == 3
+
+
+async def test_who_looks_at_deadlines_has_old_heads_forgotten() -> None:
+    open_ones = Connections()
+    connection, wire, _ = opened(open_ones)
+    for _ in range(3):
+        connection.data_received(said(b"a"))
+    assert open_ones.heads
+    sweeper = asyncio.create_task(_sweep(open_ones))
+    async with asyncio.timeout(10):
+        while open_ones.heads:
+            await asyncio.sleep(0.01)
+    sweeper.cancel()
+    assert not wire.is_closed
+
+
+def test_empty_lines_between_known_requests_add_up_to_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some clients end a body with one. All that came since the last request counts, however many there were."""
+    monkeypatch.setattr(http_connection, "MAX_HEAD_BYTES", 100)
+    connection, wire, echo = opened()
+    for _ in range(60):
+        connection.data_received(said(b"a" * 200))
+        connection.data_received(b"\r\n")
+    assert len(echo.heard) == 60 and not wire.is_closed
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.sampled_from(["/v1/completions", "/tokenize?a=b", "/refused"]),
+        st.sampled_from([(), ("X-Request-ID: me",), ("authorization: Bearer k", "content-type: application/json"), ("connection: keep-alive",)]),
+        st.binary(max_size=12),
+        st.sampled_from(["POST", "POST", "GET"]),
+    ),
+    max_size=12,
+)
+
+
+@given(REQUESTS, st.lists(st.integers(1, 60), max_size=20))
+def test_pieces_and_whole_requests_come_to_the_same(requests: list[tuple[str, tuple[str, ...], bytes, str]], cuts: list[int]) -> None:
+    """In pieces nothing is known by its bytes, mostly; whole, all that comes again is."""
+    whole, _, at_once = opened()
+    pieces, _, by_parts = opened()
+    told = [said(body, *headers, path=path, method=method) for path, headers, body, method in requests]
+    for data in told:
+        whole.data_received(data)
+    stream = b"".join(told)
+    for cut in cuts:
+        pieces.data_received(stream[:cut])
+        stream = stream[cut:]
+    if stream:
+        pieces.data_received(stream)
+    assert at_once.heard == by_parts.heard and at_once.num_over == by_parts.num_over == len(requests)
