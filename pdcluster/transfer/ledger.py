@@ -6,6 +6,7 @@ Every class here may be used from any thread. No sockets, no policy.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 import time
@@ -16,6 +17,12 @@ from pdcluster.transfer.base import Arrival, Handle, Peer, Permit, Region, Spans
 from pdcluster.transfer.runs import cover, span_table
 
 FINAL = frozenset({WriteStatus.DONE, WriteStatus.FAILED, WriteStatus.REFUSED, WriteStatus.LOST})
+
+
+def level_of_end(*work: object) -> int:
+    """How a connection that the peer ended, or that never came about, is logged. work: what it still had to do, falsy when nothing: then nobody
+    loses anything, as when a whole cluster is stopped."""
+    return logging.WARNING if any(work) else logging.INFO
 
 
 class Doorbell:

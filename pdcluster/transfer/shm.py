@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from pdcluster.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
-from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes
+from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, level_of_end
 from pdcluster.transfer.mapping import MappedMemory
 from pdcluster.transfer.moving import GilWaits, Payload, copies_inside, native
 from pdcluster.transfer.pidfd import Processes
@@ -125,7 +125,7 @@ class _Mover:
             self._greet(self._sock)
             self._serve(self._sock)
         except (OSError, ProtocolError) as error:
-            LOG.warning("the transfer to %s by shm is over: %s", self._peer.node, error)
+            LOG.log(level_of_end(self._queue), "the transfer to %s by shm is over: %s", self._peer.node, error)
         except Exception:
             LOG.exception("the transfer thread to %s by shm failed", self._peer.node)
         finally:

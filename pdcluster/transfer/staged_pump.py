@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pdcluster.errors import ProtocolError
 from pdcluster.transfer.base import Handle, Peer, Region, Stamp, WriteStatus
-from pdcluster.transfer.ledger import Doorbell
+from pdcluster.transfer.ledger import Doorbell, level_of_end
 from pdcluster.transfer.links import Advert, Link, connect, sealed
 from pdcluster.transfer.moving import Payload
 from pdcluster.transfer.runs import RunTable
@@ -108,7 +108,8 @@ class Pump:
             self._free, self._free_staging = list(range(grant.blocks)), list(range(grant.blocks))
             self._serve(link, grant, far, staging)
         except (OSError, ProtocolError) as error:
-            LOG.warning("the transfer to %s by %s is over: %s", self._peer.node, self._name, error)
+            is_at_work = self._queue, self._engine_has, self._reader_has
+            LOG.log(level_of_end(*is_at_work), "the transfer to %s by %s is over: %s", self._peer.node, self._name, error)
         except Exception:
             LOG.exception("the transfer thread to %s by %s failed", self._peer.node, self._name)
         finally:

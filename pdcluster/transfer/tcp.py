@@ -20,7 +20,7 @@ from functools import partial
 
 from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
-from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, memory_of
+from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, level_of_end, memory_of
 from pdcluster.transfer.links import BURST_BYTES, SEND_BYTES, Advert, Cursor, Link, Listener, connect, decode_advert, sealed
 from pdcluster.transfer.moving import GilWaits, Payload, native, reads, table_of
 from pdcluster.transfer.packing import Block, Packer, Unpacker, is_scattered
@@ -150,7 +150,7 @@ class _Lane:
             link = connect(self._me, self._peer, self._advert, connect_s=self._settings.connect_s, progress_s=self._settings.progress_s)
             self._serve(link)
         except (OSError, ProtocolError) as error:
-            LOG.warning("transfer connection to %s by tcp is over: %s", self._peer.node, error)
+            LOG.log(level_of_end(self._waiting, self._sending, self._unanswered), "the transfer to %s by tcp is over: %s", self._peer.node, error)
         except Exception:
             LOG.exception("the transfer thread to %s by tcp failed", self._peer.node)
         finally:

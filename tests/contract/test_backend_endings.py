@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -262,3 +263,30 @@ def test_a_reader_that_stands_still_keeps_no_write_to_another_from_its_end(name:
     reader.shutdown()
     source.drop()
     target.drop()
+
+
+# ---------------------------------------------------------------- what is logged of an end
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp", "mooncake"])
+def test_a_reader_that_goes_while_nothing_is_under_way_is_no_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="pdcluster.transfer")
+    ends = Ends(name)
+    ends.connect()
+    ends.permit()
+    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    ends.reader.shutdown()
+    eventually(lambda: "is over" in caplog.text, "the writer sees that the reader is gone")
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    ends.close()
+
+
+@pytest.mark.parametrize("name", ["tcp", "mooncake"])  # shm connects before it takes writes
+def test_a_write_that_an_end_costs_is_a_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    ends = Ends(name)
+    advert = ends.reader.advert()
+    ends.reader.shutdown()
+    ends.writer.connect(READER, advert)
+    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.FAILED
+    eventually(lambda: any(record.levelno == logging.WARNING and "is over" in record.message for record in caplog.records), "a warning")
+    ends.close()
