@@ -11,9 +11,10 @@
  3. seeds: the best three on generated kinds, seeds 0 to 4.
  4. modes: `seconds` choosing P/D per request, against every static split (remote always) and against colocated nodes (local always, two chunk sizes).
     Every way gets its best layout and load: goodput(way) is the maximum over layouts and loads of the mean over seeds, on the same traces at the same
-    speeds; auto has the layouts of both others together. All run behind the same gate, with `seconds` choosing the nodes. Beside it, what an ideal
-    pool of as many nodes would do (`routing_ideal`): how much there is to be won by any choice. Seeds differ by far more than ways do, and two of
-    them decide a tie by chance: --mode-seeds 8 --mixes recorded,agent says it for these two.
+    speeds; auto has the layouts of both others together. A mix that some way still does best on under the highest load is run under more, until
+    every way has had its peak: a maximum at the edge says what was offered, not what a way can do. All run behind the same gate, with `seconds`
+    choosing the nodes. Beside it, what an ideal pool of as many nodes would do (`routing_ideal`): how much there is to be won by any choice. Seeds
+    differ by far more than ways do, and two of them decide a tie by chance: --mode-seeds 8 --mixes recorded,agent says it for these two.
 
 Traces are samples (MOST_RECORDED requests of the recorded one, MOST_GENERATED of each kind), so that all ends within half an hour on two cores.
 Decode, transfers and quadratic prefill are modelled (`pdcluster_router.replay`); seconds are those of the model, so ratios are what counts. Rows with
@@ -57,6 +58,8 @@ FORCED: Mapping[Way, Force] = {"colocated": "local", "static": "remote", "auto":
 
 UNITS = {"ttft_mean_s": "s", "ttft_p90_s": "s", "ttft_p99_s": "s", "tpot_mean_s": "s", "goodput": "1/s", "token_goodput": "tokens/s"}
 MODE_LOADS = (0.7, 0.85, 1.0, 1.15)
+FURTHER_MODE_LOADS = (1.3, 1.5, 1.75)
+"""One after the other, for mixes of which some way has not had its peak."""
 MODE_NODES = 4
 NUM_MODE_SEEDS, FIRST_MODE_SEED = 2, 11
 """Of generated mixes; a recorded one has as many stretches instead, from its beginning."""
@@ -76,6 +79,7 @@ class Plan:
     loads: tuple[float, ...]
     caches: tuple[int, ...]
     mode_loads: tuple[float, ...]
+    further_mode_loads: tuple[float, ...]
     seeds: tuple[int, ...]
 
     @property
@@ -102,6 +106,7 @@ def plan_of(path: str, *, quick: bool, num_mode_seeds: int = NUM_MODE_SEEDS, cho
         loads=(0.7, 1.0) if quick else LOADS,
         caches=CACHES[:1] if quick else CACHES,
         mode_loads=(0.85, 1.0) if quick else MODE_LOADS,
+        further_mode_loads=() if quick else FURTHER_MODE_LOADS,
         seeds=(0, 1) if quick else (0, 1, 2, 3, 4),
     )
 
@@ -149,11 +154,21 @@ def mode_layouts(num_nodes: int) -> Iterator[tuple[Way, Layout]]:
         yield "auto", split
 
 
-def modes(plan: Plan) -> Iterator[Run]:
-    for workload in plan.mixes:
+def modes(mixes: Iterable[Workload], loads: Iterable[float]) -> Iterator[Run]:
+    for workload in mixes:
         for way, layout in mode_layouts(MODE_NODES):
-            for load in plan.mode_loads:
+            for load in loads:
                 yield Run(workload, layout, OURS, load, force=FORCED[way], by_all=True)
+
+
+def without_peak(found: Found) -> set[str]:
+    """Mixes of which a way does best under the highest load that it was run under."""
+    mixes = set()
+    for (mix, _), points in _by_way(found).items():
+        best = max(points, key=lambda point: fmean(points[point]))
+        if best[1] == max(load for _, load in points):
+            mixes.add(mix)
+    return mixes
 
 
 # ---------------------------------------------------------------- what is promised
@@ -208,20 +223,27 @@ def promises_on_recorded(found: Found) -> Iterator[Row]:
 def against_modes(found: Found) -> Iterator[Row]:
     """Best goodput over loads and layouts, of each way."""
     ideal, in_turn = routing_ideal.best(list(found)), routing_ideal.best(list(found), "arrival")
-    by_mix: dict[str, dict[tuple[Way, Layout, float], list[float]]] = {}
-    for run, figures in found.items():
-        way = next(way for way, force in FORCED.items() if force == run.force)
-        by_mix.setdefault(run.workload.name, {}).setdefault((way, run.layout, run.load), []).append(figures.goodput)
-    for mix, points in by_mix.items():
+    by_way = _by_way(found)
+    for mix in dict.fromkeys(mix for mix, _ in by_way):
         peaks: dict[str, float] = dict.fromkeys((*FORCED, "auto, all mixed"), 0.0)
-        for (way, layout, _), goodputs in points.items():
-            for name in (way, f"{way}, all mixed") if way == "auto" and layout.mixed else (way,):
-                peaks[name] = max(peaks[name], fmean(goodputs))
+        for way in FORCED:
+            for (layout, _), goodputs in by_way[mix, way].items():
+                for name in (way, f"{way}, all mixed") if way == "auto" and layout.mixed else (way,):
+                    peaks[name] = max(peaks[name], fmean(goodputs))
         rival = max(("colocated", "static"), key=lambda way: peaks[way])
         yield goal("goodput auto", f"{mix}, {MODE_NODES} nodes", peaks["auto"], "1/s", rival, peaks[rival], 1.1 if mix in BALANCED else 1.0)
         yield goal("goodput auto, all mixed", f"{mix}, {MODE_NODES} nodes", peaks["auto, all mixed"], "1/s", rival, peaks[rival], None)
         yield goal("goodput of an ideal pool", f"{mix}, {MODE_NODES} nodes", ideal[mix], "1/s", rival, peaks[rival], None)
         yield goal("the same, first come first served", f"{mix}, {MODE_NODES} nodes", in_turn[mix], "1/s", rival, peaks[rival], None)
+
+
+def _by_way(found: Found) -> dict[tuple[str, Way], dict[tuple[Layout, float], list[float]]]:
+    """Goodputs of all seeds by mix and way, then by layout and load."""
+    by_way: dict[tuple[str, Way], dict[tuple[Layout, float], list[float]]] = {}
+    for run, figures in found.items():
+        way = next(way for way, force in FORCED.items() if force == run.force)
+        by_way.setdefault((run.workload.name, way), {}).setdefault((run.layout, run.load), []).append(figures.goodput)
+    return by_way
 
 
 def goal(metric: str, case: str, value: float, unit: str, against: str, other: float, least: float | None, *, less_is_better: bool = False) -> Row:
@@ -303,7 +325,10 @@ def measure(plan: Plan, processes: int, parts: list[str]) -> Iterator[Row]:
             found = _run(runs, processes, part)
             yield from (*all_figures(found), *against_best(found))
     if "modes" in parts:
-        found = _run(modes(plan), processes, "modes")
+        found = dict(_run(modes(plan.mixes, plan.mode_loads), processes, "modes"))
+        for load in plan.further_mode_loads:
+            if mixes := without_peak(found):
+                found |= _run(modes([mix for mix in plan.mixes if mix.name in mixes], (load,)), processes, f"modes, load {load:g}")
         yield from (*all_figures(found), *against_modes(found))
 
 
