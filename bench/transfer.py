@@ -2,8 +2,9 @@
 
     python -m bench.transfer [--quick] [--json FILE] [--backends shm,tcp,mooncake]
 
-The whole protocol is timed, from the ticket's arrival at the writer to the reader's CommitAck, with everything pushed at once; so small sizes
-show the fixed cost of a hand-over, and with digests both ends read all bytes once more; of 16 MiB it says where the time goes.
+`protocol` is the whole of it, from the ticket's arrival at the writer to the reader's CommitAck, with everything pushed at once; so small sizes
+show the fixed cost of a hand-over, and with digests both ends read all bytes once more; of 16 MiB it says where the time goes. `backend` is the
+medium's part of the same, see `bench.transfer_seam`. Both are judged by the same goal.
 Ceilings, for the same number of bytes, each time at the
 next place of memory as large as the pool, as a transfer's pages are:
 
@@ -15,8 +16,8 @@ next place of memory as large as the pool, as a transfer's pages are:
               each entry is copied at the writer, which any staging costs, and (`bound`) what is left of it when the reader copies
               each entry and both ends digest it, with nothing of ours around it, see `bench.mooncake_bound`
 
-Each end has a core of its own where there are two. Transfers and ceilings take turns, so that both meet the same neighbours on the machine: two of
-one, two of the other, of which the first, which meets what the others left in the caches, counts for neither. A ratio is the median over these
+Each end has a core of its own where there are two. Transfers and ceilings take turns, so that all meet the same neighbours on the machine: two of
+each, of which the first, which meets what the others left in the caches, does not count. A ratio is the median over these
 pairs, its spread from their tenth to their ninetieth percentile. (Of mooncake's ceiling each turn has several, as it costs a new engine.) Then the
 same with a busy engine beside it, see `bench.transfer_load`.
 """
@@ -191,9 +192,10 @@ PAIRED: dict[str, Callable[[Near, int], Generator[float]]] = {"shm": memmove_sec
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Seconds of a few transfers, of as many runs of the ceiling, and of one of each of BOUNDS."""
+    """Seconds of a few transfers, of as many at the backend's seam, of as many runs of the ceiling, and of one of each of BOUNDS."""
 
     moves: list[float]
+    alone: list[float]
     stages: list[tuple[float, float, float]]
     tops: list[float]
     bounds: dict[str, float]
@@ -201,6 +203,10 @@ class Turn:
     @property
     def ratio(self) -> float:
         return statistics.median(self.tops) / statistics.median(self.moves)
+
+    @property
+    def ratio_alone(self) -> float:
+        return statistics.median(self.tops) / statistics.median(self.alone)
 
 
 def take_turns(near: Near, case: Case, repeats: int) -> list[Turn]:
@@ -217,7 +223,8 @@ def take_turns(near: Near, case: Case, repeats: int) -> list[Turn]:
 
 def take_pair(near: Near, case: Case, top: Iterator[float], bounds: Mapping[str, Iterator[float]]) -> Turn:
     _, moved = near.move(case.num_tokens), near.move(case.num_tokens)
-    return Turn([moved], [near.stages], [second_of(top)], {metric: second_of(seconds) for metric, seconds in bounds.items()})
+    _, alone = near.move_alone(case.num_tokens), near.move_alone(case.num_tokens)
+    return Turn([moved], [alone], [near.stages], [second_of(top)], {metric: second_of(seconds) for metric, seconds in bounds.items()})
 
 
 def second_of(seconds: Iterator[float]) -> float:
@@ -226,7 +233,8 @@ def second_of(seconds: Iterator[float]) -> float:
 
 def take_turn(near: Near, case: Case, repeats: int) -> Turn:
     moved = [(near.move(case.num_tokens), near.stages) for _ in range(repeats + 1)][1:]
-    return Turn([seconds for seconds, _ in moved], [each for _, each in moved], seconds_of_engine(near, case.nbytes, repeats), {})
+    alone = [near.move_alone(case.num_tokens) for _ in range(repeats + 1)][1:]
+    return Turn([seconds for seconds, _ in moved], alone, [each for _, each in moved], seconds_of_engine(near, case.nbytes, repeats), {})
 
 
 def measure(near: Near, case: Case, repeats: int) -> list[Row]:
@@ -238,9 +246,11 @@ def measure(near: Near, case: Case, repeats: int) -> list[Row]:
     label = f"{case.name}, digests {'on' if shape.digests else 'off'}"
     samples = [seconds for turn in turns for seconds in turn.moves]
     top = statistics.median(seconds for turn in turns for seconds in turn.tops)
-    speed = beside(f"transfer.{shape.backend}", label, case, samples, shape.backend, top)
-    ratio = paired([turn.ratio for turn in turns])
-    rows = [replace(speed, ratio=ratio.median, spread=ratio.spread, goal=goal, holds=None if goal is None else ratio.median >= goal)]
+    alone = [seconds for turn in turns for seconds in turn.alone]
+    rows = []
+    for name, seconds, ratios in (("protocol", samples, [turn.ratio for turn in turns]), ("backend", alone, [turn.ratio_alone for turn in turns])):
+        speed, ratio = beside(f"{name}.{shape.backend}", label, case, seconds, shape.backend, top), paired(ratios)
+        rows.append(replace(speed, ratio=ratio.median, spread=ratio.spread, goal=goal, holds=None if goal is None else ratio.median >= goal))
     if case.nbytes == GOAL_BYTES:
         rows += where_time_goes(label, [each for turn in turns for each in turn.stages])
     rows += [bound_row(metric, case, turns, top) for metric in turns[0].bounds]

@@ -22,7 +22,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from bench import transfer_seam
 from bench.rank_ends import RankProcess
+from bench.transfer_seam import Expect, Permitted, Seen
 from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, Message, Reserved, Ticket
 from pdcluster.node.rank_link import LinkedMemories
 from pdcluster.transfer.base import Backend, Peer, Region
@@ -68,7 +70,7 @@ class Address(Message, frozen=True, array_like=True):
     number: int
 
 
-Control = Commit | CommitAck | Abort | AbortAck | Ask | Check | Sink | Address | Reserved
+Control = Commit | CommitAck | Abort | AbortAck | Ask | Check | Sink | Address | Reserved | Expect | Permitted | Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,12 @@ class Far:
             self._pipe.send(Reserved(ticket))
         elif isinstance(message, Commit | AbortAck):
             self._reader.handle(NEAR, message)
+        elif isinstance(message, Expect):
+            self._count += 1
+            self._pages = scattered(self._shape.far, self._shape.num_tokens, message.num_tokens, 2 * self._count)
+            permitted = transfer_seam.permit(self._backend, self._shape.far, self._pages, NEAR, digests=self._shape.digests)
+            self._pipe.send(permitted)
+            self._pipe.send(transfer_seam.await_arrivals(self._backend, permitted, len(self._pages) * self._shape.far.page_bytes))
         elif isinstance(message, Sink):
             swallow(self._pipe, message, self._spare)
         elif isinstance(message, Check):
@@ -369,14 +377,35 @@ class Near:
         """Seconds from the ticket's arrival here to its CommitAck."""
         return self._move(num_tokens, self._next_pages(num_tokens))
 
-    def wrong_bytes(self) -> int:
-        """Move KV that the other end can tell, over the whole pool, and count there what came out wrong."""
+    def move_alone(self, num_tokens: int) -> float:
+        """The same without the protocol, see `transfer_seam`. Of plain pages."""
+        return self._move_alone(num_tokens, self._next_pages(num_tokens))
+
+    def _move_alone(self, num_tokens: int, sources: list[int]) -> float:
+        self.pipe.send(Expect(num_tokens))
+        permitted = self.pipe.receive()
+        assert isinstance(permitted, Permitted)
+        chunks = transfer_seam.chunks_of(self.shape.near, self.shape.settings, sources, permitted.pages)
+        begin, done = transfer_seam.write_all(self._backend, FAR, permitted, chunks, self.shape.settings)
+        seen = self.pipe.receive()
+        assert isinstance(seen, Seen)
+        return max(done, seen.at) - begin
+
+    def wrong_bytes(self, *, alone: bool = False) -> int:
+        """Move KV that the other end can tell, over the whole pool, and count there what came out wrong. alone: without the protocol."""
         near, num_tokens = self.shape.near, self.shape.num_tokens
         pages, kv = self._next_pages(num_tokens), content(near, num_tokens)
         for rank, pool in enumerate(self.pools):
             size = (-1, near.num_layers, near.planes, near.rank_heads, near.page_tokens, near.cell_bytes)
             pool.bytes.reshape(size)[pages] = dealt(near, rank, kv)
-        self._move(num_tokens, pages)
+        if alone:
+            self._move_alone(num_tokens, pages)
+        else:
+            self._move(num_tokens, pages)
+        return self.count_wrong()
+
+    def count_wrong(self) -> int:
+        """Bytes at the other end that are not those of `content`, where the last ticket's tokens lie."""
         self.pipe.send(Check())
         answer = self.pipe.receive()
         assert isinstance(answer, Address)
