@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import numba
 import numpy as np
+from numba.extending import register_jitable
 
 from pdcluster.engine.kernels import VERY_NEGATIVE, exponential, narrow
+from pdcluster.engine.layer_arrays import BLOCK
 from pdcluster.engine.vectors import address, has_pair_product, tile_of
 
 NATIVE = has_pair_product()
-BLOCK = 64
-"""Keys of one block."""
 TILE = 6
 """Rows of one product: six times four vectors of sums leave registers for what is multiplied."""
 ROWS = 48
@@ -149,7 +149,8 @@ def fold_block(scores, r, visible, scale, top, total, sums, shares):
     total[r] += added
 
 
+@register_jitable
 def chunk_tasks(num_heads, num_kv_heads, count):
     """Tasks of attend_chunk."""
     tokens = max(ROWS // (num_heads // num_kv_heads), 1)
-    return num_kv_heads * -(-count // tokens)
+    return num_kv_heads * ((count + tokens - 1) // tokens)

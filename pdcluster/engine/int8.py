@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdcluster.engine.attention.base import AttentionShape
-from pdcluster.engine.few_rows import FewRows
+from pdcluster.engine.fused_layers import FusedLayers
 from pdcluster.engine.linear import MOST_ROWS, WEIGHT_GRAIN, Linear, bias_array, can_pack
 from pdcluster.engine.native import Array, Int8Kernels, Kernels, PairKernels, Parallel, as_array, load_int8_kernels, load_kernels, load_pair_kernels
 from pdcluster.engine.ops import CpuOps, Ops, TorchOps
@@ -180,7 +180,7 @@ class Int8Ops(CpuOps):
     def head(self, weight: Tensor) -> Linear:
         return super().linear([weight], [None])
 
-    def few_rows(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FewRows | None:
+    def fused_layers(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FusedLayers | None:
         return None  # its kernel reads bfloat16 weights
 
 

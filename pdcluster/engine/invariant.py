@@ -78,7 +78,7 @@ class InvariantOps(CpuOps):
             )
         return InvariantAttention(shape, pages, self._kernels, self._invariant, self._parallel)
 
-    def few_rows(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> None:
+    def fused_layers(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> None:
         """Products with other sums than these would join in."""
 
     def rope(self, config: RopeConfig, head_dim: int) -> Rotation:

@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+BLOCK = 64
+"""Keys of one block of a prompt's attention."""
+
 
 class LayerArrays(NamedTuple):
-    """One layer's weights, those of products as they are or in panels. Biases are float32, of zeros where there are none; normed: whether heads
-    have norms."""
+    """The weights of some layers behind each other, or one's of them; those of products as they are or in panels. Biases are float32, of zeros where
+    there are none; normed: whether heads have norms."""
 
     input_norm: Array
     q_weight: Array
@@ -41,7 +44,8 @@ class LayerArrays(NamedTuple):
 
 
 class RowArrays(NamedTuple):
-    """Of rows that decode: their angles, where their KV goes, and the pages that they attend to, as `batch.Batch` has them."""
+    """Of a step's tokens: their angles and where their KV goes, as `batch.Batch` has them; of rows that decode, which come first, the pages that they
+    attend to; of the chunks of prompts behind these, which tokens they are, and the length and pages of their context."""
 
     cos: Array
     sin: Array
@@ -50,11 +54,17 @@ class RowArrays(NamedTuple):
     pages: Array
     first_page: Array
     lengths: Array
+    chunk_begins: Array
+    chunk_counts: Array
+    chunk_lengths: Array
+    chunk_pages: Array
+    chunk_first_page: Array
     scale: np.float32
 
 
 class Scratch(NamedTuple):
-    """Memory that a layer fills anew, a row of each for every row."""
+    """Memory that a layer fills anew: a row of each for every token; in keys and values the blocks of one prompt's context, as
+    `chunk_kernels.pack_context` lays them out."""
 
     x: Array
     qkv: Array
@@ -62,3 +72,5 @@ class Scratch(NamedTuple):
     attended: Array
     gate_up: Array
     active: Array
+    keys: Array
+    values: Array

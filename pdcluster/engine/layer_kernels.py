@@ -1,26 +1,28 @@
 # mypy: ignore-errors
 # As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
-"""A whole layer for rows that decode, as one call: what `kernels` and `pair_kernels` do one after the other, without Python or a new array between.
+"""Whole layers as one call: what `kernels`, `pair_kernels` and `chunk_kernels` do one after the other, without Python or a new array between.
 
 Import it through `native`. Every step rounds where the separate calls round, so that both give the same but for the order of sums, which is the
-compiler's where it builds one kernel into another. `lo` goes along to every step, though it is 0: for a
-literal 0 numba would compile each of them again, as a kernel whose sums the compiler may order otherwise.
+compiler's where it builds one kernel into another. `lo` goes along to every step, though it is 0: for a literal 0 numba would compile each of them
+again, as a kernel whose sums the compiler may order otherwise.
 """
 
 from __future__ import annotations
 
 import numba
+import numpy as np
 
 from pdcluster.engine.kernels import narrow, rms_norm, silu_mul, store_kv, widen
-from pdcluster.engine.layer_arrays import LayerArrays, RowArrays, Scratch
+from pdcluster.engine.layer_arrays import BLOCK, LayerArrays, RowArrays, Scratch
 from pdcluster.engine.pair_kernels import attend_chunk, attend_rows, chunk_tasks, has_chunks, linear_rows, pack_context
 from pdcluster.engine.panel_kernels import has_panels, multiply_panels, pack_panels
+from pdcluster.engine.vectors import address, publish
 
 __all__ = [
     "attend_chunk",
     "attend_rows",
     "chunk_tasks",
-    "decode_layer",
+    "compute_layers",
     "has_chunks",
     "has_panels",
     "linear_rows",
@@ -31,18 +33,49 @@ __all__ = [
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
-def decode_layer(hidden, weights, rows, pool, layer, scratch, lo, hi):
-    """hidden becomes the layer's output; lo is 0, hi all rows or none. weights, rows and scratch: tuples in the order of `layer_arrays`, scratch of
-    at least as many rows."""
+def compute_layers(hidden, weights, rows, pool, words, scratch, done, first, begin, end, lo, hi):
+    """hidden becomes the output of layers [begin, end) of weights, whose layer 0 is the pool's layer `first`; done[0] counts each.
+
+    weights, rows and scratch: tuples in the order of `layer_arrays`, scratch for at least as many tokens; words: the pool in pairs. lo is 0, hi all
+    tokens or none."""
     if hi == 0:
         return
-    named, memory = LayerArrays(*weights), Scratch(*scratch)
-    attend_block(hidden, named, RowArrays(*rows), pool, layer, memory, lo, hi)
-    feed_forward_block(hidden, named, memory, lo, hi)
+    stack, named, memory = LayerArrays(*weights), RowArrays(*rows), Scratch(*scratch)
+    for index in range(begin, end):
+        layer = layer_of(stack, index)
+        attend_block(hidden, layer, named, pool, words, first + index, memory, lo, hi)
+        feed_forward_block(hidden, layer, memory, lo, hi)
+        publish(address(done), done[0] + np.uint64(1))
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
-def attend_block(hidden, weights, rows, pool, layer, scratch, lo, hi):
+def layer_of(stack, index):
+    return LayerArrays(
+        stack.input_norm[index],
+        stack.q_weight[index],
+        stack.q_bias[index],
+        stack.k_weight[index],
+        stack.k_bias[index],
+        stack.v_weight[index],
+        stack.v_bias[index],
+        stack.q_norm[index],
+        stack.k_norm[index],
+        stack.normed,
+        stack.o_weight[index],
+        stack.o_bias[index],
+        stack.post_norm[index],
+        stack.gate_weight[index],
+        stack.gate_bias[index],
+        stack.up_weight[index],
+        stack.up_bias[index],
+        stack.down_weight[index],
+        stack.down_bias[index],
+        stack.eps,
+    )
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
+def attend_block(hidden, weights, rows, pool, words, layer, scratch, lo, hi):
     x, qkv, queries, attended = scratch.x[:hi], scratch.qkv[:hi], scratch.queries[:hi], scratch.attended[:hi]
     rms_norm(hidden, weights.input_norm, weights.eps, x, lo, hi)
     keys = weights.q_bias.shape[0]
@@ -52,9 +85,23 @@ def attend_block(hidden, weights, rows, pool, layer, scratch, lo, hi):
     project(x, weights.v_weight, weights.v_bias, qkv, values, lo)
     norms = weights.q_norm, weights.k_norm, weights.normed, weights.eps
     store_kv(qkv, *norms, rows.cos, rows.sin, rows.slot_pages, rows.slot_offsets, pool, layer, queries, lo, hi)
-    attend_rows(queries, pool, layer, rows.pages, rows.first_page, rows.lengths, rows.scale, attended, lo, hi * pool.shape[3])
+    if rows.lengths.shape[0] > 0:
+        tasks = rows.lengths.shape[0] * pool.shape[3]
+        attend_rows(queries, pool, layer, rows.pages, rows.first_page, rows.lengths, rows.scale, attended, lo, tasks)
+    attend_chunks(queries, words, layer, rows, scratch, attended, lo)
     project(attended.reshape(hi, attended.shape[1] * attended.shape[2]), weights.o_weight, weights.o_bias, x, 0, lo)
     add_to(hidden, x)
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
+def attend_chunks(queries, words, layer, rows, scratch, attended, lo):
+    num_kv_heads = words.shape[3]
+    for c in range(rows.chunk_begins.shape[0]):
+        begin, count, length = rows.chunk_begins[c], rows.chunk_counts[c], rows.chunk_lengths[c]
+        pages = rows.chunk_pages[rows.chunk_first_page[c] :]
+        pack_context(words, layer, pages, length, scratch.keys, scratch.values, lo, num_kv_heads * ((length + BLOCK - 1) // BLOCK))
+        tasks = chunk_tasks(queries.shape[1], num_kv_heads, count)
+        attend_chunk(queries, scratch.keys, scratch.values, length - count, begin, count, rows.scale, attended, lo, tasks)
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")

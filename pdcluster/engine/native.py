@@ -44,7 +44,7 @@ class PairKernels(Protocol):
 
     linear_rows: Kernel
     attend_rows: Kernel
-    decode_layer: Kernel
+    compute_layers: Kernel
     pack_context: Kernel
     attend_chunk: Kernel
     chunk_tasks: Callable[[int, int, int], int]
@@ -227,14 +227,16 @@ def _compile_products(kernels: PairKernels, *, in_panels: bool) -> None:
 
 
 def _compile_layer(kernels: PairKernels, weight: Array) -> None:
-    """One head of 32 dimensions in a model as wide."""
-    row, scale, angles = np.zeros((1, 32), np.uint16), np.float32(1.0), np.zeros((1, 16), np.float32)
-    pool, pages = np.zeros((1, 1, 2, 1, 8, 32), np.uint16), np.zeros(1, np.int64)
-    product = weight, np.zeros(32, np.float32)
-    weights = row[0], *product * 3, row[0], row[0], True, *product, row[0], *product * 3, scale
-    rows = angles, angles, pages, pages, pages, pages, pages + 1, scale
-    scratch = row.copy(), row.repeat(3, axis=1), row[None].copy(), row[None].copy(), row.repeat(2, axis=1), row.copy()
-    kernels.decode_layer(row.copy(), weights, rows, pool, 0, scratch, 0, 1)
+    """One head of 32 dimensions in a model as wide, one row that decodes and one prompt of a token."""
+    row, scale, angles = np.zeros((2, 32), np.uint16), np.float32(1.0), np.zeros((2, 16), np.float32)
+    pool, zero, slots = np.zeros((2, 1, 2, 1, 8, 32), np.uint16), np.zeros(1, np.int64), np.arange(2)
+    product, norm = (weight[None], np.zeros((1, 32), np.float32)), row[:1]
+    weights = norm, *product * 3, norm, norm, True, *product, norm, *product * 3, scale
+    rows = angles, angles, slots, slots, zero, zero, zero + 1, zero + 1, zero + 1, zero + 1, zero + 1, zero, scale
+    heads, wide = row[:, None], row.repeat(3, axis=1)
+    context = np.zeros((1, 1, 16, 64), np.uint32), np.zeros((1, 1, 32, 32), np.uint32)
+    scratch = row.copy(), wide, heads.copy(), heads.copy(), row.repeat(2, axis=1), row.copy(), *context
+    kernels.compute_layers(row.copy(), weights, rows, pool, pool.view(np.uint32), scratch, np.zeros(1, np.uint64), 0, 0, 1, 0, 2)
 
 
 def _compile_invariant(kernels: InvariantKernels) -> None:

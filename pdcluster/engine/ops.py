@@ -20,7 +20,7 @@ from torch import Tensor
 from pdcluster.engine.attention.base import Attention, AttentionShape
 from pdcluster.engine.attention.cpu import CpuAttention
 from pdcluster.engine.attention.reference import ReferenceAttention
-from pdcluster.engine.few_rows import FewRows, fits_few_rows
+from pdcluster.engine.fused_layers import FusedLayers, fits_fused_layers
 from pdcluster.engine.linear import Linear, PackedLinear, PlainLinear, RowsLinear, can_pack, takes_rows
 from pdcluster.engine.native import Kernels, PairKernels, Parallel, as_array, load_kernels, load_pair_kernels
 from pdcluster.engine.panels import PanelLinear, Panels
@@ -43,8 +43,8 @@ class Ops(Protocol):
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         """Attention over the pool's tensor."""
 
-    def few_rows(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FewRows | None:
-        """Whole layers of an undivided model for rows that decode, where there is a kernel for them."""
+    def fused_layers(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FusedLayers | None:
+        """All layers of an undivided model by one call, where there is a kernel for them."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[n, width] → the same."""
@@ -84,7 +84,7 @@ class TorchOps:
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         return ReferenceAttention(shape, pages)
 
-    def few_rows(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FewRows | None:
+    def fused_layers(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FusedLayers | None:
         return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -130,10 +130,10 @@ class CpuOps:
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         return CpuAttention(shape, pages, self._kernels, self._pairs, self._parallel)
 
-    def few_rows(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FewRows | None:
-        if self._pairs is None or self._parallel.threads > 1 or not fits_few_rows(layers, shape, pages):
+    def fused_layers(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FusedLayers | None:
+        if self._pairs is None or self._parallel.threads > 1 or not fits_fused_layers(layers, shape, pages):
             return None
-        return FewRows(layers, shape, pages, self._pairs, self._parallel, self._panels)
+        return FusedLayers(layers, shape, pages, self._pairs, self._parallel, self._panels)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -23,29 +24,39 @@ ROWS_AT_ONCE = 6
 THREAD_BYTES = 1 << 20
 """Of weights to go over, once for every six rows, below which a thread is not worth waking."""
 
+Key: TypeAlias = tuple[int, torch.Size, tuple[int, ...]]
+
 
 class Panels:
     """Used by one thread at a time. Weights are known by where they lie, so they are kept, too."""
 
     def __init__(self, kernels: PairKernels, parallel: Parallel) -> None:
         self._kernels, self._parallel = kernels, parallel
-        self._known: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[Tensor, Array]] = {}
+        self._known: dict[Key, tuple[Tensor, Array]] = {}
         self._free = np.empty(0, np.uint32)
 
     def of(self, weight: Tensor) -> Array:
         """uint32 [panel, pair of inputs, output of the panel]; the number of inputs is even."""
-        key = weight.data_ptr(), weight.shape, weight.stride()
+        key = _key(weight)
         if key not in self._known:
-            self._known[key] = weight, self._pack(_pairs(weight))
+            outputs, inputs = weight.shape
+            self._put(weight, self._take(-(-outputs // PANEL), inputs // 2))
         return self._known[key][1]
 
-    def _pack(self, pairs: Array) -> Array:
-        outputs, num_pairs = pairs.shape
-        panels = self._take(-(-outputs // PANEL), num_pairs)
-        if outputs % PANEL:
+    def stacked(self, weights: Sequence[Tensor]) -> Array:
+        """uint32 [weight, panel, pair of inputs, output of the panel] of weights of one shape; `of` gives each one's part."""
+        outputs, inputs = weights[0].shape
+        panels = -(-outputs // PANEL)
+        whole = self._take(len(weights) * panels, inputs // 2).reshape(len(weights), panels, inputs // 2, PANEL)
+        for weight, part in zip(weights, whole, strict=True):
+            self._put(weight, part)
+        return whole
+
+    def _put(self, weight: Tensor, panels: Array) -> None:
+        if len(weight) % PANEL:
             panels[-1] = 0
-        self._parallel.run(self._kernels.pack_panels, outputs, pairs, panels, grain=PANEL)
-        return panels
+        self._parallel.run(self._kernels.pack_panels, len(weight), _pairs(weight), panels, grain=PANEL)
+        self._known[_key(weight)] = weight, panels
 
     def _take(self, num_panels: int, num_pairs: int) -> Array:
         size = num_panels * num_pairs * PANEL
@@ -53,6 +64,10 @@ class Panels:
             self._free = np.empty(max(size, PIECE_WORDS), np.uint32)
         taken, self._free = self._free[:size], self._free[size:]
         return taken.reshape(num_panels, num_pairs, PANEL)
+
+
+def _key(weight: Tensor) -> Key:
+    return weight.data_ptr(), weight.shape, weight.stride()
 
 
 def _pairs(weight: Tensor) -> Array:

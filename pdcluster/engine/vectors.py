@@ -206,6 +206,18 @@ def address(typing_context, array):
     return types.int64(array), build
 
 
+@intrinsic
+def publish(typing_context, place, value):
+    """Store a whole number of 64 bits at an address, for another thread: whoever reads it there finds all that was stored before it, too."""
+
+    def build(context, builder, signature, args):
+        place, value = args
+        builder.store_atomic(value, builder.inttoptr(place, value.type.as_pointer()), ordering="release", align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.uint64), build
+
+
 def dots_of(num_weights, num_rows, *, native, exact=False, asked=None):
     """A block for dots(weights, weight_step, coming, rows, row_step, row_bytes, out, out_step): out[i, j] = row i · weight j, in float32.
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from itertools import pairwise
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pdcluster.engine.batch import Batch
@@ -15,10 +18,12 @@ from pdcluster.engine.batch import Batch
 class Progress:
     """Counts the layers computed since start. One writer (the worker), any number of readers, also in other processes when `cell` is shared."""
 
-    __slots__ = ("_bells", "_cell", "_start", "bell_fd")
+    __slots__ = ("_bells", "_cell", "_start", "bell_fd", "counter")
 
     def __init__(self, cell: ctypes.c_uint64 | None = None) -> None:
         self._cell = ctypes.c_uint64() if cell is None else cell
+        self.counter: NDArray[np.uint64] = np.frombuffer(memoryview(self._cell), np.uint64)
+        """The cell, for kernels that count layers themselves; they compute `runs` of them, and whoever calls them rings."""
         self._start = self._cell.value
         self._bells: tuple[int, ...] = ()
         self.bell_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -45,8 +50,17 @@ class Progress:
 
     def advance(self) -> None:
         self._cell.value += 1
+        self.ring()
+
+    def ring(self) -> None:
+        """To be called after the layers that the step was asked to ring after, and as often as one likes after others."""
         if self._bells and self.layers_done in self._bells:
             os.eventfd_write(self.bell_fd, 1)
+
+    def runs(self, count: int) -> tuple[tuple[int, int], ...]:
+        """The step's next `count` layers, [begin, end) from the first of them on, cut where it has to ring."""
+        inner = sorted({bell - self.layers_done for bell in self._bells if 0 < bell - self.layers_done < count})
+        return tuple(pairwise((0, *inner, count)))
 
     def close(self) -> None:
         if self.bell_fd >= 0:

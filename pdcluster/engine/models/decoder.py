@@ -34,18 +34,17 @@ class Decoder:
         self._rope = ops.rope(config.rope, config.head_dim)
         shape = AttentionShape(share.num_heads, share.num_kv_heads, config.head_dim, config.rms_norm_eps)
         attention = ops.attention(shape, pages)
-        self._few_rows = ops.few_rows(weights.layers, shape, pages) if group.size == 1 else None
+        self._fused = ops.fused_layers(weights.layers, shape, pages) if group.size == 1 else None
         self._layers = tuple(_Layer(layer, index, attention, self._eps, ops, group) for index, layer in enumerate(weights.layers))
 
     def forward(self, batch: Batch, progress: Progress) -> Tensor:
         hidden = F.embedding(batch.token_ids, self._embedding)
         angles = Angles(*self._rope.angles(batch.positions))
-        few_rows = self._few_rows if self._few_rows is not None and self._few_rows.takes(batch) else None
-        for index, layer in enumerate(self._layers):
-            if few_rows is not None:
-                few_rows.run(index, hidden, angles, batch)
-            else:
-                hidden = layer(hidden, angles, batch)
+        if self._fused is not None and self._fused.takes(batch):
+            self._fused.run(hidden, angles, batch, progress)
+            return hidden
+        for layer in self._layers:
+            hidden = layer(hidden, angles, batch)
             progress.advance()
         return hidden
 

@@ -1,0 +1,187 @@
+"""All layers as one kernel call give what the separate calls give, but for how the compiler orders sums."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import checkpoints
+import numba
+import numpy as np
+import pytest
+import torch
+from checkpoints import KERNEL_CACHE, Shape
+
+from pdcluster.engine import native
+from pdcluster.engine.attention.base import AttentionShape
+from pdcluster.engine.batch import Batch, Limits, build_batch
+from pdcluster.engine.collective import Alone
+from pdcluster.engine.fused_layers import MOST_TOKENS, fits_fused_layers
+from pdcluster.engine.kernel_cache import filling
+from pdcluster.engine.linear import MOST_ROWS
+from pdcluster.engine.model_config import ModelConfig, read_config
+from pdcluster.engine.models.base import Progress
+from pdcluster.engine.models.decoder import Decoder
+from pdcluster.engine.ops import CpuOps, TorchOps, select_ops
+from pdcluster.engine.shard import share_of
+from pdcluster.engine.weights import Weights, load_weights
+from pdcluster.messages import Sampling
+from pdcluster.step import Row, StepPlan
+
+PAGE, PAGES, VOCABULARY = 8, 200, 97
+LIMITS = Limits(VOCABULARY, PAGES, PAGE, 800)
+ROUNDING = 2.0**-6
+"""Two steps of bfloat16. Kernels may add up in any order (fastmath), and of a kernel that others call each has a compiled copy of its own; which copy
+runs depends on what a process loaded first. Heads that are normalised, where that was seen, are held to one order in `test_ops`."""
+SHAPES = {
+    "norms of heads": Shape("qwen3", hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=VOCABULARY, num_layers=3),
+    "biases": Shape("qwen2", hidden_size=64, intermediate_size=160, head_dim=32, vocab_size=VOCABULARY, num_layers=2),
+}
+
+
+@pytest.fixture(scope="module", params=list(SHAPES))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelConfig, Weights]:
+    directory = tmp_path_factory.mktemp("model")
+    checkpoints.save(checkpoints.build_model(SHAPES[request.param], seed=8), directory)
+    config = read_config(directory)
+    return config, load_weights(directory, config, "bfloat16", "cpu")
+
+
+@pytest.fixture(scope="module", params=["panels", "weights as they are"])
+def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
+    made = select_ops("cpu", "bfloat16", 1, KERNEL_CACHE)
+    assert isinstance(made, CpuOps)
+    yield made if request.param == "panels" else without_panels(made)
+    made.close()
+
+
+def without_panels(ops: CpuOps) -> CpuOps:
+    """As on a CPU for which there are none, or where there is something faster."""
+    assert ops._pairs is not None
+    with filling(Path(numba.config.CACHE_DIR), "rows"):  # type: ignore[attr-defined]
+        native._compile_products(ops._pairs, in_panels=False)
+    return CpuOps(ops._kernels, ops._pairs, ops._parallel, pack=True, panels=False)
+
+
+class Separate(CpuOps):
+    def fused_layers(self, layers: object, shape: object, pages: object) -> None:
+        return None
+
+
+def pool(config: ModelConfig) -> torch.Tensor:
+    size = PAGES, config.num_layers, 2, config.num_kv_heads, PAGE, config.head_dim
+    return torch.randn(*size, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def decoder(model: tuple[ModelConfig, Weights], pages: torch.Tensor, ops: CpuOps) -> Decoder:
+    config, weights = model
+    return Decoder(config, weights, pages, ops, share_of(config, 0, 1), Alone())
+
+
+def batch(rows: Sequence[tuple[int, int]]) -> Batch:
+    """rows: what each has in its pages, and how many tokens it brings."""
+    rng, free, planned = np.random.default_rng(len(rows)), np.random.default_rng(5).permutation(PAGES).astype(np.int32), []
+    for index, (context, new) in enumerate(rows):
+        pages, free = np.split(free, [-(-(context + new) // PAGE)])
+        planned.append(Row(str(index), rng.integers(0, VOCABULARY, new).astype(np.int32), context, pages, Sampling(max_tokens=1, seed=0)))
+    return build_batch(StepPlan(tuple(planned)), LIMITS, "cpu")
+
+
+def decodes(*contexts: int) -> list[tuple[int, int]]:
+    return [(context, 1) for context in contexts]
+
+
+def assert_same_as_separate_calls(model: tuple[ModelConfig, Weights], ops: CpuOps, slots: Batch) -> None:
+    separate = Separate(ops._kernels, ops._pairs, ops._parallel, pack=True, panels=ops._panels is not None)
+    found = []
+    for chosen in (ops, separate):
+        pages, progress = pool(model[0]), Progress()
+        computed = decoder(model, pages, chosen)
+        assert (computed._fused is not None and computed._fused.takes(slots)) == (chosen is ops)
+        found.append((computed.forward(slots, progress), pages))
+        assert progress.layers_done == model[0].num_layers
+        progress.close()
+    (hidden, pages), (expected_hidden, expected_pages) = found
+    assert hidden.abs().max() > 0
+    torch.testing.assert_close(hidden, expected_hidden, rtol=ROUNDING, atol=ROUNDING)
+    written = torch.zeros(pages.shape, dtype=torch.bool)
+    written[slots.slot_pages, :, :, :, slots.slot_offsets] = True
+    assert torch.equal(pages[~written], expected_pages[~written])
+    torch.testing.assert_close(pages[written], expected_pages[written], rtol=ROUNDING, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("contexts", [[0], [7], [3, 90, 8], [5] * 9, list(range(MOST_ROWS))], ids=str)
+def test_rows_that_decode(model: tuple[ModelConfig, Weights], ops: CpuOps, contexts: list[int]) -> None:
+    assert_same_as_separate_calls(model, ops, batch(decodes(*contexts)))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[(0, 3)], [(0, 130)], [(70, 33)], [(9, 1), (0, 40), (64, 64), (5, 2)], [(9, 1), (120, 1), (31, 190), (4, 1)], decodes(*range(MOST_ROWS + 5))],
+    ids=str,
+)
+def test_prompts_beside_rows_that_decode(model: tuple[ModelConfig, Weights], ops: CpuOps, rows: list[tuple[int, int]]) -> None:
+    if ops._panels is None:
+        pytest.skip("without panels prompts take the separate calls")
+    assert_same_as_separate_calls(model, ops, batch(rows))
+
+
+def test_scratch_of_a_larger_step_serves_smaller_ones(model: tuple[ModelConfig, Weights], ops: CpuOps) -> None:
+    if ops._panels is None:
+        pytest.skip("without panels prompts take the separate calls")
+    steps = [batch(decodes(9)), batch([(3, 1), (0, 400)]), batch([(50, 1), (600, 9)]), batch(decodes(9))]
+    used = decoder(model, pages := pool(model[0]), ops)
+    for step in steps:
+        pages.copy_(pool(model[0]))
+        found = used.forward(step, Progress())
+        assert torch.equal(found, decoder(model, pool(model[0]), ops).forward(step, Progress()))
+
+
+def test_what_has_no_kernel_or_too_many_tokens_takes_the_separate_calls(model: tuple[ModelConfig, Weights], ops: CpuOps) -> None:
+    fused = decoder(model, pool(model[0]), ops)._fused
+    assert fused is not None
+    assert fused.takes(batch(decodes(4, 9)))
+    assert fused.takes(batch([(4, 3)])) == fused.takes(batch(decodes(*[0] * (MOST_ROWS + 1)))) == (ops._panels is not None)
+    long = dataclasses.replace(batch([(4, 3)]), token_ids=torch.zeros(MOST_TOKENS + 1, dtype=torch.int64))
+    assert not fused.takes(long)
+
+
+def test_a_step_rings_after_the_layers_that_it_was_asked_to(model: tuple[ModelConfig, Weights], ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = []
+    monkeypatch.setattr(os, "eventfd_write", lambda fd, value: heard.append(progress.layers_done))
+    computed, progress = decoder(model, pool(model[0]), ops), Progress()
+    last = model[0].num_layers
+    for bells in ((1, last), (last,), ()):
+        heard.clear()
+        progress.begin(bells)
+        computed.forward(batch(decodes(3, 4)), progress)
+        assert heard == list(bells) and progress.layers_done == last
+    computed.forward(batch(decodes(3, 4)), progress)  # launched behind it, without bells
+    assert progress.layers_done == 2 * last
+
+
+def test_models_without_such_a_kernel_do_without(model: tuple[ModelConfig, Weights], ops: CpuOps) -> None:
+    config, weights = model
+    shape, pages = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, 1e-6), pool(config)
+    odd = dataclasses.replace(weights.layers[0], down=torch.zeros(64, 48, dtype=torch.bfloat16))
+    threads = select_ops("cpu", "bfloat16", 2, KERNEL_CACHE)
+    try:
+        assert fits_fused_layers(weights.layers, shape, pages)
+        assert not fits_fused_layers([*weights.layers, odd], shape, pages)
+        assert not fits_fused_layers(weights.layers, dataclasses.replace(shape, head_dim=48), pages)
+        assert not fits_fused_layers(weights.layers, shape, pages[:, :, :, :, :4])
+        assert TorchOps().fused_layers(weights.layers, shape, pages) is None
+        assert threads.fused_layers(weights.layers, shape, pages) is None
+    finally:
+        threads.close()
+
+
+def test_the_kernel_is_compiled_at_the_start(model: tuple[ModelConfig, Weights], ops: CpuOps) -> None:
+    fused = decoder(model, pool(model[0]), ops)._fused
+    assert fused is not None
+    before = len(fused._kernel.signatures)  # type: ignore[attr-defined] # a variant for panels, one for weights as they are, which is compiled for tests
+    for rows in (decodes(3, 4), [(3, 1), (0, 70)], [(0, 9)]):
+        decoder(model, pool(model[0]), ops).forward(batch(rows), Progress())
+    assert len(fused._kernel.signatures) == before  # type: ignore[attr-defined]
