@@ -21,6 +21,8 @@ BLOCK_TOKENS = 32
 STRETCH_BLOCKS = 32
 
 _TOKEN_BYTES = 4
+_CUT = slice(HASH_BYTES)
+"""Made once: a hash is one cut among a few calls."""
 _ROOT_PERSON = b"pdcluster.root"
 _START = hashlib.sha256(b"pdcluster.block.")
 """Never changed; a copy costs half of a new state."""
@@ -75,9 +77,9 @@ def _stretch(before: bytes, known: memoryview, fresh: memoryview, block_bytes: i
     state.update(before)
     if known:
         state.update(known)
-    add, tell, size = state.update, state.digest, HASH_BYTES
+    add, tell, cut = state.update, state.digest, _CUT
     blocks = iter_unpack(f"{block_bytes}s", fresh)
-    return b"".join([tell()[:size] for (block,) in blocks if add(block) is None])  # always: a loop that appends takes a third longer
+    return b"".join([tell()[cut] for (block,) in blocks if add(block) is None])  # always: a loop that appends takes a third longer
 
 
 def _packed(tokens: Tokens) -> memoryview:

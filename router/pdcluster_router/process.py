@@ -71,7 +71,7 @@ async def _serve(config: RouterConfig) -> int:
     if worker is not None:
         show(me.node)
     async with AsyncExitStack() as stack:
-        parts = _assemble(config, me, worker, stack)
+        parts = assemble(config, me, worker, stack)
         tasks = Tasks(stop, stack)
         cluster, models, dispatch = parts.cluster, parts.models, parts.front.dispatch
         for work in (cluster.follow(watch(config.bootstrap)), models.keep_loaded(), dispatch.waiting.follow(cluster)):
@@ -101,7 +101,7 @@ class Parts:
     front: FrontDoors
 
 
-def _assemble(config: RouterConfig, me: Peer, worker: Worker | None, stack: AsyncExitStack) -> Parts:
+def assemble(config: RouterConfig, me: Peer, worker: Worker | None, stack: AsyncExitStack) -> Parts:
     """stack: closes what has to be closed."""
     events = EventLog()
     cluster = _cluster(config, me, events, stack)

@@ -1,0 +1,284 @@
+"""What one request costs the router's own thread, and where: `python -m bench.request_path`
+
+The router's real parts (HTTP connection, prepare, gate, policy, attempt, links, codec) run in this process; nodes are fakes in processes of their
+own, over real links. Clients are in this process and take next to no time: a request is bytes that a connection gets, an answer bytes that it
+writes. So what is counted is the one thread that a router has: microseconds of its CPU, and the interpreter's instructions by part, which no busy
+machine changes. Not in it: the kernel's time of HTTP sockets, and other routers; `bench.router` has both.
+
+Instructions of libraries in C are not counted (msgspec, hashes, zmq); time has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+import uvloop
+
+from bench.cluster import ends_with_us, start
+from bench.http_load import Ask
+from bench.report import Row, print_rows, row, write_json
+from bench.rivals import ROUTER_CORE, stop
+from bench.router import CLIENT_CORE, NUM_PROMPT, NUM_STREAMED, PACE_S
+from pdcluster import bundled_model
+from pdcluster.bootstrap.agent import watch
+from pdcluster.config import RouterConfig
+from pdcluster.transfer.base import Peer
+from pdcluster_router import process
+from pdcluster_router.app import create_app
+from pdcluster_router.http_connection import Connection, Connections, LineLimits
+from pdcluster_router.kept_heap import keep_heap
+from pdcluster_router.server import http_settings
+
+NUM_CLIENTS = 32
+ROLES = {"local": ("mixed",), "P/D": ("prefill", "decode")}
+LENGTHS = (10_000, 100_000)
+NUM_COUNTED = 100
+"""Requests of which every instruction is looked at, which takes a hundred times as long."""
+READY_S = 60.0
+GOAL_US = 1e6 / 9000
+"""Of one request, if 9,000 of them are to go through one core."""
+TOKEN_GOAL_US = 1e6 / 60_000
+NOT_OURS = "around it"
+"""asyncio's loop, libraries, this bench."""
+ROOTS = (os.path.dirname(process.__file__), os.path.dirname(bundled_model.__file__))
+LIMITS = LineLimits(1 << 24, READY_S, READY_S)
+OK = b"HTTP/1.1 200 "
+STREAM_END = b"\r\n0\r\n\r\n"
+PARTS = (
+    ("HTTP and JSON", ("http_", "app.py", "answer.py", "prepare.py", "choices.py", "through.py", "places.py", "tenants.py", "/api/")),
+    ("choice of nodes", ("policy/", "chooser.py", "stations.py", "view.py", "pull.py", "blend.py", "sent.py", "cost.py")),
+    ("prefixes", ("index.py", "caches.py", "block_table.py", "holder_sets.py", "expected.py", "seen_blocks.py", "hashing.py", "shares.py")),
+    ("gate", ("gate.py", "headroom.py", "waiting.py", "hold.py", "admission.py", "fairness.py", "drains.py")),
+    ("one request's life", ("run.py", "attempt.py", "job.py", "legs.py", "dispatch.py", "pending.py", "cluster.py", "alarms.py", "generation.py")),
+    ("wire", ("/wire/", "messages.py")),
+    ("counted and explained", ("explain", "metrics", "tally.py", "open_requests.py")),
+)
+
+
+class Client:
+    """The transport of one connection, as far as connections know it. Asks again as soon as it was answered, while `more` says so."""
+
+    def __init__(self, request: bytes, end: bytes, more: Callable[[bytes], bool]) -> None:
+        self._request, self._end, self._more = request, end, more
+        self._answer = b""
+        self.connection: Connection | None = None
+
+    def ask(self) -> None:
+        assert self.connection is not None
+        self.connection.data_received(self._request)
+
+    def write(self, data: bytes) -> None:
+        self._answer += data
+        if self._answer.endswith(self._end):
+            answer, self._answer = self._answer, b""
+            if self._more(answer):
+                asyncio.get_running_loop().call_soon(self.ask)
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._more(b"the connection was closed")
+
+    abort = close
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+class Router:
+    """The parts of a router process but for its sockets to clients, in the loop that runs."""
+
+    def __init__(self, parts: process.Parts, config: RouterConfig) -> None:
+        self._parts = parts
+        front = parts.front
+        self._app = create_app(front.dispatch, http_settings(config), front.metrics, front.places)
+        self._connections = Connections()
+
+    async def wait_ready(self, num_nodes: int) -> None:
+        cluster = self._parts.cluster
+        async with asyncio.timeout(READY_S):
+            while len(cluster.view().nodes) < num_nodes or not self._parts.front.dispatch.is_ready():
+                await cluster.wait_for_change(cluster.version)  # nodes report all the time
+
+    async def answer(self, ask: Ask, count: int) -> None:
+        """So many requests, NUM_CLIENTS at a time; raises RuntimeError when one fails."""
+        left, num_open, failure = count, 0, b""
+        done = asyncio.Event()
+
+        def more(answer: bytes) -> bool:
+            nonlocal left, num_open, failure
+            if not answer.startswith(OK):
+                failure = answer
+            left -= 1
+            if left > 0 and not failure:
+                return True
+            num_open -= 1
+            if num_open == 0 or failure:
+                done.set()
+            return False
+
+        clients = [Client(ask.request(), STREAM_END if ask.is_stream else b"", more) for _ in range(min(NUM_CLIENTS, count))]
+        num_open, left = len(clients), count - len(clients) + 1
+        for client in clients:
+            client.connection = Connection(self._app, LIMITS, self._connections)
+            client.connection.connection_made(cast(asyncio.Transport, client))
+            client.ask()
+        async with asyncio.timeout(60 + count):
+            await done.wait()
+        for client in clients:
+            assert client.connection is not None
+            client.connection.connection_lost(None)
+        if failure:
+            raise RuntimeError(f"a request failed: {failure[:200]!r}")
+
+
+@contextmanager
+def counting(found: Counter[str]) -> Iterator[None]:
+    """Instructions of the interpreter by file, while the block runs."""
+
+    def each(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "call":
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        elif event == "opcode":
+            found[frame.f_code.co_filename] += 1
+        return each
+
+    sys.settrace(each)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+def part_of(file: str) -> str:
+    ours = next((root for root in ROOTS if file.startswith(root)), None)
+    if ours is None:
+        return NOT_OURS
+    name = file[len(os.path.dirname(ours)) :]
+    return next((part for part, marks in PARTS if any(mark in name for mark in marks)), "other modules of ours")
+
+
+def completion(num_prompt: int, num_output: int, *, is_stream: bool) -> Ask:
+    ids = [10 + index % 400 for index in range(num_prompt)]
+    model = bundled_model.path().resolve().name
+    body = {"model": model, "prompt": ids, "max_tokens": num_output, "temperature": 0, "stream": is_stream, "ignore_eos": True}
+    return Ask("/v1/completions", json.dumps(body).encode(), is_stream)
+
+
+@asynccontextmanager
+async def routing(bootstrap: str, case: str) -> AsyncIterator[Router]:
+    """A router that knows the nodes, and has answered some requests."""
+    config = RouterConfig(bootstrap=(bootstrap,), tokenizer=bundled_model.path(), mode="remote" if case == "P/D" else "auto")
+    async with AsyncExitStack() as stack:
+        parts = process.assemble(config, Peer("bench", f"bench-{secrets.token_hex(8)}"), None, stack)
+        tasks = process.Tasks(asyncio.Event(), stack)
+        for work in (parts.cluster.follow(watch(config.bootstrap)), parts.models.keep_loaded(), parts.front.dispatch.waiting.follow(parts.cluster)):
+            await tasks.run(work)
+        router = Router(parts, config)
+        await router.wait_ready(len(ROLES[case]))
+        await router.answer(completion(NUM_PROMPT, 1, is_stream=False), 500)
+        process.collect_seldom()
+        yield router
+
+
+async def request_rows(bootstrap: str, case: str, scale: int) -> list[Row]:
+    async with routing(bootstrap, case) as router:
+        ask = completion(NUM_PROMPT, 1, is_stream=False)
+        goal = {"against": "9,000 a second", "against_value": GOAL_US}
+        rows = [row("router thread per request", case, await _microseconds(router, ask, 100, 10 * scale), "us", **goal)]  # type: ignore[arg-type]
+        rows += await _instructions(router, ask, case, "request", 1)
+        if case == "local":
+            for length in LENGTHS:
+                samples = await _microseconds(router, completion(length, 1, is_stream=False), 10, 3 * scale)
+                rows.append(row("router thread per request", f"{case}, {length:,} ids", [sample / 1e3 for sample in samples], "ms"))
+    return rows
+
+
+async def stream_rows(bootstrap: str, case: str, scale: int) -> list[Row]:
+    async with routing(bootstrap, case) as router:
+        ask = completion(NUM_PROMPT, NUM_STREAMED, is_stream=True)
+        samples = [sample / NUM_STREAMED for sample in await _microseconds(router, ask, 50, 4 * scale)]
+        goal = {"against": "60,000 a second", "against_value": TOKEN_GOAL_US}
+        rows = [row("router thread per streamed token", case, samples, "us", **goal)]  # type: ignore[arg-type]
+        return rows + await _instructions(router, ask, case, "streamed token", NUM_STREAMED)
+
+
+async def _microseconds(router: Router, ask: Ask, count: int, repeats: int) -> list[float]:
+    """Of this thread's CPU, by request."""
+    samples = []
+    for _ in range(repeats):
+        began = time.thread_time()
+        await router.answer(ask, count)
+        samples.append((time.thread_time() - began) / count * 1e6)
+    return samples
+
+
+async def _instructions(router: Router, ask: Ask, case: str, unit: str, num_units: int) -> list[Row]:
+    """By part, the largest first, `num_units` of them to a request."""
+    found: Counter[str] = Counter()
+    began = time.monotonic()
+    with counting(found):
+        await router.answer(ask, NUM_COUNTED)
+    alone: Counter[str] = Counter()
+    with counting(alone):
+        await asyncio.sleep(time.monotonic() - began)
+    found.subtract(alone)  # nodes report all the time, and counting takes so long that it would be a report for each request
+    by_part: Counter[str] = Counter()
+    for file, number in found.items():
+        by_part[part_of(file)] += number
+    by_part["all of ours"] = by_part.total() - by_part[NOT_OURS]
+    return [row(f"instructions per {unit}: {part}", case, [number / NUM_COUNTED / num_units], "") for part, number in by_part.most_common()]
+
+
+@contextmanager
+def nodes(roles: Sequence[str], token_s: float) -> Iterator[str]:
+    """Fakes of these roles; gives the bootstrap's address."""
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        bootstrap = start(running, ["pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0"])
+        own = ["--bootstrap", bootstrap, "--model", str(bundled_model.path()), "--token-s", str(token_s)]
+        for number, role in enumerate(roles):
+            argv = [sys.executable, "-m", "bench.fake_node", *own, "--name", f"f{number}", "--role", role]
+            running.append(subprocess.Popen(argv, preexec_fn=ends_with_us()))
+            os.sched_setaffinity(running[-1].pid, {CLIENT_CORE})
+        yield bootstrap
+    finally:
+        stop(running)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.request_path", description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    os.sched_setaffinity(0, {ROUTER_CORE})
+    keep_heap()
+    scale = 1 if chosen.quick else 5
+    rows: list[Row] = []
+    for case, roles in ROLES.items():
+        with nodes(roles, 0.0) as bootstrap:
+            rows += uvloop.run(request_rows(bootstrap, case, scale))
+        with nodes(roles, PACE_S) as bootstrap:
+            rows += uvloop.run(stream_rows(bootstrap, case, scale))
+    print_rows(rows)
+    if chosen.json:
+        write_json(rows, chosen.json)
+
+
+if __name__ == "__main__":
+    main()
