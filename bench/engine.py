@@ -11,7 +11,9 @@ contexts c and kv bytes of KV per token:
 
     prefill   FLOP  = 2 P n + 4 L H d n²/2 + 2 hidden V      P: weights of the layers; the head runs for the last token only
     decode    bytes = W + kv Σc + kv B                       W: bytes of the layers and the head
+              FLOP  = (2 P + 2 hidden V) B + 4 L H d Σc
 
+The roofline of a decode step is what the slower of its bytes and its FLOP takes at those ceilings; of many rows that is the products.
 The FLOP/s ceiling is the best of a few large bfloat16 products; the bandwidth ceiling the best of a few ways to read a buffer as large as the
 model, so that both meet the same caches. Both run with the engine's threads on the engine's core. Contexts are zeros: what is in the pages does
 not change the time.
@@ -44,9 +46,9 @@ from bench.engine_quantization import SCHEMES, quality
 from bench.report import Row as Figure
 from bench.report import print_rows, row, write_json
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.engine.model_config import read_config
+from pdcluster.engine.model_config import ModelConfig, read_config
 from pdcluster.engine.native import Kernel, Parallel
-from pdcluster.kv.layout import ITEM_BYTES
+from pdcluster.kv.layout import ITEM_BYTES, KVLayout
 from pdcluster.messages import Sampling
 from pdcluster.step import Row, StepPlan
 
@@ -109,6 +111,22 @@ class Work:
     def decode_bytes(self, batch: int, context: int) -> float:
         return float((self.layer_weights + self.head_weights) * self.item_bytes + self.kv_bytes * batch * (context + 1))
 
+    def decode_flop(self, batch: int, context: int) -> float:
+        return batch * (2.0 * (self.layer_weights + self.head_weights) + self.attention_flop * (context + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the machine can do, per second."""
+
+    work: Work
+    flops: float
+    bandwidth: float
+
+    def decode_seconds(self, batch: int, context: int) -> float:
+        """The roofline of a decode step."""
+        return max(self.work.decode_bytes(batch, context) / self.bandwidth, self.work.decode_flop(batch, context) / self.flops)
+
 
 def main() -> None:
     arguments = _arguments()
@@ -122,7 +140,10 @@ def main() -> None:
         plan = replace(plan, batches=tuple(sorted({min(batch, 8) for batch in (*plan.batches, 4)})))
     if arguments.compare:
         decodes = [(batch, context) for context in plan.contexts for batch in plan.batches]
-        figures = compare(arguments.compare, arguments.rivals, model_dir, core, plan.prefills, decodes, repeats=3)
+        torch.set_num_threads(1)
+        ceilings = measured_ceilings(plan, work_of(config, config.kv_layout(PAGE_TOKENS, "bfloat16")))
+        found = compare(arguments.compare, arguments.rivals, model_dir, core, plan.prefills, decodes, ceilings.decode_seconds, repeats=3)
+        figures = ceiling_rows(ceilings) + found
     elif arguments.deterministic:
         figures = beside_default(model_dir, plan, arguments.threads, {"deterministic": {"deterministic": True}})
     elif arguments.quantization:
@@ -199,10 +220,10 @@ def empty_kernels() -> Iterator[None]:
 
 
 def measure(engine: Engine, plan: Plan) -> list[Figure]:
-    work = work_of(engine)
-    flops = product_ceiling(plan, torch.bfloat16 if engine.layout.dtype == "bfloat16" else torch.float32)
-    bandwidth = read_ceiling(plan, int(work.decode_bytes(0, 0)))
-    figures = [row("ceiling", "matrix product", [flops / 1e9], "GFLOP/s"), row("ceiling", "read", [bandwidth / 1e9], "GB/s")]
+    work = work_of(engine.config, engine.layout)
+    ceilings = measured_ceilings(plan, work)
+    flops, bandwidth = ceilings.flops, ceilings.bandwidth
+    figures = ceiling_rows(ceilings)
     for tokens in plan.prefills:
         seconds = _repeat(plan, lambda tokens=tokens: engine.step(prefill_plan(engine, tokens)))  # type: ignore[misc]
         rates = [work.prefill_flop(tokens) / value / 1e9 for value in seconds]
@@ -227,11 +248,21 @@ def measure(engine: Engine, plan: Plan) -> list[Figure]:
             figures.append(
                 row("decode MBU", case, rates, "GB/s", against="read", against_value=bandwidth / 1e9, goal=MBU_GOAL if batch == 1 else None)
             )
+            steps, most = [1 / value for value in seconds], 1 / ceilings.decode_seconds(batch, context)
+            figures.append(row("decode of the roofline", case, steps, "step/s", against="roofline", against_value=most))
     return figures
 
 
-def work_of(engine: Engine) -> Work:
-    config, layout = engine.config, engine.layout
+def measured_ceilings(plan: Plan, work: Work) -> Ceilings:
+    dtype = torch.bfloat16 if work.item_bytes == ITEM_BYTES["bfloat16"] else torch.float32
+    return Ceilings(work, product_ceiling(plan, dtype), read_ceiling(plan, int(work.decode_bytes(0, 0))))
+
+
+def ceiling_rows(ceilings: Ceilings) -> list[Figure]:
+    return [row("ceiling", "matrix product", [ceilings.flops / 1e9], "GFLOP/s"), row("ceiling", "read", [ceilings.bandwidth / 1e9], "GB/s")]
+
+
+def work_of(config: ModelConfig, layout: KVLayout) -> Work:
     attention = config.hidden_size * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
     return Work(
         layer_weights=config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size),

@@ -11,10 +11,11 @@ An idle engine waits in a read and takes no time of the core. vLLM's figures hol
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,16 @@ VENVS = {"vllm": "vllm", "llama.cpp": "llama"}
 PREFILL_GOAL = {"vllm": 1.0}
 BATCH_1_GOAL = {"vllm": 1.6, "llama.cpp": 1.2}
 BATCH_GOAL = {"vllm": 1.3}
+ROOFLINE_GOAL = 0.85
+"""Share of the roofline at which a step of several rows is fast enough, however fast others are."""
 START_GOAL = {"vllm": 10.0}
 STEPS = 32
 """Enough that what a process has to fetch anew after the others ran is of no weight."""
 MOST_CONTEXT = 4096
 """Tokens of all contexts of a case: filling them is not measured, but takes its time."""
+
+
+Roofline = Callable[[int, int], float]
 
 
 class Silent(Exception):
@@ -55,9 +61,16 @@ class Contender:
 
 
 def compare(
-    rivals: list[str], venvs: Path, model: Path, core: int, prefills: tuple[int, ...], decodes: list[tuple[int, int]], repeats: int
+    rivals: list[str],
+    venvs: Path,
+    model: Path,
+    core: int,
+    prefills: tuple[int, ...],
+    decodes: list[tuple[int, int]],
+    roofline: Roofline,
+    repeats: int,
 ) -> list[Figure]:
-    """Figures of all that are installed; a line for those that are not."""
+    """Figures of all that are installed; a line for those that are not. roofline: the least seconds of a decode step of a batch and context."""
     with ExitStack() as stack:
         contenders = [stack.enter_context(started("pdcluster", [sys.executable, "-m", "bench.engine_worker", str(model), "1"], {}, core))]
         for rival in rivals:
@@ -69,7 +82,7 @@ def compare(
                 contenders.append(stack.enter_context(started(rival, command, rival_environment(rival, venvs, core), core)))
             except Silent as error:
                 print(f"{rival} is skipped: {error}")
-        return [*_starts(contenders), *_prefills(contenders, prefills, repeats), *_decodes(contenders, decodes, repeats)]
+        return [*_starts(contenders), *_prefills(contenders, prefills, repeats), *_decodes(contenders, decodes, roofline, repeats)]
 
 
 def rival_command(rival: str, venvs: Path, model: Path) -> list[str] | None:
@@ -142,13 +155,22 @@ def _prefills(contenders: list[Contender], prefills: tuple[int, ...], repeats: i
         yield from _beside(contenders, "prefill", f"{tokens} tokens", taken, PREFILL_GOAL)
 
 
-def _decodes(contenders: list[Contender], decodes: list[tuple[int, int]], repeats: int) -> Iterator[Figure]:
+def _decodes(contenders: list[Contender], decodes: list[tuple[int, int]], roofline: Roofline, repeats: int) -> Iterator[Figure]:
     for batch, context in decodes:
         if batch * context > MOST_CONTEXT:
             print(f"decode of batch {batch}, context {context} is left out of the comparison: its contexts take minutes to fill")
             continue
         taken = _interleaved(contenders, {"kind": "decode", "batch": batch, "context": context, "steps": STEPS}, repeats)
-        yield from _beside(contenders, "decode step", f"batch {batch}, context {context}", taken, BATCH_1_GOAL if batch == 1 else BATCH_GOAL)
+        case, least = f"batch {batch}, context {context}", roofline(batch, context)
+        goals = BATCH_1_GOAL if batch == 1 else _batch_goals(contenders, taken, least)
+        yield from _beside(contenders, "decode step", case, taken, goals)
+        yield row("decode of the roofline", case, [1 / seconds for seconds in taken[0]], "step/s", against="roofline", against_value=1 / least)
+
+
+def _batch_goals(contenders: list[Contender], taken: list[list[float]], least: float) -> dict[str, float]:
+    """As ratios of speed; that of ROOFLINE_GOAL where it is the lower one."""
+    theirs = {contender.name: statistics.median(seconds) for contender, seconds in zip(contenders, taken, strict=True)}
+    return {name: min(goal, ROOFLINE_GOAL * theirs[name] / least) for name, goal in BATCH_GOAL.items() if name in theirs}
 
 
 def _interleaved(contenders: list[Contender], what: Mapping[str, object], repeats: int) -> list[list[float]]:

@@ -18,6 +18,8 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 LANES = 16
+LINE_BYTES = 64
+"""Of a cache line."""
 PAIR = 2 * LANES
 """bfloat16 elements of one vector: rows are this, or a multiple of it, long."""
 
@@ -344,24 +346,49 @@ def tile_of(num_rows, num_vectors, *, native, adds):
     @intrinsic
     def tile(typing_context, left, left_step, right, right_step, num_pairs, out, out_step):
         def build(context, builder, signature, args):
-            left, left_step, right, right_step, num_pairs, out, out_step = args
-            left_at = [builder.add(left, builder.mul(left_step, bytes_of(i))) for i in range(num_rows)]
-            out_at = [builder.add(out, builder.mul(out_step, bytes_of(i))) for i in range(num_rows)]
-            places = [(at, bytes_of(4 * LANES * j)) for at in out_at for j in range(num_vectors)]
-            begin = [load(builder, at, offset, FLOATS) if adds else zeros() for at, offset in places]
-            with Loop(builder, num_pairs, 1, begin) as loop:
-                row = builder.mul(loop.index, right_step)
-                vectors = [load(builder, right, builder.add(row, bytes_of(4 * LANES * j)), WORDS) for j in range(num_vectors)]
-                word = builder.mul(loop.index, bytes_of(4))
-                totals = []
-                for i, at in enumerate(left_at):
-                    one = spread(builder, load(builder, at, word, WORD))
-                    totals += [pair_product(builder, loop.values[i * num_vectors + j], one, vectors[j], native=native) for j in range(num_vectors)]
-                loop.carry(totals)
-            for (at, offset), total in zip(places, loop.values, strict=True):
-                store(builder, total, at, offset)
+            build_tile(builder, args, num_rows, num_vectors, native=native, adds=adds)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), build
 
     return tile
+
+
+def asking_tile_of(num_rows, num_vectors, lines, *, native):
+    """A block for tile(left, left_step, right, right_step, num_pairs, out, out_step, coming): `tile_of` that asks for what is read later, so
+    many cache lines from `coming` on for each pair."""
+
+    @intrinsic
+    def tile(typing_context, left, left_step, right, right_step, num_pairs, out, out_step, coming):
+        def build(context, builder, signature, args):
+            def ask(pair):
+                for line in range(lines):
+                    prefetch(builder, args[7], builder.add(builder.mul(pair, bytes_of(LINE_BYTES * lines)), bytes_of(LINE_BYTES * line)))
+
+            build_tile(builder, args[:7], num_rows, num_vectors, native=native, adds=False, ask=ask)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), build
+
+    return tile
+
+
+def build_tile(builder, args, num_rows, num_vectors, *, native, adds, ask=None):
+    left, left_step, right, right_step, num_pairs, out, out_step = args
+    left_at = [builder.add(left, builder.mul(left_step, bytes_of(i))) for i in range(num_rows)]
+    out_at = [builder.add(out, builder.mul(out_step, bytes_of(i))) for i in range(num_rows)]
+    places = [(at, bytes_of(4 * LANES * j)) for at in out_at for j in range(num_vectors)]
+    begin = [load(builder, at, offset, FLOATS) if adds else zeros() for at, offset in places]
+    with Loop(builder, num_pairs, 1, begin) as loop:
+        if ask is not None:
+            ask(loop.index)
+        row = builder.mul(loop.index, right_step)
+        vectors = [load(builder, right, builder.add(row, bytes_of(4 * LANES * j)), WORDS) for j in range(num_vectors)]
+        word = builder.mul(loop.index, bytes_of(4))
+        totals = []
+        for i, at in enumerate(left_at):
+            one = spread(builder, load(builder, at, word, WORD))
+            totals += [pair_product(builder, loop.values[i * num_vectors + j], one, vectors[j], native=native) for j in range(num_vectors)]
+        loop.carry(totals)
+    for (at, offset), total in zip(places, loop.values, strict=True):
+        store(builder, total, at, offset)

@@ -14,7 +14,17 @@ from numba.core.registry import cpu_target
 from numpy.typing import NDArray
 
 from pdcluster.engine import native
-from pdcluster.engine.vectors import SUMS_ORDER, address, dots_of, has_matrix_tiles, has_pair_product, tile_of, weigh_of, weigh_pairs_of
+from pdcluster.engine.vectors import (
+    SUMS_ORDER,
+    address,
+    asking_tile_of,
+    dots_of,
+    has_matrix_tiles,
+    has_pair_product,
+    tile_of,
+    weigh_of,
+    weigh_pairs_of,
+)
 
 needs_pair_product = pytest.mark.skipif(not has_pair_product(), reason="this CPU does not multiply pairs of bfloat16")
 WAYS = [pytest.param(True, marks=needs_pair_product), False]
@@ -79,19 +89,24 @@ def test_pairs_of_weighed_values_are_added_in_the_order_of_sums(num_rows: int, n
 
 
 @pytest.mark.parametrize("is_native", WAYS)
-@pytest.mark.parametrize("adds", [False, True])
-def test_a_tile_of_a_product_of_pairs(is_native: bool, adds: bool) -> None:
-    tile = tile_of(3, 2, native=is_native, adds=adds)
+@pytest.mark.parametrize("kind", ["new", "adds", "asks"])
+def test_a_tile_of_a_product_of_pairs(is_native: bool, kind: str) -> None:
+    tile = asking_tile_of(3, 2, 2, native=is_native) if kind == "asks" else tile_of(3, 2, native=is_native, adds=kind == "adds")
+    asks = kind == "asks"
 
     @numba.njit
     def run(left: Any, right: Any, out: Any) -> None:
-        tile(address(left), 2 * left.shape[1], address(right), 4 * right.shape[1], right.shape[0], address(out), 4 * out.shape[1])
+        sizes = 2 * left.shape[1], address(right), 4 * right.shape[1], right.shape[0], address(out), 4 * out.shape[1]
+        if asks:
+            tile(address(left), *sizes, address(right))
+        else:
+            tile(address(left), *sizes)
 
     left, dense = noise(3, 10), noise(10, 32)
     right = np.ascontiguousarray(dense.reshape(5, 2, 32).transpose(0, 2, 1)).view(np.uint32)[:, :, 0]
     out = np.ones((3, 32), np.float32)
     run(left, np.ascontiguousarray(right), out)
-    np.testing.assert_allclose(out, wide(left) @ wide(dense) + (1 if adds else 0), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(out, wide(left) @ wide(dense) + (1 if kind == "adds" else 0), rtol=1e-4, atol=1e-4)
 
 
 def test_without_kernels_for_pairs_the_engine_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

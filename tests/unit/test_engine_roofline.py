@@ -1,0 +1,29 @@
+"""`bench.engine`: what a decode step takes at least, and how fast it has to be beside a rival."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import cast
+
+import pytest
+
+from bench.engine import Ceilings, Work
+from bench.engine_compare import Contender, _batch_goals
+
+WORK = Work(layer_weights=900, head_weights=100, attention_flop=8, item_bytes=2, kv_bytes=10)
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "seconds"),
+    [(1, 9, (2 * 1000 + 10 * 10) / 100), (8, 0, (2 * 1000 * 8 + 8 * 8) / 500), (8, 99, (2 * 1000 + 10 * 8 * 100) / 100)],
+    ids=["bytes of weights", "products", "bytes of contexts"],
+)
+def test_the_roofline_is_what_the_slower_of_bytes_and_products_takes(batch: int, context: int, seconds: float) -> None:
+    assert Ceilings(WORK, flops=500.0, bandwidth=100.0).decode_seconds(batch, context) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("rival_s", "goal"), [(0.06, 0.85), (0.09, 0.85 * 1.5), (0.5, 1.3)])
+def test_many_rows_have_to_be_so_much_faster_or_near_the_roofline(rival_s: float, goal: float) -> None:
+    no_process = cast(subprocess.Popen[str], None)
+    contenders = [Contender(name, no_process, 0.0, "") for name in ("pdcluster", "vllm", "llama.cpp")]
+    assert _batch_goals(contenders, [[0.1], [rival_s, 9.0, rival_s], [0.2]], least=0.06) == pytest.approx({"vllm": goal})
