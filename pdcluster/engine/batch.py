@@ -76,8 +76,7 @@ def build_batch(plan: StepPlan, limits: Limits, device: str, fed: Mapping[int, i
     if fed:
         token_ids[[spans[index].begin for index in fed]] = list(fed.values())
     _check_range("token id", token_ids, limits.vocab_size)
-    positions = np.concatenate([np.arange(span.start, span.length) for span in spans])
-    pages = np.concatenate([span.pages[np.arange(span.start, span.length) // limits.page_tokens] for span in spans])
+    positions, pages = _slots(spans, limits.page_tokens)
     num_decodes = next((index for index, row in enumerate(plan.rows) if len(row.tokens) > 1), len(plan.rows))
     decodes = spans[:num_decodes]
     sizes = np.array([len(span.pages) for span in decodes], np.int64)
@@ -92,6 +91,14 @@ def build_batch(plan: StepPlan, limits: Limits, device: str, fed: Mapping[int, i
         decode_first=np.cumsum(sizes) - sizes,
         decode_lengths=np.array([span.length for span in decodes], np.int64),
     )
+
+
+def _slots(spans: tuple[Span, ...], page_tokens: int) -> tuple[Ids, Ids]:
+    """Of every token: its position, and the page of its KV."""
+    if len(spans) == spans[-1].end:  # each has one token, which stands in its last page
+        return np.array([span.start for span in spans], np.int64), np.array([span.pages[-1] for span in spans], np.int64)
+    places = [np.arange(span.start, span.length) for span in spans]
+    return np.concatenate(places), np.concatenate([span.pages[place // page_tokens] for span, place in zip(spans, places, strict=True)])
 
 
 def _spans(rows: tuple[Row, ...], limits: Limits) -> tuple[Span, ...]:
@@ -118,4 +125,5 @@ def _check_range(what: str, values: Ids, limit: int) -> None:
 
 
 def _tensor(values: NDArray[Any], device: str) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+    made = torch.from_numpy(np.ascontiguousarray(values))
+    return made if device == "cpu" else made.to(device)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdcluster.engine.batch import Batch, Limits, build_batch
+from pdcluster.engine.batch import Batch, Limits, Span, build_batch
 from pdcluster.engine.collective import Alone, Collective, InOrder
 from pdcluster.engine.constraint import Constraints, unbound
 from pdcluster.engine.following import NOTHING_FED, Fed, Following
@@ -178,7 +178,7 @@ class Engine:
         batch = build_batch(plan, self._limits, self._device, fed.tokens)
         self.pool.copy(plan.copies)
         hidden = self._model.forward(batch, self._progress)
-        prompt = [self._prompt_logprobs(row, hidden[span.begin : span.end]) for row, span in zip(plan.rows, batch.spans, strict=True)]
+        prompt = [self._prompt_logprobs(row, hidden, span) for row, span in zip(plan.rows, batch.spans, strict=True)]
         sampled = self._sample(plan, batch, hidden, fed)
         outputs = [sampled.get(index, NOTHING) for index in range(len(plan.rows))]
         rows = tuple(RowResult(row.request, out[0], out[1], found, out[2]) for row, out, found in zip(plan.rows, outputs, prompt, strict=True))
@@ -192,7 +192,7 @@ class Engine:
         if not wanted:
             return lost
         indexes = [index for index, _ in wanted]
-        logits = self._model.logits(hidden[[batch.spans[index].end - 1 for index in indexes]])
+        logits = self._model.logits(_rows(hidden, [batch.spans[index].end - 1 for index in indexes]))
         if self._group.rank:
             return {}
         choices = [Choice(sampling, batch.spans[index].length, plan.rows[index].output_index, plan.rows[index].history) for index, sampling in wanted]
@@ -209,9 +209,10 @@ class Engine:
             index: (None, None, dead[place]) if place in dead else (tokens[place], logprobs.get(place), None) for place, index in enumerate(indexes)
         }
 
-    def _prompt_logprobs(self, row: Row, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
+    def _prompt_logprobs(self, row: Row, all_hidden: Tensor, span: Span) -> tuple[TokenLogprobs, ...]:
         if row.prompt_logprobs is None:
             return ()
+        hidden = all_hidden[span.begin : span.end]
         targets = row.tokens[1:].tolist() + ([] if row.next_token is None else [row.next_token])
         found: list[TokenLogprobs] = []
         for begin, end in _blocks(len(targets), LOGPROB_BLOCK):
@@ -229,6 +230,13 @@ def _ops_of(config: EngineConfig, dtype: DType) -> Ops:
     if config.deterministic:
         return invariant_ops(config.device, dtype, config.threads, config.cache_dir)
     return select_ops(config.device, dtype, config.threads, config.cache_dir)
+
+
+def _rows(hidden: Tensor, indexes: list[int]) -> Tensor:
+    """A view where that does: of all rows, or of one."""
+    if len(indexes) == 1:
+        return hidden[indexes[0] : indexes[0] + 1]
+    return hidden if len(indexes) == len(hidden) else hidden[indexes]
 
 
 def _blocks(count: int, size: int) -> Iterator[tuple[int, int]]:

@@ -49,7 +49,8 @@ class Rope:
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """float32 [n, head_dim / 2] each."""
         phase = positions.to(torch.float32)[:, None] * self._inverse
-        return phase.cos().mul_(self._scale), phase.sin().mul_(self._scale)
+        cos, sin = phase.cos(), phase.sin()
+        return (cos, sin) if self._scale == 1.0 else (cos.mul_(self._scale), sin.mul_(self._scale))
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:

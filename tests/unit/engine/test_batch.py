@@ -30,6 +30,13 @@ def test_tokens_of_all_rows_lie_after_each_other_with_their_slots() -> None:
     assert batch.decode_lengths.tolist() == [6, 1]
 
 
+def test_slots_of_rows_that_all_decode() -> None:
+    batch = build_batch(StepPlan((row([7], 5, [3, 1, 9]), row([8], 4, [2, 6]), row([9], 0, [5]))), LIMITS, "cpu")
+    assert batch.positions.tolist() == [5, 4, 0]
+    assert batch.slot_pages.tolist() == [1, 6, 5]
+    assert batch.slot_offsets.tolist() == [1, 0, 0]
+
+
 def test_one_token_rows_behind_a_chunk_are_attended_like_chunks() -> None:
     batch = build_batch(StepPlan((row([1, 2], 0, [0]), row([3], 1, [1]))), LIMITS, "cpu")
     assert batch.num_decodes == 0
