@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 import msgspec
 
@@ -58,9 +58,8 @@ class Region:
     fd: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """One boot of one node."""
+class Peer(NamedTuple):
+    """One boot of one node. A tuple, as many books have it as their key."""
 
     node: str
     incarnation: str

@@ -10,12 +10,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from pdcluster.errors import IntegrityError
 from pdcluster.lifecycle import Reading
 from pdcluster.messages import ChunkEntry, Commit, CommitAck, Endpoint, Leg, Ticket
 from pdcluster.transfer.base import Arrival, Peer
+from pdcluster.transfer.chunks import page_slice
 from pdcluster.transfer.geometry import Offsets, PageShape, Part, are_pieces, join_spans, offsets, part_bytes, piece_of
 from pdcluster.transfer.rank_memory import Answer, Answers
 from pdcluster.transfer.runs import SpanTable, chained, span_table
+from pdcluster.transfer.session import TransferStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,8 @@ class Incoming:
     first_arrival: float | None = None
     last_arrival: float = 0.0
     arrived_bytes: int = 0
-    row: list[Arrival] = field(default_factory=list)
-    """What arrived, in the order of chunks, when it was the whole ticket in wire order: see `look_at_arrivals`."""
+    seen: tuple[Leg, ...] = ()
+    """What arrived as its Commit would say it, when it was the whole ticket and nothing else: see `legs_seen`."""
 
 
 @dataclass(slots=True)
@@ -77,6 +80,29 @@ class Notice:
     reason: str
     until: float
     send_at: float
+
+
+def free_pages(shape: PageShape, is_owned: NDArray[np.bool_], pages: Sequence[int], num_tokens: int, cached_tokens: int) -> Offsets:
+    """The pages that a writer may write. All mistakes here are our own node's."""
+    tokens = shape.page_tokens
+    if not 0 <= cached_tokens <= num_tokens or num_tokens < 1 or cached_tokens % tokens or len(pages) < -(-num_tokens // tokens):
+        raise IntegrityError(f"cannot issue a ticket for tokens {cached_tokens}…{num_tokens} in {len(pages)} pages of {tokens} tokens")
+    wanted = np.array(pages[page_slice(cached_tokens, num_tokens - cached_tokens, tokens)], dtype=np.int64)
+    ascending = np.sort(wanted)
+    if len(wanted) and not 0 <= ascending[0] <= ascending[-1] < len(is_owned):
+        raise IntegrityError(f"a page of {ascending[0]}…{ascending[-1]} does not exist, there are {len(is_owned)}")
+    if is_owned[wanted].any():
+        raise IntegrityError(f"page {wanted[is_owned[wanted]][0]} belongs to a ticket already")
+    if (ascending[1:] == ascending[:-1]).any():
+        raise IntegrityError(f"a page appears twice in {wanted.tolist()}")
+    return wanted
+
+
+def stats_of(incoming: Incoming, commit: Commit) -> TransferStats:
+    """Of one that was verified."""
+    started = incoming.last_arrival if incoming.first_arrival is None else incoming.first_arrival
+    nbytes, seconds = sum(entry.nbytes for leg in commit.legs for entry in leg.chunks), incoming.last_arrival - started
+    return TransferStats(backend="", nbytes=nbytes, chunks=len(incoming.arrived), resent=incoming.resent, transfer_s=seconds, exposed_s=0.0)
 
 
 def pieces(shape: PageShape, incoming: Incoming, rank: int, part: Part) -> tuple[Offsets, int]:
@@ -94,27 +120,43 @@ def in_token_order(shape: PageShape, writable: Offsets) -> SpanTable:
     return join_spans(writable * shape.page_bytes, shape.page_bytes)
 
 
-def look_at_arrivals(shape: PageShape, incoming: Incoming, arrival: Arrival, region: int) -> None:
-    """One more arrived. Once all bytes of the ticket did: does chunk after chunk lie where the ticket's tokens are? Looked at while the writer's
-    Commit is on its way, which then only has to say the same."""
-    incoming.arrived_bytes += arrival.stamp.nbytes
-    ticket = incoming.ticket
-    first, end = ticket.cached_tokens // shape.page_tokens, -(-ticket.num_tokens // shape.page_tokens)
-    if shape.ranks > 1 or incoming.arrived_bytes != (end - first) * shape.page_bytes:
-        return
+def legs_seen(shape: PageShape, incoming: Incoming, region: int, *, digests: bool) -> tuple[Leg, ...]:
+    """What arrived as its Commit would say it, when chunk after chunk is the whole ticket, each came once and, with digests, lies where the ticket's
+    tokens are; otherwise nothing. Taken while the Commit is on its way: one that says the same fulfils R2 but for the revoked permit."""
+    ticket, tokens = incoming.ticket, shape.page_tokens
+    at, end = ticket.cached_tokens // tokens, -(-ticket.num_tokens // tokens)
+    if shape.ranks > 1 or incoming.arrived_bytes != (end - at) * shape.page_bytes or incoming.repeated:
+        return ()
     row = [incoming.arrived[index] for index in sorted(incoming.arrived)]
+    if digests and not (all(each.region == region for each in row) and _lie_in_order(row, incoming.whole)):
+        return ()
+    entries = []
+    for each in row:
+        stamp, digest = each.stamp, each.digest if digests else 0
+        count, rest = divmod(stamp.nbytes, shape.page_bytes)
+        if rest or not count or digest is None:
+            return ()
+        num_tokens = min((at + count) * tokens, ticket.num_tokens) - at * tokens
+        entries.append(ChunkEntry(stamp.chunk, at * tokens, num_tokens, 0, shape.num_layers, stamp.nbytes, digest, stamp.trial))
+        at += count
+    return (Leg(0, 0, 0, shape.heads, tuple(entries)),)
+
+
+def _lie_in_order(row: Sequence[Arrival], whole: SpanTable) -> bool:
+    """Do these hold, one after the other, the bytes of `whole`, each as many as its stamp says? Together they have as many."""
+    if len(row) == 1:
+        spans = span_table(row[0].spans)
+        return spans == whole or spans.joined() == whole
     tables = [span_table(each.spans) for each in row]
-    lengths = [each.stamp.nbytes for each in row]
-    if any(each.region != region for each in row) or [table.nbytes for table in tables] != lengths:
-        return
-    if (tables[0] if len(tables) == 1 else chained(tables)).joined() == incoming.whole:
-        incoming.row = row
+    return [table.nbytes for table in tables] == [each.stamp.nbytes for each in row] and chained(tables).joined() == whole
+
+
+def is_as_seen(shape: PageShape, incoming: Incoming, commit: Commit) -> bool:
+    return commit.block_tokens == shape.page_tokens and commit.legs == incoming.seen
 
 
 def are_in_place(shape: PageShape, incoming: Incoming, landings: Sequence[Landing], region: int) -> bool:
     """Did these chunks land at just the places that the Commit says? region: of rank 0. Neighbours in a row are looked at together."""
-    if incoming.row and _is_row(shape, incoming, landings):
-        return True
     for rank, part, row in _rows(landings):
         arrivals = [incoming.arrived[each.entry.index] for each in row]
         tables = [span_table(arrival.spans) for arrival in arrivals]
@@ -123,15 +165,6 @@ def are_in_place(shape: PageShape, incoming: Incoming, landings: Sequence[Landin
         if not are_pieces(chained(tables), *pieces(shape, incoming, rank, part)):
             return False
     return True
-
-
-def _is_row(shape: PageShape, incoming: Incoming, landings: Sequence[Landing]) -> bool:
-    """Are these chunks what `look_at_arrivals` saw, one after the other?"""
-    commit = incoming.commit
-    if commit is None or len(landings) != len(incoming.row) or not is_in_order(shape, incoming.ticket, commit):
-        return False
-    pairs = zip(landings, incoming.row, strict=True)
-    return all(incoming.arrived[each.entry.index] is arrival and each.entry.nbytes == arrival.stamp.nbytes for each, arrival in pairs)
 
 
 def _rows(landings: Iterable[Landing]) -> Iterator[tuple[int, Part, list[Landing]]]:

@@ -89,7 +89,7 @@ class _Native:
         self.new_state: Callable[[], Words] = kernel.new_state
         self.finished: Callable[[Words], int] = kernel.finished
         memmove, clock = (ctypes.cast(each, ctypes.c_void_p).value for each in (libc.memmove, libc.clock_gettime))
-        self.calls: Words = np.array([memmove, clock, kernel.SECRET.ctypes.data], dtype=np.uint64)
+        self.calls: Words = np.array([memmove, clock, kernel.SECRET_ADDRESS], dtype=np.uint64)
 
 
 @functools.cache

@@ -117,6 +117,8 @@ SECRET = np.frombuffer(
     dtype=np.uint8,
 )
 """Of the XXH3 specification."""
+SECRET_ADDRESS = SECRET.ctypes.data
+"""Asked for once: numpy makes objects to answer."""
 STRIPE_BYTES = LINE_BYTES
 BLOCK_STRIPES = 16
 BLOCK_BYTES = BLOCK_STRIPES * STRIPE_BYTES
@@ -145,7 +147,7 @@ def finished(state: NDArray[np.uint64]) -> int:
     total = int(state[TOTAL])
     if total <= SHORT_BYTES:
         return int(xxhash.xxh3_64_intdigest(state[HEAD:].tobytes()[:total]))
-    return int(_finished(state, SECRET.ctypes.data))
+    return int(_finished(state, SECRET_ADDRESS))
 
 
 def _all(value: int) -> Any:

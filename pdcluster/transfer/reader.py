@@ -12,9 +12,21 @@ from pdcluster.errors import IntegrityError
 from pdcluster.lifecycle import READING, Reading, advance
 from pdcluster.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Endpoint, Ticket, pack_tokens
 from pdcluster.transfer.base import Arrival, Backend, Fence, Peer, Permit, Spans
-from pdcluster.transfer.chunks import page_slice
-from pdcluster.transfer.geometry import Offsets, PageShape, join_spans
-from pdcluster.transfer.incoming import Incoming, Landing, Notice, are_in_place, covers_all, in_token_order, look_at_arrivals, part_of, spans_of
+from pdcluster.transfer.geometry import PageShape, join_spans
+from pdcluster.transfer.incoming import (
+    Incoming,
+    Landing,
+    Notice,
+    are_in_place,
+    covers_all,
+    free_pages,
+    in_token_order,
+    is_as_seen,
+    legs_seen,
+    part_of,
+    spans_of,
+    stats_of,
+)
 from pdcluster.transfer.rank_memory import Answer, OwnMemories, RankMemories, are_here
 from pdcluster.transfer.runs import SpanTable, merged
 from pdcluster.transfer.session import Clock, Failed, Landed, ReaderEvent, Reclaimed, Send, Settings, TransferStats, earliest, peer_of, reply_to
@@ -47,12 +59,11 @@ class Reader:
         self._region = region
         self._shape = shape
         self._ranks: RankMemories = ranks if ranks is not None else OwnMemories(memories)
-        self._num_pages = min(memory.nbytes for memory in memories) // shape.page_bytes
         self._clock = clock
         self._settings = settings
         self._random = rng if rng is not None else random.SystemRandom()
         self._tickets: dict[int, Incoming] = {}
-        self._is_owned = np.zeros(self._num_pages, dtype=np.bool_)
+        self._is_owned = np.zeros(min(memory.nbytes for memory in memories) // shape.page_bytes, dtype=np.bool_)
         """Pages that are writable under an open or a quarantined ticket."""
         self._notices: dict[int, Notice] = {}
         self._answers: dict[int, tuple[Peer, CommitAck, float]] = {}
@@ -74,7 +85,7 @@ class Reader:
     ) -> Ticket:
         """Issue a ticket: `writer` may write the KV of tokens [cached_tokens, num_tokens) into `pages` (in token order from token 0 on)."""
         self._forget_old()
-        writable = self._check(pages, num_tokens, cached_tokens)
+        writable = free_pages(self._shape, self._is_owned, pages, num_tokens, cached_tokens)
         nonce = self._random.getrandbits(64)
         ticket = Ticket(
             nonce=nonce,
@@ -180,23 +191,6 @@ class Reader:
 
     # ------------------------------------------------------------ opening
 
-    def _check(self, pages: Sequence[int], num_tokens: int, cached_tokens: int) -> Offsets:
-        """The pages the writer may write. All mistakes here are our own node's."""
-        tokens, num_pages = self._shape.page_tokens, self._num_pages
-        if not 0 <= cached_tokens <= num_tokens or num_tokens < 1 or cached_tokens % tokens or len(pages) < -(-num_tokens // tokens):
-            raise IntegrityError(f"cannot issue a ticket for tokens {cached_tokens}…{num_tokens} in {len(pages)} pages of {tokens} tokens")
-        wanted = np.array(pages[page_slice(cached_tokens, num_tokens - cached_tokens, tokens)], dtype=np.int64)
-        ascending = np.sort(wanted)
-        if len(wanted) and not 0 <= ascending[0] <= ascending[-1] < num_pages:
-            raise IntegrityError(f"a page of {ascending[0]}…{ascending[-1]} does not exist, there are {num_pages}")
-        if self._is_owned[wanted].any():
-            page = int(wanted[self._is_owned[wanted]][0])
-            nonce = next(nonce for nonce, each in self._tickets.items() if page in each.writable)
-            raise IntegrityError(f"page {page} belongs to ticket {nonce:x} already")
-        if (ascending[1:] == ascending[:-1]).any():
-            raise IntegrityError(f"a page appears twice in {wanted.tolist()}")
-        return wanted
-
     def _adverts(self) -> tuple[tuple[str, bytes], ...]:
         return tuple((name, self._backends[name].advert()) for name in self._order)
 
@@ -290,17 +284,8 @@ class Reader:
         self._drop(incoming)
         ack = CommitAck(nonce, round=commit.round)
         self._answers[nonce] = (incoming.writer, ack, max(incoming.deadline, now) + self._settings.commit_s)
-        started = incoming.last_arrival if incoming.first_arrival is None else incoming.first_arrival
-        stats = TransferStats(
-            backend="",
-            nbytes=sum(entry.nbytes for leg in commit.legs for entry in leg.chunks),
-            chunks=len(incoming.arrived),
-            resent=incoming.resent,
-            transfer_s=incoming.last_arrival - started,
-            exposed_s=0.0,
-        )
         self.counters["landed"] += 1
-        self._events.append(Landed(nonce, commit.first_token, commit.first_logprobs, stats))
+        self._events.append(Landed(nonce, commit.first_token, commit.first_logprobs, stats_of(incoming, commit)))
         self._send(incoming, ack)
 
     def _forget_old(self) -> None:
@@ -322,7 +307,7 @@ class Reader:
         if incoming is None or incoming.state is not Reading.OPEN:
             self.counters["late_arrival"] += 1
             return
-        known = incoming.arrived.get(stamp.chunk)
+        known, incoming.seen = incoming.arrived.get(stamp.chunk), ()
         if known is not None:
             incoming.repeated.add(stamp.chunk)
         if known is not None and known.stamp.trial >= stamp.trial:
@@ -332,8 +317,8 @@ class Reader:
         incoming.last_arrival = self._clock()
         if incoming.first_arrival is None:
             incoming.first_arrival = incoming.last_arrival
-        if self._settings.digests:
-            look_at_arrivals(self._shape, incoming, arrival, self._region)
+        incoming.arrived_bytes += stamp.nbytes
+        incoming.seen = legs_seen(self._shape, incoming, self._region, digests=self._settings.digests)
 
     def _expire(self) -> None:
         now = self._clock()
@@ -356,7 +341,7 @@ class Reader:
         that answer later. They do everything in its order, so that other tickets wait behind what they are to digest."""
         budget = self._settings.verify_bytes - self._num_digesting_bytes
         for incoming in list(self._tickets.values()):
-            if incoming.commit is not None and incoming.unchecked is None:
+            if incoming.commit is not None and incoming.unchecked is None and not self._land_as_seen(incoming, incoming.commit):
                 self._begin_check(incoming, incoming.commit)
             while incoming.unchecked and budget > 0:
                 budget -= self._check_digest(incoming, incoming.unchecked.popleft())
@@ -367,6 +352,24 @@ class Reader:
     def _num_digesting_bytes(self) -> int:
         return sum(entry.nbytes for incoming in self._tickets.values() for entry, answer in incoming.asked if answer.value is None)
 
+    def _land_as_seen(self, incoming: Incoming, commit: Commit) -> bool:
+        """A Commit that says just what was seen, as most do, needs no other look, unless something arrived before the permit was revoked."""
+        if not is_as_seen(self._shape, incoming, commit) or not self._is_revoked(incoming):
+            return False
+        self._collect()
+        if not is_as_seen(self._shape, incoming, commit):
+            return False
+        self._land(incoming, commit)
+        return True
+
+    def _is_revoked(self, incoming: Incoming) -> bool:
+        """R2; the Commit promised that no write is under way. True once every rank has done it."""
+        if incoming.revoked is None:
+            for name in self._order:
+                self._backends[name].revoke(incoming.ticket.nonce)
+            incoming.revoked = self._ranks.mark()
+        return are_here(incoming.revoked)
+
     def _begin_check(self, incoming: Incoming, commit: Commit) -> None:
         """Once all its stamps are here, or are overdue."""
         if incoming.missing is None and not self._accept(incoming, commit):
@@ -374,11 +377,7 @@ class Reader:
         incoming.missing = [entry for entry in incoming.missing or () if not self._has_arrived(incoming, entry)]
         if incoming.missing and self._clock() < incoming.commit_time + self._settings.arrival_s:
             return
-        if incoming.revoked is None:
-            for name in self._order:
-                self._backends[name].revoke(commit.nonce)  # R2; the Commit promised that no write is under way
-            incoming.revoked = self._ranks.mark()
-        if not are_here(incoming.revoked):
+        if not self._is_revoked(incoming):
             return
         self._collect()
         incoming.promised = len(incoming.landings)
@@ -443,6 +442,7 @@ class Reader:
         incoming.answers[commit.round] = ack
         incoming.round += 1
         incoming.commit = incoming.missing = incoming.revoked = None
+        incoming.seen = ()
         incoming.resent += len(bad)
         self.counters["chunks_asked_again"] += len(bad)
         asked: dict[int, list[SpanTable]] = {}

@@ -54,7 +54,7 @@ class SpanTable(Sequence[Span]):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, SpanTable):
-            return np.array_equal(self.rows, other.rows)
+            return self.rows.tobytes() == other.rows.tobytes()
         return isinstance(other, Sequence) and list(self) == list(other)
 
     def __hash__(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,8 +19,9 @@ from pdcluster.transfer.incoming import (
     are_in_place,
     covers_each_cell,
     in_token_order,
+    is_as_seen,
     is_in_order,
-    look_at_arrivals,
+    legs_seen,
     part_of,
 )
 
@@ -40,7 +42,7 @@ def commit_of(ticket: Ticket, cuts: list[int]) -> Commit:
     starts = [ticket.cached_tokens, *ends[:-1]]
     pages = [-(-(end - start) // TOKENS) for start, end in zip(starts, ends, strict=True)]
     entries = (
-        ChunkEntry(index, start, end - start, 0, LAYERS, count * SHAPE.page_bytes, 0, 1)
+        ChunkEntry(index, start, end - start, 0, LAYERS, count * SHAPE.page_bytes, 1, 1)
         for index, (start, end, count) in enumerate(zip(starts, ends, pages, strict=True))
     )
     return Commit(5, TOKENS, (Leg(0, 0, 0, HEADS, tuple(entries)),), None, None)
@@ -102,7 +104,11 @@ class Arrived:
 
     def arrive(self, arrival: Arrival) -> None:
         self.incoming.arrived[arrival.stamp.chunk] = arrival
-        look_at_arrivals(SHAPE, self.incoming, arrival, 0)
+        self.incoming.arrived_bytes += arrival.stamp.nbytes
+        self.incoming.seen = legs_seen(SHAPE, self.incoming, 0, digests=True)
+
+    def is_as_seen(self, commit: Commit) -> bool:
+        return is_as_seen(SHAPE, self.incoming, commit)
 
     def are_in_place(self) -> bool:
         return are_in_place(SHAPE, self.incoming, self.landings, 0)
@@ -111,25 +117,76 @@ class Arrived:
 @pytest.mark.parametrize("cuts", [[], [2], [1, 2, 4]])
 def test_what_landed_in_its_places_is_known_before_its_commit(cuts: list[int]) -> None:
     arrived = Arrived(PAGES, cuts)
-    assert len(arrived.incoming.row) == len(arrived.landings) and arrived.are_in_place()
+    assert arrived.is_as_seen(arrived.commit) and arrived.are_in_place()
 
 
 @pytest.mark.parametrize("cuts", [[], [2], [1, 2, 4]])
 def test_what_landed_anywhere_else_is_not_in_place(cuts: list[int]) -> None:
     for pages in ([7, 8, 3, 21, 20], [8, 7, 3, 20, 21], [7, 8, 3, 20, 22]):
         arrived = Arrived(pages, cuts)
-        assert not arrived.incoming.row and not arrived.are_in_place()
+        assert not arrived.is_as_seen(arrived.commit) and not arrived.are_in_place()
 
 
-def test_a_chunk_that_came_once_more_and_to_another_place_voids_what_was_known() -> None:
+@given(
+    st.integers(0, 3), st.integers(13, 20), st.lists(st.integers(1, 4), max_size=3), st.integers(0, 3), st.sampled_from(FIELDS), st.integers(-8, 8)
+)
+def test_what_is_seen_is_the_commit_that_covers_it_and_no_other(
+    cached: int, num_tokens: int, cuts: list[int], chunk: int, field: str, by: int
+) -> None:
+    ticket = ticket_of(cached * TOKENS, num_tokens)
+    commit, writable = commit_of(ticket, cuts), np.array(PAGES[cached : -(-num_tokens // TOKENS)], dtype=np.int64)
+    incoming = Incoming(ticket, Peer("p", "1"), writable, in_token_order(SHAPE, writable), 0.0, 9.0)
+    for entry in commit.legs[0].chunks:
+        assert not legs_seen(SHAPE, incoming, 0, digests=False)
+        incoming.arrived[entry.index] = Arrival(Stamp(5, entry.index, 1, entry.nbytes))
+        incoming.arrived_bytes += entry.nbytes
+    incoming.seen = legs_seen(SHAPE, incoming, 0, digests=False)
+    without = Commit(5, TOKENS, (Leg(0, 0, 0, HEADS, tuple(msgspec.structs.replace(entry, digest=0) for entry in commit.legs[0].chunks)),), None)
+    assert is_as_seen(SHAPE, incoming, without)
+    assert not by or not is_as_seen(SHAPE, incoming, changed(without, chunk, field, by))
+
+
+def spoiled(arrived: Arrived, **fields: object) -> tuple[Leg, ...]:
+    """What is seen when the second chunk's arrival is another."""
+    again = replace(arrived.incoming.arrived[1], **fields)
+    arrived.incoming.arrived[1] = again
+    return legs_seen(SHAPE, arrived.incoming, 0, digests=True)
+
+
+def test_what_has_no_digest_or_another_region_or_places_is_not_seen() -> None:
+    assert spoiled(Arrived(PAGES, [2]))
+    assert not spoiled(Arrived(PAGES, [2]), digest=None)
+    assert not spoiled(Arrived(PAGES, [2]), region=1)
+    assert not spoiled(Arrived(PAGES, [2]), spans=())
+
+
+def test_chunks_whose_places_are_cut_otherwise_than_their_stamps_say_are_not_seen() -> None:
+    arrived = Arrived(PAGES, [2])
+    first, second = arrived.incoming.arrived[0], arrived.incoming.arrived[1]
+    arrived.incoming.arrived[0] = replace(first, spans=(*first.spans, second.spans[0]))
+    assert not spoiled(arrived, spans=second.spans[1:])
+
+
+def test_another_digest_than_that_of_the_arrival_is_not_what_was_seen() -> None:
+    arrived = Arrived(PAGES, [2])
+    assert not arrived.is_as_seen(changed(arrived.commit, 1, "digest", 1)) and not arrived.is_as_seen(changed(arrived.commit, 1, "trial", 1))
+
+
+def test_a_chunk_that_came_once_more_voids_what_was_known() -> None:
+    arrived = Arrived(PAGES, [2])
+    arrived.incoming.repeated.add(1)
+    arrived.incoming.seen = legs_seen(SHAPE, arrived.incoming, 0, digests=True)
+    assert not arrived.is_as_seen(arrived.commit)
+
+
+def test_a_chunk_that_came_to_another_place_voids_what_was_known() -> None:
     arrived = Arrived(PAGES, [2])
     again = arrived.incoming.arrived[1]
     arrived.arrive(replace(again, stamp=replace(again.stamp, trial=2), spans=tuple((offset + 64, nbytes) for offset, nbytes in again.spans)))
-    assert not arrived.are_in_place()
+    assert not arrived.is_as_seen(arrived.commit) and not arrived.are_in_place()
 
 
 def test_a_commit_that_cuts_the_same_bytes_otherwise_is_not_what_was_known() -> None:
     arrived, other = Arrived(PAGES, [2]), Arrived(PAGES, [3])
     other.incoming.arrived = arrived.incoming.arrived
-    other.incoming.row = arrived.incoming.row
-    assert not other.are_in_place()
+    assert not arrived.is_as_seen(other.commit) and not other.are_in_place()

@@ -427,7 +427,7 @@ def test_a_reader_that_cannot_fence_waits_for_the_writers_word() -> None:
     pair.reader.abort(ticket.nonce, "client left")
     pair.run(0.9)
     assert len(pair.failed) == 1 and not pair.reclaimed and pair.reader.quarantined_pages == 6
-    with pytest.raises(IntegrityError, match="belongs to ticket"):
+    with pytest.raises(IntegrityError, match="belongs to a ticket"):
         pair.open(PAGES[2:3], 4)
     pair.run(0.5)
     assert len(pair.reclaimed) == len(pair.drained) == 1
