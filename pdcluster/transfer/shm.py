@@ -25,7 +25,7 @@ from pdcluster.errors import ConfigError, IntegrityError, PeerUnreachable, Proto
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, level_of_end
 from pdcluster.transfer.mapping import MappedMemory
-from pdcluster.transfer.moving import GilWaits, Payload, copies_inside, native
+from pdcluster.transfer.moving import GilWaits, Payload, Table, copies_inside, native
 from pdcluster.transfer.pidfd import Processes
 from pdcluster.transfer.runs import MOST_BYTES, RunTable, run_table
 from pdcluster.transfer.shm_frames import (
@@ -89,6 +89,8 @@ class _Write:
     region: int
     stamp: Stamp
     runs: RunTable
+    table: Table | None
+    """As the mover takes them; None: the reader's memory was not mapped yet when it was asked for."""
     digests: bool
 
 
@@ -107,6 +109,11 @@ class _Mover:
         """By region id."""
         self.thread = threading.Thread(target=self._run, name=f"kv-copy-{peer.node}", daemon=True)
         self.thread.start()
+
+    def table_of(self, runs: RunTable, source: Region, region: int, nbytes: int) -> Table | None:
+        """Where the runs read and write; None when one of them is not inside, or the reader's memory is not mapped (yet)."""
+        mapping = self._maps.get(region)
+        return None if mapping is None else copies_inside(runs, (source.address, source.nbytes), (mapping.address, mapping.nbytes), nbytes)
 
     def add(self, write: _Write) -> bool:
         with self._lock:
@@ -181,8 +188,9 @@ class _Mover:
         return any(mapping.populate_more() for mapping in self._maps.values())
 
     def _copy(self, sock: socket.socket, write: _Write) -> None:
-        mapping, spans, source = self._maps.get(write.region), write.runs.targets, (write.source.address, write.source.nbytes)
-        table = None if mapping is None else copies_inside(write.runs, source, (mapping.address, mapping.nbytes), write.stamp.nbytes)
+        mapping, spans, table = self._maps.get(write.region), write.runs.targets, write.table
+        if table is None:
+            table = self.table_of(write.runs, write.source, write.region, write.stamp.nbytes)
         if mapping is None or table is None:
             self._writes.settle(write.handle, WriteStatus.FAILED)
             return
@@ -323,15 +331,17 @@ class ShmBackend:
         return _Mover(sock, self._me, peer, advert, self._settings, self._writes, self.gil_waits)
 
     def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
-        mover, region, table = self._movers.get(peer), self._regions[source_region], run_table(runs)
+        mover, region, rows = self._movers.get(peer), self._regions[source_region], run_table(runs)
         if mover is None:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
-        if copies_inside(table, (region.address, region.nbytes), ANYWHERE, stamp.nbytes) is None:
+        table = mover.table_of(rows, region, target_region, stamp.nbytes)
+        if table is None and copies_inside(rows, (region.address, region.nbytes), ANYWHERE, stamp.nbytes) is None:
             raise IntegrityError(f"a write of {stamp.nbytes} bytes does not add up or reads outside of region {source_region}")
         if mover.failed_at is not None and time.monotonic() - mover.failed_at >= self._settings.retry_s:
             mover = self._movers[peer] = self._start(peer, mover.advert)
+            table = None  # of the other mover's mapping
         handle = self._writes.new()
-        if not mover.add(_Write(handle, region, target_region, stamp, table, digests)):
+        if not mover.add(_Write(handle, region, target_region, stamp, rows, table, digests)):
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
 

@@ -13,14 +13,17 @@ from pdcluster.errors import ProtocolError
 from pdcluster.transfer.base import Peer, Permit, Region
 from pdcluster.transfer.ledger import Arrivals, Counts, Permits
 from pdcluster.transfer.moving import Payload, reads
+from pdcluster.transfer.runs import SpanTable
 from pdcluster.transfer.shm_frames import Notice, decode_notice
 
 
 @dataclass(slots=True)
 class _Copy:
-    """One that is under way. permit, payload: None when it is not permitted (any more), and when nobody wants its digest."""
+    """One that is under way. permit, payload: None when it is not permitted (any more), and when nobody wants its digest. spans: what it says of
+    where it goes when it arrived."""
 
     notice: Notice
+    spans: SpanTable
     permit: Permit | None
     payload: Payload | None
     nbytes: int = 0
@@ -42,7 +45,8 @@ class Notices:
         permit = self._permits.find(peer, notice.stamp.nonce, notice.region, notice.spans)
         is_digested = permit is not None and permit.digests and len(notice.spans) > 0
         payload = Payload(reads(notice.spans, self._regions[notice.region].address), digests=True) if is_digested else None
-        self._copy = _Copy(notice, permit, payload)
+        spans = notice.spans.joined() if is_digested and notice.has_begun else notice.spans  # for whoever compares them, while bytes travel
+        self._copy = _Copy(notice, spans, permit, payload)
         if not notice.has_begun:
             self._go_on(notice.stamp.nbytes)
 
@@ -64,4 +68,4 @@ class Notices:
         self._copy = None
         if copy.permit is not None:
             digest = None if copy.payload is None else copy.payload.digest()
-            self._arrivals.add(copy.notice.stamp, digest, copy.notice.spans, copy.notice.region)
+            self._arrivals.add(copy.notice.stamp, digest, copy.spans, copy.notice.region)
