@@ -52,7 +52,7 @@ def copies_inside(runs: RunTable, source: Memory, target: Memory, nbytes: int) -
         is_inside = runs.read_inside(nbytes, source[1]) and runs.targets.are_inside(target[1])
         return copies(runs, target[0], source[0]) if is_inside else None
     table = np.empty((len(runs), 3), dtype=np.uint64)
-    rows = np.require(runs.rows, np.int64, ("C", "W"))
+    rows = runs.rows if runs.rows.flags.carray else np.require(runs.rows, np.int64, ("C", "W"))
     return table if nbytes > 0 and compiled.tabulate(rows, np.array((*source, *target), dtype=np.uint64), table) == nbytes else None
 
 
