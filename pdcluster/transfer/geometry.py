@@ -14,6 +14,7 @@ from enum import IntEnum
 from functools import lru_cache
 from itertools import pairwise
 from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,8 +92,7 @@ class Course:
     end_head: int
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Some of a ticket's KV: blocks [first_block, end_block), layers [first_layer, end_layer), heads [first_head, end_head)."""
 
     block_tokens: int

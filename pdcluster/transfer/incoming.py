@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,7 +191,7 @@ def _follows(one: Landing, other: Landing) -> bool:
 
 
 def _joined(row: list[Landing]) -> tuple[int, Part, list[Landing]]:
-    return row[0].rank, replace(row[0].part, end_block=row[-1].part.end_block), row
+    return row[0].rank, row[0].part._replace(end_block=row[-1].part.end_block), row
 
 
 def part_of(commit: Commit, leg: Leg, entry: ChunkEntry) -> Part:

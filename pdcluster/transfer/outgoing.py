@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +48,7 @@ class Chunk:
         return ChunkEntry(self.index, self.first_token, self.num_tokens, self.first_layer, self.num_layers, self.nbytes, self.digest, self.trial)
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
+class Push(NamedTuple):
     """Layers [first_layer, end_layer) of tokens [start, end) are ready. pages: ours, from the request's page number first_page on."""
 
     pages: NDArray[np.int64]
@@ -146,7 +146,7 @@ def cut(ours: PageShape, outgoing: Outgoing, course: Course, push: Push, setting
         yield whole, runs[0]
         return
     for start, stop, each in zip((0, *ends), ends, runs, strict=False):
-        yield replace(whole, first_block=first + start, end_block=first + stop), each
+        yield whole._replace(first_block=first + start, end_block=first + stop), each
 
 
 def _ends(blocks: int, block_bytes: int, block_runs: int, settings: Settings) -> list[int]:

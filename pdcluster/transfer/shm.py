@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdcluster.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
@@ -82,8 +83,7 @@ def _wait(sock: socket.socket, events: int, timeout_s: float) -> None:
 # ---------------------------------------------------------------- writing
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
+class _Write(NamedTuple):
     handle: Handle
     source: Region
     region: int
