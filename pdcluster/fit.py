@@ -112,6 +112,8 @@ class Fit:
         self._prefill = Kind()
         self._decode = Kind()
         self._is_stale = False
+        self._cost: NodeCost | None = None
+        """Of all steps so far; None: not worked out yet."""
 
     @property
     def samples(self) -> int:
@@ -128,24 +130,31 @@ class Fit:
         kind.note_error(step.seconds, predicted)
         kind.add(features, kind.clip(step.seconds, predicted), predicted)
         self._is_stale = True
+        self._cost = None
         if kind.samples <= WARM or not self.samples % SOLVE_STEPS:
             self._solve()
 
     def cost(self) -> NodeCost:
+        """Worked out once for the steps so far: an idle node reports it again and again."""
+        if self._cost is None:
+            self._cost = self._work_out()
+        return self._cost
+
+    def _work_out(self) -> NodeCost:
         if self._is_stale:
             self._solve()
-        fixed, token, pair, decode_fixed, row, context = self._values.tolist()
-        return NodeCost(
-            PrefillCost(fixed, token, pair, self._chunk_tokens, self._prefill.samples, self._error(self._prefill, slice(0, 3))),
-            DecodeCost(decode_fixed, row, context, self._decode.samples, self._error(self._decode, slice(3, 6))),
-        )
-
-    def _error(self, kind: Kind, half: slice) -> CostError:
-        """Of the coefficients of one half, the others being just as uncertain."""
-        spread = kind.spread()
-        noise = max(spread, LEAST_SPREAD)
         strengths, directions = np.linalg.eigh(self._precision())
         wide = directions / np.sqrt(np.maximum(strengths, TIE))
+        fixed, token, pair, decode_fixed, row, context = self._values.tolist()
+        return NodeCost(
+            PrefillCost(fixed, token, pair, self._chunk_tokens, self._prefill.samples, self._error(self._prefill, wide, slice(0, 3))),
+            DecodeCost(decode_fixed, row, context, self._decode.samples, self._error(self._decode, wide, slice(3, 6))),
+        )
+
+    def _error(self, kind: Kind, wide: Vector, half: slice) -> CostError:
+        """Of the coefficients of one half, the others being just as uncertain. wide: a root of the inverse of what is known of all of them."""
+        spread = kind.spread()
+        noise = max(spread, LEAST_SPREAD)
         upper = np.asarray(np.linalg.qr(wide[half].T, mode="r"), np.float64) * self._scale[half] * noise
         a, b, d, _, c, e, _, _, f = upper.ravel().tolist()
         seen = float(np.sum((kind.gram * np.outer(self._scale, self._scale)) * (wide @ wide.T)))

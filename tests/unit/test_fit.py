@@ -218,3 +218,14 @@ def test_error_bars_are_finite_numbers_whatever_the_steps(steps: list[tuple[int,
         assert all(np.isfinite(value) for value in (error.spread, error.doubt, *error.root))
         assert error.spread >= 0
         assert error.doubt >= 0
+
+
+def test_a_cost_is_worked_out_once_until_another_step_is_seen() -> None:
+    """An idle node reports it many times a second."""
+    fit = Fit()
+    run(fit, 40)
+    known = fit.cost()
+    assert fit.cost() is known
+    run(fit, 1, seed=5)
+    assert fit.cost().prefill.samples + fit.cost().decode.samples == 41
+    assert fit.cost() != known
