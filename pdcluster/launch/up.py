@@ -32,8 +32,8 @@ from pdcluster.messages import Role
 
 NODE_STOP_S = 5.0
 BOOTSTRAP_STOP_S = 3.0
-KILL_GRACE_S = 2.0
-"""A process gets this much longer than its own drain deadline before it is killed."""
+KILL_GRACE_S = 6.0
+"""A process gets this much longer than its own drain deadline before it is killed: letting go of ranks and pools takes seconds on a busy machine."""
 BUNDLED_KV_BYTES = 2**28
 """KV pool of a node with the bundled model unless told otherwise: 100 thousand tokens, and memory that a laptop can spare."""
 READY_POLL_S = 0.03
