@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import islice
+from typing import Any
 
 import msgspec
 import xxhash
@@ -37,6 +38,8 @@ MAX_LINKS = 1024
 BURST_BYTES = 1 << 20
 """Most bytes moved by one system call, so that whoever waits for a thread to pass its check waits microseconds."""
 MAX_VECTOR = 64
+MOST_ANSWERS = 64
+"""Taken at once."""
 SEND_BYTES = 4 << 20
 """As BURST_BYTES, of one that sends: nobody waits for it, and the socket takes no more than it has room for."""
 GATHER_BYTES, GATHER_S = 512 << 10, 0.01
@@ -201,6 +204,26 @@ class Link:
                 view = view[self.sock.send(view) :]
             except BlockingIOError:
                 self.wait(select.POLLOUT, self._progress_s)
+
+
+class Answers:
+    """What the other end of a link sends that is all of one format, as much of it as is there."""
+
+    def __init__(self, link: Link, form: struct.Struct) -> None:
+        self._link, self._form = link, form
+        self._partial = b""
+
+    def take(self) -> Iterable[tuple[Any, ...]]:
+        try:
+            data = self._link.sock.recv(MOST_ANSWERS * self._form.size)
+        except BlockingIOError:
+            return ()
+        if not data:
+            raise ConnectionResetError("the reader closed it")
+        data = self._partial + data
+        whole = len(data) - len(data) % self._form.size
+        self._partial = data[whole:]
+        return self._form.iter_unpack(data[:whole])
 
 
 class Listener:

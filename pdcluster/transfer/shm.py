@@ -17,13 +17,13 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdcluster.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
+from pdcluster.transfer.inbox import Inbox
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, level_of_end
 from pdcluster.transfer.mapping import MappedMemory
 from pdcluster.transfer.moving import GilWaits, Payload, Table, copies_inside, native
@@ -100,11 +100,8 @@ class _Mover:
     def __init__(self, sock: socket.socket, me: Peer, peer: Peer, advert: Advert, settings: ShmSettings, writes: Writes, waits: GilWaits) -> None:
         self._sock, self._me, self._peer, self.advert, self._settings, self._writes = sock, me, peer, advert, settings, writes
         self._waits = waits
-        self._lock = threading.Lock()
-        self._queue: deque[_Write] = deque()
-        self._doorbell = Doorbell()
-        self._ending = False
-        self.failed_at: float | None = None
+        self.inbox: Inbox[_Write] = Inbox()
+        """A write stays in it until it was copied."""
         self._maps: dict[int, MappedMemory] = {}
         """By region id."""
         self.thread = threading.Thread(target=self._run, name=f"kv-copy-{peer.node}", daemon=True)
@@ -115,24 +112,12 @@ class _Mover:
         mapping = self._maps.get(region)
         return None if mapping is None else copies_inside(runs, (source.address, source.nbytes), (mapping.address, mapping.nbytes), nbytes)
 
-    def add(self, write: _Write) -> bool:
-        with self._lock:
-            if self._ending or self.failed_at is not None:
-                return False
-            self._queue.append(write)
-        self._doorbell.ring()
-        return True
-
-    def end(self) -> None:
-        self._ending = True
-        self._doorbell.ring()
-
     def _run(self) -> None:
         try:
             self._greet(self._sock)
             self._serve(self._sock)
         except (OSError, ProtocolError) as error:
-            LOG.log(level_of_end(self._queue), "the transfer to %s by shm is over: %s", self._peer.node, error)
+            LOG.log(level_of_end(self.inbox), "the transfer to %s by shm is over: %s", self._peer.node, error)
         except Exception:
             LOG.exception("the transfer thread to %s by shm failed", self._peer.node)
         finally:
@@ -141,14 +126,10 @@ class _Mover:
 
     def _settle_all(self) -> None:
         """Copies run in this thread, so none is under way here: what is left is definitely not written."""
-        with self._lock:
-            self.failed_at = time.monotonic()
-            left, self._queue = list(self._queue), deque()
-        for write in left:
+        for write in self.inbox.fail():
             self._writes.settle(write.handle, WriteStatus.FAILED)
         for mapping in self._maps.values():
             mapping.close()
-        self._doorbell.close()
 
     def _greet(self, sock: socket.socket) -> None:
         sock.send(encode(Hello(self.advert.token, self.advert.epoch, self._me.node, self._me.incarnation)))
@@ -171,15 +152,14 @@ class _Mover:
 
     def _serve(self, sock: socket.socket) -> None:
         poller = select.poll()
-        poller.register(self._doorbell.fd, select.POLLIN)
+        poller.register(self.inbox.fd, select.POLLIN)
         poller.register(sock, select.POLLIN)
-        while not self._ending:
-            while self._queue and not self._ending:
-                self._copy(sock, self._queue[0])
-                with self._lock:
-                    self._queue.popleft()
+        while not self.inbox.is_ending:
+            while self.inbox and not self.inbox.is_ending:
+                self._copy(sock, self.inbox.first())
+                self.inbox.take()
             ready = poller.poll(0 if self._populate_more() else None)
-            self._doorbell.clear()
+            self.inbox.was_heard()
             if any(fd == sock.fileno() for fd, _ in ready):
                 raise ConnectionResetError("the reader closed it")  # it never sends after the hello
 
@@ -203,14 +183,14 @@ class _Mover:
         if is_told:
             self._notify(sock, pack_notice(Notice(write.stamp, write.region, spans, has_begun=True)))
         for begin in range(0, nbytes, burst):  # bounded, so that `end` is seen soon
-            if self._ending:
+            if self.inbox.is_ending:
                 raise ConnectionAbortedError("closed by this node")
             payload.advance(burst)
             if is_told and (write.digests or begin + burst >= nbytes):
                 self._notify(sock, pack_progress(min(begin + burst, nbytes)))
         if not is_told:
             self._notify(sock, pack_notice(Notice(write.stamp, write.region, spans)))
-        self._writes.settle(write.handle, WriteStatus.DONE, payload.digest() if write.digests else None, quietly=len(self._queue) > QUIET_WRITES)
+        self._writes.settle(write.handle, WriteStatus.DONE, payload.digest() if write.digests else None, quietly=len(self.inbox) > QUIET_WRITES)
 
     def _notify(self, sock: socket.socket, notice: bytes) -> None:
         deadline = time.monotonic() + self._settings.progress_s
@@ -219,7 +199,7 @@ class _Mover:
                 sock.send(notice)
                 return
             except BlockingIOError:
-                if self._ending or time.monotonic() > deadline:
+                if self.inbox.is_ending or time.monotonic() > deadline:
                     raise TimeoutError("the reader takes no notices") from None
                 poller = select.poll()  # select knows no descriptor above 1023
                 poller.register(sock, select.POLLOUT)
@@ -314,9 +294,9 @@ class ShmBackend:
         mover = self._movers.get(peer)
         if mover is not None and decoded.epoch < mover.advert.epoch:
             raise PeerUnreachable(f"the ticket of {peer.node} is older than its connection by shared memory")
-        if mover is not None and mover.failed_at is None and (mover.advert.socket, mover.advert.token) == (decoded.socket, decoded.token):
+        if mover is not None and mover.inbox.failed_at is None and (mover.advert.socket, mover.advert.token) == (decoded.socket, decoded.token):
             return
-        if mover is not None and mover.failed_at is not None and time.monotonic() - mover.failed_at < self._settings.retry_s:
+        if mover is not None and mover.inbox.failed_at is not None and time.monotonic() - mover.inbox.failed_at < self._settings.retry_s:
             raise PeerUnreachable(f"{peer.node} could not be reached by shared memory a moment ago")
         self._movers[peer] = self._start(peer, decoded)
 
@@ -337,11 +317,11 @@ class ShmBackend:
         table = mover.table_of(rows, region, target_region, stamp.nbytes)
         if table is None and copies_inside(rows, (region.address, region.nbytes), ANYWHERE, stamp.nbytes) is None:
             raise IntegrityError(f"a write of {stamp.nbytes} bytes does not add up or reads outside of region {source_region}")
-        if mover.failed_at is not None and time.monotonic() - mover.failed_at >= self._settings.retry_s:
+        if mover.inbox.failed_at is not None and time.monotonic() - mover.inbox.failed_at >= self._settings.retry_s:
             mover = self._movers[peer] = self._start(peer, mover.advert)
             table = None  # of the other mover's mapping
         handle = self._writes.new()
-        if not mover.add(_Write(handle, region, target_region, stamp, rows, table, digests)):
+        if not mover.inbox.add(_Write(handle, region, target_region, stamp, rows, table, digests)):
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
 
@@ -350,7 +330,7 @@ class ShmBackend:
     def close(self, peer: Peer) -> Fence:
         mover = self._movers.pop(peer, None)
         if mover is not None:
-            mover.end()
+            mover.inbox.end()
             self._ended = [each for each in (*self._ended, mover) if each.thread.is_alive()]
         self._permits.revoke_writer(peer)
         with self._lock:
@@ -382,7 +362,7 @@ class ShmBackend:
             links = list(self._links)
         movers = [*self._movers.values(), *self._ended]
         for mover in movers:
-            mover.end()
+            mover.inbox.end()
         for inlet in links:
             _shut(inlet.sock)
         _shut(self._listener)

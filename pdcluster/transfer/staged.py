@@ -127,9 +127,9 @@ class StagedBackend:
 
     def _living(self, peer: Peer, pump: Pump) -> Pump:
         """The pump, or a new one when it ended a while ago."""
-        if pump.failed_at is None:
+        if pump.inbox.failed_at is None:
             return pump
-        if time.monotonic() - pump.failed_at < self._settings.retry_s:
+        if time.monotonic() - pump.inbox.failed_at < self._settings.retry_s:
             raise PeerUnreachable(f"{peer.node} could not be reached by {self.name} a moment ago")
         self._pumps[peer] = self._start(peer, pump.advert)
         return self._pumps[peer]
@@ -146,7 +146,7 @@ class StagedBackend:
         pump = self._living(peer, pump)
         handle = self._writes.new()
         payload = Payload(table_of(()), digests=digests, cached=True, waits=self.gil_waits)
-        if not pump.add(Write(handle, region, target_region, stamp, table, payload, digests)):
+        if not pump.inbox.add(Write(handle, region, target_region, stamp, table, payload, digests)):
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
 
@@ -222,7 +222,7 @@ class StagedBackend:
     def close(self, peer: Peer) -> Fence:
         pump = self._pumps.pop(peer, None)
         if pump is not None:
-            pump.end()
+            pump.inbox.end()
             self._ended = [each for each in (*self._ended, pump) if each.thread.is_alive()]
         self._permits.revoke_writer(peer)
         stopped = self._listener.end_peer(peer)
@@ -232,7 +232,7 @@ class StagedBackend:
     def shutdown(self) -> None:
         pumps = [*self._pumps.values(), *self._ended]
         for pump in pumps:
-            pump.end()
+            pump.inbox.end()
         self._listener.close()
         for pump in pumps:
             pump.thread.join(self._settings.connect_s + 1.0)

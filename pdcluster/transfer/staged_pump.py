@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from pdcluster.errors import ProtocolError
 from pdcluster.transfer.base import Handle, Peer, Region, Stamp, WriteStatus
-from pdcluster.transfer.ledger import Doorbell, level_of_end
-from pdcluster.transfer.links import Advert, Link, connect, sealed
+from pdcluster.transfer.inbox import Inbox
+from pdcluster.transfer.ledger import level_of_end
+from pdcluster.transfer.links import Advert, Answers, Link, connect, sealed
 from pdcluster.transfer.moving import Payload
 from pdcluster.transfer.runs import RunTable
 from pdcluster.transfer.staged_frames import ANSWER, ANSWER_MAGIC, AWAKE_MAGIC, NOTICE, NOTICE_MAGIC, Grant, read_grant
@@ -67,34 +68,18 @@ class Pump:
     def __init__(self, name: str, me: Peer, peer: Peer, advert: Advert, settings: StagedSettings, engine: Engine, reads: SourceReads) -> None:
         self._name, self._me, self._peer, self.advert = name, me, peer, advert
         self._settings, self._engine, self._reads = settings, engine, reads
-        self._lock = threading.Lock()
-        self._queue: deque[Write] = deque()
-        self._doorbell = Doorbell()
-        self._ending = False
-        self.failed_at: float | None = None
+        self.inbox: Inbox[Write] = Inbox()
+        """A write stays in it until its last piece was begun."""
         self._free: list[int] = []
         """Blocks of the ring; `_free_staging`: blocks of ours. What was used last goes first, as it is in the caches."""
         self._free_staging: list[int] = []
         self._engine_has: dict[int, Flying] = {}
         self._reader_has: dict[int, Flying] = {}
-        self._partial = b""
         self._progress = 0.0
         self._awake_at = 0.0
         self._pace = Pace()
         self.thread = threading.Thread(target=self._run, name=f"kv-{name}-{peer.node}", daemon=True)
         self.thread.start()
-
-    def add(self, write: Write) -> bool:
-        with self._lock:
-            if self._ending or self.failed_at is not None:
-                return False
-            self._queue.append(write)
-        self._doorbell.ring()
-        return True
-
-    def end(self) -> None:
-        self._ending = True
-        self._doorbell.ring()
 
     def _run(self) -> None:
         link: Link | None = None
@@ -108,7 +93,7 @@ class Pump:
             self._free, self._free_staging = list(range(grant.blocks)), list(range(grant.blocks))
             self._serve(link, grant, far, staging)
         except (OSError, ProtocolError) as error:
-            is_at_work = self._queue, self._engine_has, self._reader_has
+            is_at_work = self.inbox, self._engine_has, self._reader_has
             LOG.log(level_of_end(*is_at_work), "the transfer to %s by %s is over: %s", self._peer.node, self._name, error)
         except Exception:
             LOG.exception("the transfer thread to %s by %s failed", self._peer.node, self._name)
@@ -122,15 +107,12 @@ class Pump:
             self._settle_all()
 
     def _settle_all(self) -> None:
-        with self._lock:
-            self.failed_at = time.monotonic()
-            queued, self._queue = list(self._queue), deque()
+        queued = self.inbox.fail()
         for flying in self._engine_has.values():
             self._let_go(flying)
         begun = [flying.write for flying in (*self._engine_has.values(), *self._reader_has.values())]
         for write in [*begun, *queued]:
             self._reads.settle(write.handle, WriteStatus.LOST if write.noticed else WriteStatus.FAILED)
-        self._doorbell.close()
 
     def _let_go(self, flying: Flying) -> None:
         """Of what the library has not ended, it may still read the pages; staging blocks are nobody's."""
@@ -139,12 +121,12 @@ class Pump:
 
     def _serve(self, link: Link, grant: Grant, far: str, staging: Blocks) -> None:
         self._progress = time.monotonic()
-        waiter = Waiter(link.sock.fileno(), self._doorbell.fd)
-        while not self._ending:
+        waiter, answers = Waiter(link.sock.fileno(), self.inbox.fd), Answers(link, ANSWER)
+        while not self.inbox.is_ending:
             self._start_piece(grant, far, staging)
             self._keep_awake(link)
             self._check_engine(link)
-            self._take_answers(link)
+            self._take_answers(answers)
             if not (self._free or self._engine_has or self._reader_has):
                 raise ConnectionAbortedError("every staging block has a write of unknown outcome; a new connection gets new ones")
             if self._reader_has and time.monotonic() - self._progress > self._settings.progress_s:
@@ -156,9 +138,9 @@ class Pump:
         """While the library has work, an answer of the reader is worth waking up for only if its block is needed, and the doorbell only if there is
         nothing to do after that work."""
         is_idle = not self._engine_has
-        _, was_rung = waiter.wait(self._timeout_s(), (is_idle or not self._free, is_idle or not self._queue))
+        _, was_rung = waiter.wait(self._timeout_s(), (is_idle or not self._free, is_idle or not self.inbox))
         if was_rung:
-            self._doorbell.clear()
+            self.inbox.was_heard()
 
     def _timeout_s(self) -> float | None:
         if not self._engine_has:
@@ -171,19 +153,18 @@ class Pump:
     def _can_start(self) -> bool:
         """Not more with the engine than keep it busy: it moves all that it has at the same time, so that none would be there for the reader to copy
         before all are."""
-        return bool(self._free and self._queue) and len(self._engine_has) < self._settings.flying
+        return bool(self._free and self.inbox) and len(self._engine_has) < self._settings.flying
 
     def _start_piece(self, grant: Grant, far: str, staging: Blocks) -> None:
         """One at a time, so that the engine's answers for earlier pieces do not wait for the copies of later ones."""
         if not self._can_start():
             return
-        write = self._queue[0]
+        write = self.inbox.first()
         if write.pieces is None:
             write.pieces = cut(write.runs, write.source.address, grant.block_bytes, may_be_straight=self._engine.reads_anywhere)
         piece = write.pieces.popleft()
         if not write.pieces:
-            with self._lock:
-                self._queue.popleft()
+            self.inbox.take()
         self._start(grant, far, staging, write, piece)
 
     def _start(self, grant: Grant, far: str, staging: Blocks, write: Write, piece: Piece) -> None:
@@ -281,18 +262,9 @@ class Pump:
         self._reader_has[block] = flying
         link.send(sealed(header + piece.targets))
 
-    def _take_answers(self, link: Link) -> None:
-        try:
-            data = link.sock.recv(64 * ANSWER.size)
-        except BlockingIOError:
-            return
-        if not data:
-            raise ConnectionResetError("the reader closed it")
-        self._progress = time.monotonic()
-        data = self._partial + data
-        whole = len(data) - len(data) % ANSWER.size
-        self._partial = data[whole:]
-        for magic, block, copied in ANSWER.iter_unpack(data[:whole]):
+    def _take_answers(self, answers: Answers) -> None:
+        for magic, block, copied in answers.take():
+            self._progress = time.monotonic()
             flying = self._reader_has.get(block)
             if magic != ANSWER_MAGIC or flying is None:
                 raise ProtocolError(f"an answer for block {block} came that was not asked for")
@@ -308,8 +280,7 @@ class Pump:
         write.failed = write.failed or not copied
         if write.failed and write.pieces:
             write.pieces.clear()  # the rest need not go
-            with self._lock:
-                self._queue.remove(write)
+            self.inbox.drop(write)
         if not write.unanswered and not write.pieces:
             if write.failed:
                 self._reads.settle(write.handle, WriteStatus.REFUSED if write.refused else WriteStatus.FAILED)

@@ -21,7 +21,7 @@ from functools import partial
 from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, level_of_end, memory_of
-from pdcluster.transfer.links import BURST_BYTES, SEND_BYTES, Advert, Cursor, Link, Listener, connect, decode_advert, sealed
+from pdcluster.transfer.links import BURST_BYTES, SEND_BYTES, Advert, Answers, Cursor, Link, Listener, connect, decode_advert, sealed
 from pdcluster.transfer.moving import GilWaits, Payload, native, reads, table_of
 from pdcluster.transfer.packing import Block, Packer, Unpacker, is_scattered
 from pdcluster.transfer.runs import RunTable, SpanTable, run_table
@@ -124,7 +124,6 @@ class _Lane:
         self.queued_bytes = 0
         self._unanswered: deque[_Write] = deque()
         self._sending: _Write | None = None
-        self._partial = b""
         self._progress = 0.0
         self.block = Block()
         self.thread = threading.Thread(target=self._run, name=f"kv-send-{peer.node}", daemon=True)
@@ -170,6 +169,7 @@ class _Lane:
     def _serve(self, link: Link) -> None:
         poller = select.poll()
         poller.register(self._doorbell.fd, select.POLLIN)
+        answers = Answers(link, ACK)
         self._progress = time.monotonic()
         while not self._ending:
             self._next_write()
@@ -179,7 +179,7 @@ class _Lane:
             self._doorbell.clear()
             events = ready.get(link.sock.fileno(), 0)
             if events & ~select.POLLOUT:
-                self._take_answers(link)
+                self._take_answers(answers)
             if events & select.POLLOUT:
                 self._send(link)
             if busy and time.monotonic() - self._progress > self._settings.progress_s:
@@ -206,18 +206,9 @@ class _Lane:
         self._unanswered.append(write)
         self._sending = None
 
-    def _take_answers(self, link: Link) -> None:
-        try:
-            data = link.sock.recv(64 * ACK.size)
-        except BlockingIOError:
-            return
-        if not data:
-            raise ConnectionResetError("the reader closed it")
-        self._progress = time.monotonic()
-        data = self._partial + data
-        whole = len(data) - len(data) % ACK.size
-        self._partial = data[whole:]
-        for magic, nonce, chunk, trial, landed in ACK.iter_unpack(data[:whole]):
+    def _take_answers(self, answers: Answers) -> None:
+        for magic, nonce, chunk, trial, landed in answers.take():
+            self._progress = time.monotonic()
             self._answered(magic, (nonce, chunk, trial), bool(landed))
 
     def _answered(self, magic: bytes, key: tuple[int, int, int], landed: bool) -> None:

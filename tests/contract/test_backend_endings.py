@@ -7,12 +7,14 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 from backend_ends import ENGINES, NBYTES, REAL, Ends, eventually, start
 from standstill import stop_child
@@ -21,6 +23,7 @@ from transfer_peer import READER, WRITER
 
 from pdcluster.errors import PeerUnreachable
 from pdcluster.transfer.base import Fence, Peer, Permit, Run, Stamp, WriteStatus
+from pdcluster.transfer.links import TOKEN_BYTES, Advert
 
 PEER_SCRIPT = Path(__file__).with_name("transfer_peer.py")
 
@@ -284,9 +287,10 @@ def test_a_reader_that_goes_while_nothing_is_under_way_is_no_warning(name: str, 
 @pytest.mark.parametrize("name", ["tcp", "mooncake"])  # shm connects before it takes writes
 def test_a_write_that_an_end_costs_is_a_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     ends = Ends(name)
-    advert = ends.reader.advert()
-    ends.reader.shutdown()
-    ends.writer.connect(READER, advert)
-    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.FAILED
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it answers nobody, so that the write is there when it ends
+        advert = Advert("127.0.0.1", silent.getsockname()[1], bytes(TOKEN_BYTES))
+        ends.writer.connect(READER, msgspec.msgpack.encode(advert))
+        handle = ends.write(Run(0, 0, 64))
+    assert ends.result(handle) is WriteStatus.FAILED
     eventually(lambda: any(record.levelno == logging.WARNING and "is over" in record.message for record in caplog.records), "a warning")
     ends.close()

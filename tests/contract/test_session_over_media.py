@@ -184,7 +184,7 @@ def test_a_ticket_whose_writer_was_fenced_is_not_written_by_the_connection_of_a_
     nodes.reader.peer_gone(WRITER)
     nodes.until(lambda: nodes.count(Reclaimed) == 1)
     nodes.writer.open(old)
-    nodes.until(lambda: all(mover.failed_at is not None for mover in nodes.ends.writer._movers.values()))
+    nodes.until(lambda: all(mover.inbox.failed_at is not None for mover in nodes.ends.writer._movers.values()))
     new = nodes.open([2, 3], 2 * PAGE_TOKENS)
 
     def is_let_in() -> bool:

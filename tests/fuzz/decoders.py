@@ -36,7 +36,7 @@ from pdcluster.step import Row, StepPlan
 from pdcluster.transfer import links, ranked, shm_frames, staged, staged_frames, staged_pump, tcp
 from pdcluster.transfer.base import Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
 from pdcluster.transfer.ledger import Counts, Doorbell, Writes
-from pdcluster.transfer.links import Advert, Cursor, Listener
+from pdcluster.transfer.links import Advert, Answers, Cursor, Listener
 from pdcluster.transfer.moving import Payload, table_of
 from pdcluster.transfer.runs import run_table, span_table
 from pdcluster.transfer.shm import ShmBackend
@@ -291,11 +291,10 @@ def lane_decoder() -> Decoder:
     lane.thread.join()
 
     def decode(data: bytes) -> None:
-        lane._partial = b""
         lane._unanswered = deque(tcp._Write(Handle(n), Stamp(7, n, 1, 64), Cursor(()), _no_body) for n in range(3))
-        link = FedLink(data)
+        answers = Answers(FedLink(data), tcp.ACK)  # type: ignore[arg-type]
         while True:
-            lane._take_answers(link)  # type: ignore[arg-type]
+            lane._take_answers(answers)
 
     good = b"".join(tcp.ACK.pack(tcp.ACK_MAGIC, 7, n, 1, 1) for n in range(3))
     return Decoder("tcp answer", (good, good[: tcp.ACK.size]), decode, (ProtocolError, OSError), end=doorbell.close)
@@ -344,15 +343,15 @@ def pump_decoder() -> Decoder:
     source = Region(0, 0, REGION_BYTES)
 
     def decode(data: bytes) -> None:
-        pump._partial, pump._free = b"", []
+        pump._free = []
         payload = Payload(table_of(()), digests=False)
         run = run_table((Run(0, 0, 64),))
         writes = [staged_pump.Write(Handle(n), source, 0, Stamp(7, n, 1, 64), run, payload, False, deque(), 1, 1) for n in range(3)]
         piece = cut(run, 0, 4096, may_be_straight=True)[0]
         pump._reader_has = {n: staged_pump.Flying(write, piece, None, []) for n, write in enumerate(writes)}
-        link = FedLink(data)
+        answers = Answers(FedLink(data), staged_frames.ANSWER)  # type: ignore[arg-type]
         while True:
-            pump._take_answers(link)  # type: ignore[arg-type]
+            pump._take_answers(answers)
 
     good = b"".join(staged_frames.ANSWER.pack(staged_frames.ANSWER_MAGIC, n, 1) for n in range(3))
     return Decoder("staged answer", (good,), decode, (ProtocolError, OSError), end=doorbell.close)

@@ -113,7 +113,7 @@ def test_forgetting_costs_those_who_never_came_only_the_tickets_they_hold(reader
     for number in range(4):
         reader.close(other_boot(number))
     connected.connect(ME, old)
-    assert connected._movers[ME].failed_at is None
+    assert connected._movers[ME].inbox.failed_at is None
     assert not is_let_in(late, reader, old)
     assert is_let_in(late, reader, reader.advert())
     connected.shutdown()
