@@ -152,7 +152,8 @@ def _lie_in_order(row: Sequence[Arrival], whole: SpanTable) -> bool:
 
 
 def is_as_seen(shape: PageShape, incoming: Incoming, commit: Commit) -> bool:
-    return commit.block_tokens == shape.page_tokens and commit.legs == incoming.seen
+    """Never as long as nothing was seen: a Commit may have no legs, too."""
+    return len(incoming.seen) > 0 and commit.block_tokens == shape.page_tokens and commit.legs == incoming.seen
 
 
 def are_in_place(shape: PageShape, incoming: Incoming, landings: Sequence[Landing], region: int) -> bool:

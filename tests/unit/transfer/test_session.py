@@ -558,6 +558,15 @@ def test_a_commit_that_does_not_cover_the_tokens_exactly_is_refused(chunks: tupl
     assert_idle(pair)
 
 
+def test_a_commit_without_any_leg_is_refused() -> None:
+    pair = Pair()
+    ticket = pair.open(PAGES, TOKENS)
+    pair.reader.handle(WRITER, Commit(ticket.nonce, PAGE_TOKENS, (), 1))
+    pair.run(0.2)
+    assert not pair.landed and len(pair.failed) == 1 and pair.reader.counters["bad_commit"] == 1
+    assert_idle(pair)
+
+
 def test_a_dead_writers_pages_come_back_by_the_mediums_fence() -> None:
     pair = Pair(lambda _: Fault(delay_s=1.0), checks_permits=False)
     ticket = pair.open(PAGES, TOKENS)
