@@ -68,6 +68,7 @@ class Incoming:
     first_arrival: float | None = None
     last_arrival: float = 0.0
     arrived_bytes: int = 0
+    """Also those of chunks that were asked for again."""
     seen: tuple[Leg, ...] = ()
     """What arrived as its Commit would say it, when it was the whole ticket and nothing else: see `legs_seen`."""
 
@@ -139,11 +140,11 @@ def legs_seen(shape: PageShape, incoming: Incoming, region: int, *, digests: boo
         num_tokens = min((at + count) * tokens, ticket.num_tokens) - at * tokens
         entries.append(ChunkEntry(stamp.chunk, at * tokens, num_tokens, 0, shape.num_layers, stamp.nbytes, digest, stamp.trial))
         at += count
-    return (Leg(0, 0, 0, shape.heads, tuple(entries)),)
+    return () if at != end else (Leg(0, 0, 0, shape.heads, tuple(entries)),)
 
 
 def _lie_in_order(row: Sequence[Arrival], whole: SpanTable) -> bool:
-    """Do these hold, one after the other, the bytes of `whole`, each as many as its stamp says? Together they have as many."""
+    """Do these hold, one after the other, the bytes of `whole`, each as many as its stamp says? Of one alone, the caller looks at the stamp."""
     if len(row) == 1:
         spans = span_table(row[0].spans)
         return spans == whole or spans.joined() == whole

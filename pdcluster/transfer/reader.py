@@ -371,11 +371,11 @@ class Reader:
         return are_here(incoming.revoked)
 
     def _begin_check(self, incoming: Incoming, commit: Commit) -> None:
-        """Once all its stamps are here, or are overdue."""
+        """Once all its stamps are here, or are overdue, or none can come as the permit was revoked."""
         if incoming.missing is None and not self._accept(incoming, commit):
             return
         incoming.missing = [entry for entry in incoming.missing or () if not self._has_arrived(incoming, entry)]
-        if incoming.missing and self._clock() < incoming.commit_time + self._settings.arrival_s:
+        if incoming.missing and incoming.revoked is None and self._clock() < incoming.commit_time + self._settings.arrival_s:
             return
         if not self._is_revoked(incoming):
             return

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-from transfer_harness import Pair
+from dataclasses import replace
 
+import pytest
+from transfer_harness import PAGE_BYTES, PAGE_TOKENS, QUICK, READER, WRITER, Pair
+
+from pdcluster.messages import ChunkEntry, Commit, Leg
 from pdcluster.transfer import reader
+from pdcluster.transfer.base import Fence, Run, Stamp
 from pdcluster.transfer.fake import Fault
 
 PAGES, SOURCE, TOKENS = [10, 11, 30, 31], [3, 4, 5, 20], 16
@@ -35,3 +39,48 @@ def test_a_chunk_whose_stamp_never_comes_is_asked_for_again_and_its_second_commi
     pair.send_all(pair.open(PAGES, TOKENS), SOURCE)
     pair.run(5.0)
     assert looks == [0, 1] and pair.writer.counters["resent_chunks"] == 1 and len(pair.landed) == 1 and is_intact(pair)
+
+
+def commit_of(nonce: int, round_: int, *sizes: int) -> Commit:
+    """Chunks of so many pages, one after the other, each in its try of that round."""
+    entries, at = [], 0
+    for index, pages in enumerate(sizes):
+        entries.append(ChunkEntry(index, at * PAGE_TOKENS, pages * PAGE_TOKENS, 0, 1, pages * PAGE_BYTES, 0, round_))
+        at += pages
+    return Commit(nonce, PAGE_TOKENS, (Leg(0, 0, 0, 1, tuple(entries)),), 1, round=round_)
+
+
+def test_bytes_that_arrived_and_were_asked_for_again_do_not_stand_for_those_that_never_came() -> None:
+    """A writer that cuts otherwise in the second round, and leaves half of the ticket out, brings as many bytes as the ticket has."""
+    pair = Pair(settings=replace(QUICK, digests=False))
+    ticket = pair.open(PAGES, TOKENS)
+    end = pair.source.backends["fake"]
+    end.connect(READER, dict(ticket.reader.adverts)["fake"])
+    for round_, sizes in enumerate([(1, 3), (2,)]):
+        end.write(READER, 0, 0, Stamp(ticket.nonce, 0, round_, 2 * PAGE_BYTES), (Run(0, PAGES[0] * PAGE_BYTES, 2 * PAGE_BYTES),))
+        pair.poll()
+        pair.reader.handle(WRITER, commit_of(ticket.nonce, round_, *sizes))
+        pair.clock.now += QUICK.arrival_s
+        pair.poll()
+    assert pair.reader.counters["chunks_asked_again"] == 2
+    assert not pair.landed and len(pair.failed) == 1
+
+
+def test_what_comes_while_the_permit_is_revoked_is_judged_at_once() -> None:
+    """Another try, of other bytes, whose stamp was on its way: nothing comes after it that would be worth waiting for."""
+    pair = Pair(settings=replace(QUICK, digests=False))
+    ticket = pair.open(PAGES, TOKENS)
+    target = pair.target.backends["fake"]
+    revoke = target.revoke
+
+    def late(nonce: int) -> Fence:
+        target._arrivals.add(Stamp(ticket.nonce, 1, 7, PAGE_BYTES))
+        return revoke(nonce)
+
+    target.revoke = late  # type: ignore[method-assign]
+    for index in range(2):
+        target._arrivals.add(Stamp(ticket.nonce, index, 0, 2 * PAGE_BYTES))
+    pair.poll()
+    pair.reader.handle(WRITER, commit_of(ticket.nonce, 0, 2, 2))
+    pair.poll()
+    assert not pair.landed and pair.reader.counters["chunks_asked_again"] == 1
