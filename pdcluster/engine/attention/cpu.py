@@ -10,13 +10,11 @@ from torch import Tensor
 
 from pdcluster.engine.attention.base import Angles, AttentionShape, HeadNorms
 from pdcluster.engine.batch import Batch, Span
+from pdcluster.engine.layer_arrays import BLOCK
 from pdcluster.engine.native import Kernels, PairKernels, Parallel, as_array
 
 QUERY_BLOCK = 256
 """Queries per SDPA call behind a cached prefix: bounds the mask, and skips the keys after the block."""
-
-CHUNK_BLOCK = 64
-"""Keys of a block of the kernels for chunks."""
 
 TOKEN_GRAIN = 32
 PAGE_GRAIN = 16
@@ -101,10 +99,10 @@ class CpuAttention:
 
     def _attend_chunk(self, pairs: PairKernels, q: Tensor, out: Tensor, layer: int, span: Span) -> None:
         shape = self._shape
-        blocks = -(-span.length // CHUNK_BLOCK)
+        blocks = -(-span.length // BLOCK)
         if blocks > self._packed_keys.shape[1]:
-            self._packed_keys = np.empty((shape.num_kv_heads, 2 * blocks, shape.head_dim // 2, CHUNK_BLOCK), np.uint32)
-            self._packed_values = np.empty((shape.num_kv_heads, 2 * blocks, CHUNK_BLOCK // 2, shape.head_dim), np.uint32)
+            self._packed_keys = np.empty((shape.num_kv_heads, 2 * blocks, shape.head_dim // 2, BLOCK), np.uint32)
+            self._packed_values = np.empty((shape.num_kv_heads, 2 * blocks, BLOCK // 2, shape.head_dim), np.uint32)
         packed, count = (self._packed_keys, self._packed_values), span.end - span.begin
         self._parallel.run(pairs.pack_context, shape.num_kv_heads * blocks, self._pool.view(np.uint32), layer, span.pages, span.length, *packed)
         tasks = pairs.chunk_tasks(shape.num_heads, shape.num_kv_heads, count)

@@ -18,8 +18,9 @@ from pdcluster.engine import native
 from pdcluster.engine.attention.base import AttentionShape
 from pdcluster.engine.batch import Batch, Limits, build_batch
 from pdcluster.engine.collective import Alone
-from pdcluster.engine.fused_layers import MOST_TOKENS, fits_fused_layers
+from pdcluster.engine.fused_layers import LEAST_BLOCKS, LEAST_TOKENS, MOST_TOKENS, fits_fused_layers
 from pdcluster.engine.kernel_cache import filling
+from pdcluster.engine.layer_arrays import BLOCK
 from pdcluster.engine.linear import MOST_ROWS
 from pdcluster.engine.model_config import ModelConfig, read_config
 from pdcluster.engine.models.base import Progress
@@ -119,7 +120,15 @@ def test_rows_that_decode(model: tuple[ModelConfig, Weights], ops: CpuOps, conte
 
 @pytest.mark.parametrize(
     "rows",
-    [[(0, 3)], [(0, 130)], [(70, 33)], [(9, 1), (0, 40), (64, 64), (5, 2)], [(9, 1), (120, 1), (31, 190), (4, 1)], decodes(*range(MOST_ROWS + 5))],
+    [
+        [(0, 3)],
+        [(0, 130)],
+        [(70, LEAST_TOKENS + 1)],
+        [(LEAST_BLOCKS * BLOCK - 1, 2)],
+        [(9, 1), (0, 40), (64, 64), (5, 2)],
+        [(9, 1), (120, 1), (31, 190), (4, 1)],
+        decodes(*range(MOST_ROWS + 5)),
+    ],
     ids=str,
 )
 def test_prompts_beside_rows_that_decode(model: tuple[ModelConfig, Weights], ops: CpuOps, rows: list[tuple[int, int]]) -> None:
@@ -160,6 +169,19 @@ def test_a_step_rings_after_the_layers_that_it_was_asked_to(model: tuple[ModelCo
         assert heard == list(bells) and progress.layers_done == last
     computed.forward(batch(decodes(3, 4)), progress)  # launched behind it, without bells
     assert progress.layers_done == 2 * last
+
+
+def test_a_layer_is_counted_when_its_kv_is_in_the_pool(model: tuple[ModelConfig, Weights], ops: CpuOps) -> None:
+    """The counter lies where a layer's values go, which write over what was counted before them: this layer and those behind it are left."""
+    slots, num_layers = batch(decodes(3, 40)), model[0].num_layers
+    decoder(model, expected := pool(model[0]), ops).forward(slots, Progress())
+    for layer in range(num_layers):
+        progress, pages = Progress(), pool(model[0])
+        place = int(slots.slot_pages[1]), layer, 1, 0, int(slots.slot_offsets[1])
+        progress.counter = native.as_array(pages)[place].view(np.uint64)[:1]
+        decoder(model, pages, ops).forward(slots, progress)
+        assert progress.counter[0] == native.as_array(expected)[place].view(np.uint64)[0] + np.uint64(num_layers - layer)
+        progress.close()
 
 
 def test_models_without_such_a_kernel_do_without(model: tuple[ModelConfig, Weights], ops: CpuOps) -> None:
