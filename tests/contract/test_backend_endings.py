@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from transfer_peer import READER, WRITER
 from pdcluster.errors import PeerUnreachable
 from pdcluster.transfer.base import Fence, Peer, Permit, Run, Stamp, WriteStatus
 from pdcluster.transfer.links import TOKEN_BYTES, Advert
+from pdcluster.transfer.shm import ShmBackend, ShmSettings
 
 PEER_SCRIPT = Path(__file__).with_name("transfer_peer.py")
 
@@ -266,6 +268,23 @@ def test_a_reader_that_stands_still_keeps_no_write_to_another_from_its_end(name:
     reader.shutdown()
     source.drop()
     target.drop()
+
+
+def test_a_write_over_a_new_connection_goes_to_its_own_mapping_and_not_where_the_old_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = Ends("shm")
+    assert isinstance(ends.writer, ShmBackend)
+    monkeypatch.setattr(ends.writer, "_settings", ShmSettings(retry_s=0.0))
+    ends.connect()
+    ends.permit()
+    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    ends.reader.close(WRITER)
+    (mover,) = ends.writer._movers.values()
+    mover.thread.join(10.0)
+    with mmap.mmap(-1, NBYTES) as foreign:  # lies where the old mapping was, if the kernel gives that place out again
+        ends.permit()
+        assert ends.result(ends.write(Run(64, 64, 64))) is WriteStatus.DONE
+        assert bytes(ends.target.bytes[64:128]) == bytes(ends.source.bytes[64:128]) and not any(foreign[:128])
+    ends.close()
 
 
 # ---------------------------------------------------------------- what is logged of an end

@@ -139,6 +139,7 @@ def test_shm_refuses_targets_outside_the_region_at_the_writer_and_drops_stamps_n
     assert ends.result(ends.write(Run(0, 0, 64), region=3)) is WriteStatus.FAILED
     ends.result(ends.write(Run(0, 0, 64), nonce=8))
     eventually(lambda: ends.reader.counters["unknown_nonce"], "the drop is counted")
+    assert ends.result(ends.write(Run(0, NBYTES - 8, 4096))) is WriteStatus.FAILED, "its memory is mapped by now"
     assert ends.reader.arrivals() == []
     assert ends.reader.revoke(7) is Fence.CANNOT_FENCE
     ends.close()

@@ -190,3 +190,9 @@ def test_a_commit_that_cuts_the_same_bytes_otherwise_is_not_what_was_known() -> 
     arrived, other = Arrived(PAGES, [2]), Arrived(PAGES, [3])
     other.incoming.arrived = arrived.incoming.arrived
     assert not arrived.is_as_seen(other.commit) and not other.are_in_place()
+
+
+def test_a_commit_of_other_blocks_is_not_what_was_seen() -> None:
+    """Their bytes follow each other in another order."""
+    arrived = Arrived(PAGES, [2])
+    assert not arrived.is_as_seen(msgspec.structs.replace(arrived.commit, block_tokens=TOKENS // 2))

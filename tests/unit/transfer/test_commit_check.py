@@ -1,11 +1,13 @@
-"""When a Commit comes before its chunks: it is looked at once, and what arrives later, or never, still decides."""
+"""A Commit and its chunks, whichever comes first: it is looked at once or, when it says just what arrived, not at all, and what arrives later, or
+never, still decides."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
-from transfer_harness import PAGE_BYTES, PAGE_TOKENS, QUICK, READER, WRITER, Pair
+from transfer_harness import PAGE_BYTES, PAGE_TOKENS, QUICK, READER, WRITER, Pair, take_digests
 
 from pdcluster.messages import ChunkEntry, Commit, Leg
 from pdcluster.transfer import reader
@@ -39,6 +41,37 @@ def test_a_chunk_whose_stamp_never_comes_is_asked_for_again_and_its_second_commi
     pair.send_all(pair.open(PAGES, TOKENS), SOURCE)
     pair.run(5.0)
     assert looks == [0, 1] and pair.writer.counters["resent_chunks"] == 1 and len(pair.landed) == 1 and is_intact(pair)
+
+
+@pytest.mark.parametrize("digests", [True, False])
+def test_a_commit_that_says_just_what_arrived_is_not_looked_at_part_by_part(monkeypatch: pytest.MonkeyPatch, digests: bool) -> None:
+    monkeypatch.setattr(reader, "covers_all", lambda shape, ticket, commit: pytest.fail("it was looked at"))
+    pair = Pair(settings=replace(QUICK, digests=digests))
+    if digests:
+        take_digests(pair)
+    pair.send_all(pair.open(PAGES, TOKENS), SOURCE)
+    pair.run(1.0)
+    assert len(pair.landed) == 1 and is_intact(pair)
+
+
+def test_a_chunk_that_was_asked_for_again_is_not_believed_before_it_came() -> None:
+    """Its digest was wrong in the Commit, not in the pages."""
+    pair = Pair()
+    take_digests(pair)
+    ticket = pair.open(PAGES, TOKENS)
+    pair.send_all(ticket, SOURCE)
+    pair.poll()
+    pair.poll()
+    ((_, good),) = pair.inbox
+    assert isinstance(good, Commit)
+    (leg,) = good.legs
+    spoiled = (*leg.chunks[:-1], msgspec.structs.replace(leg.chunks[-1], digest=leg.chunks[-1].digest ^ 1))
+    pair.reader.handle(WRITER, msgspec.structs.replace(good, legs=(msgspec.structs.replace(leg, chunks=spoiled),)))
+    pair.reader.poll()
+    assert pair.reader.counters["chunks_asked_again"] == 1
+    pair.reader.handle(WRITER, msgspec.structs.replace(good, round=1))
+    pair.reader.poll()
+    assert pair.reader.open_tickets == 1 and pair.reader.counters["landed"] == 0
 
 
 def commit_of(nonce: int, round_: int, *sizes: int) -> Commit:

@@ -6,34 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import xxhash
-from transfer_harness import Pair
+from transfer_harness import Pair, take_digests
 
-from pdcluster.transfer.base import Arrival, Handle, Peer, Runs, Stamp
+from pdcluster.transfer.base import Arrival
 from pdcluster.transfer.fake import Fault
 
 PAGES, SOURCE, TOKENS = [10, 11, 30, 31], [3, 4, 5, 20], 16
-
-
-def take_digests(pair: Pair, change: Callable[[Arrival], Arrival] = lambda arrival: arrival) -> None:
-    """Let the fake medium digest on arrival, as shm and tcp do; `change` spoils what it says."""
-    source, target = pair.source.backends["fake"], pair.target.backends["fake"]
-    spans: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
-    write, arrivals = source.write, target.arrivals
-
-    def noting(peer: Peer, near: int, far: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
-        spans[stamp.nonce, stamp.chunk, stamp.trial] = tuple((run.target, run.nbytes) for run in runs)
-        return write(peer, near, far, stamp, runs, digests)
-
-    def digesting() -> list[Arrival]:
-        taken = []
-        for arrival in arrivals():
-            where = spans[arrival.stamp.nonce, arrival.stamp.chunk, arrival.stamp.trial]
-            payload = b"".join(pair.target.memory[offset : offset + nbytes].tobytes() for offset, nbytes in where)
-            taken.append(change(replace(arrival, digest=xxhash.xxh3_64(payload).intdigest(), spans=where)))
-        return taken
-
-    source.write, target.arrivals = noting, digesting  # type: ignore[method-assign]
 
 
 def transfer_with_a_byte_changed_after_arrival(pair: Pair) -> bool:

@@ -54,6 +54,14 @@ def test_a_copy_that_tells_its_progress_lands_with_its_last_byte_and_the_digest_
     assert (arrival.stamp, arrival.spans, arrival.digest) == (STAMP, SPANS, reader.expected())
 
 
+def test_spans_that_follow_each_other_are_one_in_the_arrival_of_a_copy_that_told_its_progress(reader: Reader) -> None:
+    """The reader's loop compares them with its pages when nothing else is left to wait for."""
+    spans = span_table([(4096, 512), (4608, 512), (512, 512)])
+    reader.hear(pack_notice(Notice(STAMP, 0, spans, has_begun=True)), pack_progress(1536))
+    (arrival,) = reader.arrivals.take()
+    assert (list(arrival.spans), arrival.digest) == (list(SPANS), reader.expected())
+
+
 def test_what_is_digested_is_what_lay_there_when_the_writer_told_of_it(reader: Reader) -> None:
     expected = reader.expected()
     reader.memory[512:1024] = 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
+import xxhash
 
 from pdcluster.messages import Endpoint, Message, Ticket, TokenLogprobs
-from pdcluster.transfer.base import Peer, Region, Stamp
+from pdcluster.transfer.base import Arrival, Handle, Peer, Region, Runs, Stamp
 from pdcluster.transfer.fake import FakeBackend, FakeNetwork, Fault
 from pdcluster.transfer.geometry import PageShape
 from pdcluster.transfer.reader import Reader
@@ -163,3 +165,24 @@ class Pair:
     @property
     def reclaimed(self) -> list[object]:
         return self.of(Reclaimed)
+
+
+def take_digests(pair: Pair, change: Callable[[Arrival], Arrival] = lambda arrival: arrival) -> None:
+    """Let the fake medium digest on arrival, as shm and tcp do; `change` spoils what it says."""
+    source, target = pair.source.backends["fake"], pair.target.backends["fake"]
+    spans: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
+    write, arrivals = source.write, target.arrivals
+
+    def noting(peer: Peer, near: int, far: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
+        spans[stamp.nonce, stamp.chunk, stamp.trial] = tuple((run.target, run.nbytes) for run in runs)
+        return write(peer, near, far, stamp, runs, digests)
+
+    def digesting() -> list[Arrival]:
+        taken = []
+        for arrival in arrivals():
+            where = spans[arrival.stamp.nonce, arrival.stamp.chunk, arrival.stamp.trial]
+            payload = b"".join(pair.target.memory[offset : offset + nbytes].tobytes() for offset, nbytes in where)
+            taken.append(change(replace(arrival, digest=xxhash.xxh3_64(payload).intdigest(), spans=where)))
+        return taken
+
+    source.write, target.arrivals = noting, digesting  # type: ignore[method-assign]
