@@ -19,10 +19,10 @@ from pdcluster.transfer.runs import cover, span_table
 FINAL = frozenset({WriteStatus.DONE, WriteStatus.FAILED, WriteStatus.REFUSED, WriteStatus.LOST})
 
 
-def level_of_end(*work: object) -> int:
-    """How a connection that the peer ended, or that never came about, is logged. work: what it still had to do, falsy when nothing: then nobody
-    loses anything, as when a whole cluster is stopped."""
-    return logging.WARNING if any(work) else logging.INFO
+def level_of_end(error: Exception, *work: object) -> int:
+    """How the end of a connection is logged. work: what it still had to do, falsy when nothing: then nobody loses anything by the peer's ending it,
+    as when a whole cluster is stopped. One that never came about had no time to get work, and the writes that come too late for it say no reason."""
+    return logging.INFO if isinstance(error, ConnectionResetError) and not any(work) else logging.WARNING
 
 
 class Doorbell:

@@ -344,6 +344,9 @@ def connect(me: Peer, peer: Peer, advert: Advert, *, connect_s: float, progress_
         link.send(HELLO.pack(MAGIC, advert.token, len(node), len(incarnation)) + node + incarnation)
         if bytes(link.receive(1)) != WELCOME:
             raise ConnectionRefusedError(f"{peer.node} did not accept the hello")
+    except ConnectionResetError as error:
+        sock.close()
+        raise ConnectionRefusedError(f"{peer.node} did not accept the hello: {error}") from error
     except BaseException:
         sock.close()
         raise

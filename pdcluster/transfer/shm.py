@@ -117,7 +117,7 @@ class _Mover:
             self._greet(self._sock)
             self._serve(self._sock)
         except (OSError, ProtocolError) as error:
-            LOG.log(level_of_end(self.inbox), "the transfer to %s by shm is over: %s", self._peer.node, error)
+            LOG.log(level_of_end(error, self.inbox), "the transfer to %s by shm is over: %s", self._peer.node, error)
         except Exception:
             LOG.exception("the transfer thread to %s by shm failed", self._peer.node)
         finally:

@@ -94,7 +94,7 @@ class Pump:
             self._serve(link, grant, far, staging)
         except (OSError, ProtocolError) as error:
             is_at_work = self.inbox, self._engine_has, self._reader_has
-            LOG.log(level_of_end(*is_at_work), "the transfer to %s by %s is over: %s", self._peer.node, self._name, error)
+            LOG.log(level_of_end(error, *is_at_work), "the transfer to %s by %s is over: %s", self._peer.node, self._name, error)
         except Exception:
             LOG.exception("the transfer thread to %s by %s failed", self._peer.node, self._name)
         finally:

@@ -149,7 +149,8 @@ class _Lane:
             link = connect(self._me, self._peer, self._advert, connect_s=self._settings.connect_s, progress_s=self._settings.progress_s)
             self._serve(link)
         except (OSError, ProtocolError) as error:
-            LOG.log(level_of_end(self._waiting, self._sending, self._unanswered), "the transfer to %s by tcp is over: %s", self._peer.node, error)
+            level = level_of_end(error, self._waiting, self._sending, self._unanswered)
+            LOG.log(level, "the transfer to %s by tcp is over: %s", self._peer.node, error)
         except Exception:
             LOG.exception("the transfer thread to %s by tcp failed", self._peer.node)
         finally:

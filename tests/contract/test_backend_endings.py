@@ -26,6 +26,8 @@ from pdcluster.errors import PeerUnreachable
 from pdcluster.transfer.base import Fence, Peer, Permit, Run, Stamp, WriteStatus
 from pdcluster.transfer.links import TOKEN_BYTES, Advert
 from pdcluster.transfer.shm import ShmBackend, ShmSettings
+from pdcluster.transfer.shm_frames import Advert as ShmAdvert
+from pdcluster.transfer.shm_frames import decode_advert as decode_shm_advert
 
 PEER_SCRIPT = Path(__file__).with_name("transfer_peer.py")
 
@@ -300,6 +302,20 @@ def test_a_reader_that_goes_while_nothing_is_under_way_is_no_warning(name: str, 
     ends.reader.shutdown()
     eventually(lambda: "is over" in caplog.text, "the writer sees that the reader is gone")
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    ends.close()
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp", "mooncake"])
+def test_a_connection_that_never_came_about_is_a_warning_even_before_there_is_a_write(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A write asked for a moment later ends as FAILED and has nothing else to say why."""
+    ends = Ends(name)
+    if name == "shm":
+        advert: Advert | ShmAdvert = ShmAdvert(decode_shm_advert(ends.reader.advert()).socket, bytes(TOKEN_BYTES))
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            advert = Advert("127.0.0.1", gone.getsockname()[1], bytes(TOKEN_BYTES))
+    ends.writer.connect(READER, msgspec.msgpack.encode(advert))
+    eventually(lambda: any(record.levelno == logging.WARNING and "is over" in record.message for record in caplog.records), "a warning")
     ends.close()
 
 
