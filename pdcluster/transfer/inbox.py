@@ -13,8 +13,8 @@ W = TypeVar("W")
 
 
 class Inbox(Generic[W]):
-    """`add` and `end` are for any thread, the rest for the one whose inbox it is. It polls `fd`, and looks at a write for as long as it likes before
-    it takes it out: what is still here when it fails is `fail`'s."""
+    """`add` and `end` are for any thread, the rest for the one whose inbox it is. It polls `fd`, and works on the first write before it takes it
+    out, so that whatever ends the thread, `fail` hands back each write that it had not done with."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -83,7 +83,7 @@ class Notice:
     send_at: float
 
 
-def free_pages(shape: PageShape, is_owned: NDArray[np.bool_], pages: Sequence[int], num_tokens: int, cached_tokens: int) -> Offsets:
+def writable_pages(shape: PageShape, is_owned: NDArray[np.bool_], pages: Sequence[int], num_tokens: int, cached_tokens: int) -> Offsets:
     """The pages that a writer may write. All mistakes here are our own node's."""
     tokens = shape.page_tokens
     if not 0 <= cached_tokens <= num_tokens or num_tokens < 1 or cached_tokens % tokens or len(pages) < -(-num_tokens // tokens):

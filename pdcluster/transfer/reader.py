@@ -19,13 +19,13 @@ from pdcluster.transfer.incoming import (
     Notice,
     are_in_place,
     covers_all,
-    free_pages,
     in_token_order,
     is_as_seen,
     legs_seen,
     part_of,
     spans_of,
     stats_of,
+    writable_pages,
 )
 from pdcluster.transfer.rank_memory import Answer, OwnMemories, RankMemories, are_here
 from pdcluster.transfer.runs import SpanTable, merged
@@ -85,7 +85,7 @@ class Reader:
     ) -> Ticket:
         """Issue a ticket: `writer` may write the KV of tokens [cached_tokens, num_tokens) into `pages` (in token order from token 0 on)."""
         self._forget_old()
-        writable = free_pages(self._shape, self._is_owned, pages, num_tokens, cached_tokens)
+        writable = writable_pages(self._shape, self._is_owned, pages, num_tokens, cached_tokens)
         nonce = self._random.getrandbits(64)
         ticket = Ticket(
             nonce=nonce,
