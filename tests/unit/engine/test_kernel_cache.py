@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,6 +115,15 @@ def test_other_installations_of_the_same_sources_have_other_places(tmp_path: Pat
         shutil.copy(Path(kernel_cache.__file__).parent / f"{name}.py", here)
     monkeypatch.setattr(kernel_cache, "__file__", str(here / "kernel_cache.py"))
     assert place_of(tmp_path) != own
+
+
+def test_places_are_of_all_sources_that_kernels_are_made_of() -> None:
+    """numba looks at a function's own file only: of what was built in from one that is missing, an old version would be loaded."""
+    texts = {f"engine.{path.stem}": path.read_text() for path in Path(kernel_cache.__file__).parent.glob("*.py")}
+    made = {name for name, text in texts.items() if re.search(r"^@(numba\.njit|intrinsic)", text, re.MULTILINE)}
+    built_in = {other for name in made for other in re.findall(r"^from pdcluster\.([\w.]+) import", texts[name], re.MULTILINE)}
+    assert "engine.layer_kernels" in made and "engine.layer_arrays" in built_in
+    assert {f"engine.{name}" for name in SOURCES} == made | built_in
 
 
 def test_what_another_numba_filled_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
