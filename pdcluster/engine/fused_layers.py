@@ -59,7 +59,7 @@ class FusedLayers:
 
     def _rows(self, angles: Angles, batch: Batch) -> RowArrays:
         chunks = batch.spans[batch.num_decodes :]
-        pages = [len(span.pages) for span in chunks]
+        pages = np.array([len(span.pages) for span in chunks], np.int64)
         return RowArrays(
             cos=angles.cos.numpy(),
             sin=angles.sin.numpy(),
@@ -72,7 +72,7 @@ class FusedLayers:
             chunk_counts=np.array([span.end - span.begin for span in chunks], np.int64),
             chunk_lengths=np.array([span.length for span in chunks], np.int64),
             chunk_pages=np.concatenate([span.pages for span in chunks]) if chunks else np.zeros(0, np.int64),
-            chunk_first_page=np.cumsum(pages) - np.array(pages, np.int64),
+            chunk_first_page=np.cumsum(pages) - pages,
             scale=np.float32(self._shape.scale),
         )
 
