@@ -26,7 +26,8 @@ STREAM_BYTES = 4096
 """Shorter copies are memmove's."""
 AHEAD_BYTES, FAR_AHEAD_BYTES = 1024, 4096
 """Bytes are asked for when those so far before them are moved: the processor by itself foresees neither the next page nor where another run
-begins. FAR: in runs of at most SHORT_RUN_BYTES after which the source jumps, of which it has hardly seen that they go on when they end."""
+begins. FAR: in runs of at most SHORT_RUN_BYTES after which the source jumps, of which it has hardly seen that they go on when they end. Where all of
+one is moved before the next one's bytes can be there, those of the run after the next are asked for."""
 SHORT_RUN_BYTES = 32 << 10
 
 # ---------------------------------------------------------------- one instruction each
@@ -367,8 +368,11 @@ def move(table: NDArray[np.uint64], cursor: NDArray[np.uint64], left: int, calls
         count = min(left, nbytes)
         if count < nbytes:
             following = source + count
+        distance = np.uint64(FAR_AHEAD_BYTES if far else AHEAD_BYTES)
+        if far and count == nbytes and count <= distance and row + np.uint64(2) < table.shape[0]:
+            following, distance = table[row + np.uint64(2), 1], count
         _touch(following)
-        stretch = Stretch(target, source, count, following, np.uint64(FAR_AHEAD_BYTES if far else AHEAD_BYTES))
+        stretch = Stretch(target, source, count, following, distance)
         if digests:
             more = left > count and row + np.uint64(1) < table.shape[0]
             _digest(calls, state, stretch, more, past)
