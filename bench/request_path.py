@@ -15,21 +15,26 @@ import asyncio
 import json
 import os
 import secrets
+import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import uvloop
+import zmq
 
+from bench.bare_router import BareConnection, bare_router
+from bench.bare_router import __file__ as bare_router_file
 from bench.cluster import ends_with_us, start
 from bench.http_load import Ask
-from bench.report import Row, print_rows, row, write_json
+from bench.report import Row, paired, print_rows, row, write_json
 from bench.rivals import ROUTER_CORE, stop
 from bench.router import CLIENT_CORE, NUM_PROMPT, NUM_STREAMED, PACE_S
 from pdcluster import bundled_model
@@ -70,13 +75,24 @@ PARTS = (
 )
 
 
+Connect = Callable[[], asyncio.Protocol]
+
+
+class Answering(Protocol):
+    """What is measured."""
+
+    async def answer(self, ask: Ask, count: int) -> None:
+        """So many requests, NUM_CLIENTS at a time; raises RuntimeError when one fails."""
+        ...
+
+
 class Client:
     """The transport of one connection, as far as connections know it. Asks again as soon as it was answered, while `more` says so."""
 
     def __init__(self, request: bytes, end: bytes, more: Callable[[bytes], bool]) -> None:
         self._request, self._end, self._more = request, end, more
         self._answer = b""
-        self.connection: Connection | None = None
+        self.connection: asyncio.Protocol | None = None
 
     def ask(self) -> None:
         assert self.connection is not None
@@ -108,8 +124,8 @@ class Router:
     def __init__(self, parts: process.Parts, config: RouterConfig) -> None:
         self._parts = parts
         front = parts.front
-        self._app = create_app(front.dispatch, http_settings(config), front.metrics, front.places)
-        self._connections = Connections()
+        app, connections = create_app(front.dispatch, http_settings(config), front.metrics, front.places), Connections()
+        self._connect: Connect = partial(Connection, app, LIMITS, connections)
 
     async def wait_ready(self, num_nodes: int) -> None:
         """Looks again and again: nodes that have nothing new to say say nothing, and a model is loaded without a word."""
@@ -121,35 +137,49 @@ class Router:
         raise TimeoutError(f"the router does not know {num_nodes} nodes and their model after {READY_S:g} s")
 
     async def answer(self, ask: Ask, count: int) -> None:
-        """So many requests, NUM_CLIENTS at a time; raises RuntimeError when one fails."""
-        left, num_open, failure = count, 0, b""
-        done = asyncio.Event()
+        await answer(self._connect, ask, count)
 
-        def more(answer: bytes) -> bool:
-            nonlocal left, num_open, failure
-            if not answer.startswith(OK):
-                failure = answer
-            left -= 1
-            if left > 0 and not failure:
-                return True
-            num_open -= 1
-            if num_open == 0 or failure:
-                done.set()
-            return False
 
-        clients = [Client(ask.request(), STREAM_END if ask.is_stream else b"", more) for _ in range(min(NUM_CLIENTS, count))]
-        num_open, left = len(clients), count - len(clients) + 1
-        for client in clients:
-            client.connection = Connection(self._app, LIMITS, self._connections)
-            client.connection.connection_made(cast(asyncio.Transport, client))
-            client.ask()
-        async with asyncio.timeout(60 + count):
-            await done.wait()
-        for client in clients:
-            assert client.connection is not None
-            client.connection.connection_lost(None)
-        if failure:
-            raise RuntimeError(f"a request failed: {failure[:200]!r}")
+class Bare:
+    """`bench.bare_router` in the same place."""
+
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
+
+    async def answer(self, ask: Ask, count: int) -> None:
+        await answer(self._connect, ask, count)
+
+
+async def answer(connect: Connect, ask: Ask, count: int) -> None:
+    """So many requests, NUM_CLIENTS at a time; raises RuntimeError when one fails."""
+    left, num_open, failure = count, 0, b""
+    done = asyncio.Event()
+
+    def more(answer: bytes) -> bool:
+        nonlocal left, num_open, failure
+        if not answer.startswith(OK):
+            failure = answer
+        left -= 1
+        if left > 0 and not failure:
+            return True
+        num_open -= 1
+        if num_open == 0 or failure:
+            done.set()
+        return False
+
+    clients = [Client(ask.request(), STREAM_END if ask.is_stream else b"", more) for _ in range(min(NUM_CLIENTS, count))]
+    num_open, left = len(clients), count - len(clients) + 1
+    for client in clients:
+        client.connection = connect()
+        client.connection.connection_made(cast(asyncio.Transport, client))
+        client.ask()
+    async with asyncio.timeout(60 + count):
+        await done.wait()
+    for client in clients:
+        assert client.connection is not None
+        client.connection.connection_lost(None)
+    if failure:
+        raise RuntimeError(f"a request failed: {failure[:200]!r}")
 
 
 @contextmanager
@@ -171,6 +201,8 @@ def counting(found: Counter[str]) -> Iterator[None]:
 
 
 def part_of(file: str) -> str:
+    if file == bare_router_file:
+        return "the bare router itself"
     ours = next((root for root in ROOTS if file.startswith(root)), None)
     if ours is None:
         return NOT_OURS
@@ -201,6 +233,33 @@ async def routing(bootstrap: str, case: str) -> AsyncIterator[Router]:
         yield router
 
 
+@asynccontextmanager
+async def without_routing(bootstrap: str) -> AsyncIterator[Bare]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = bare_router(context)
+    try:
+        await router.connect(bootstrap)
+        async with asyncio.timeout(READY_S):
+            await router.ready.wait()
+        bare = Bare(lambda: BareConnection(router))
+        await bare.answer(completion(NUM_PROMPT, 1, is_stream=False), 500)
+        yield bare
+    finally:
+        router.close()
+        context.destroy(0)
+
+
+async def beside_bare(router: Answering, bootstrap: str, ask: Ask, unit: str, count: int, turns: int, num_units: int) -> list[Row]:
+    """The thread's time of one and the other, in turns: what is left when the machine's own pace of the moment is taken out."""
+    async with without_routing(bootstrap) as bare:
+        pairs = [[(await _microseconds(each, ask, count, 1))[0] / num_units for each in (router, bare)] for _ in range(turns)]
+        ratio, least = paired([own / other for own, other in pairs]), statistics.median(other for _, other in pairs)
+        own_us = statistics.median(own for own, _ in pairs)
+        against = "a router without routing"
+        rows = [Row(f"router thread per {unit}, in turns", "local", own_us, "us", against, least, ratio.median, ratio.spread)]
+        return rows + await _instructions(bare, ask, against, unit, num_units)
+
+
 async def request_rows(bootstrap: str, case: str, scale: int) -> list[Row]:
     async with routing(bootstrap, case) as router:
         ask = completion(NUM_PROMPT, 1, is_stream=False)
@@ -208,6 +267,7 @@ async def request_rows(bootstrap: str, case: str, scale: int) -> list[Row]:
         rows = [row("router thread per request", case, await _microseconds(router, ask, 100, 10 * scale), "us", **goal)]  # type: ignore[arg-type]
         rows += await _instructions(router, ask, case, "request", 1)
         if case == "local":
+            rows += await beside_bare(router, bootstrap, ask, "request", 200, 10 * scale, 1)
             for length in LENGTHS:
                 samples = await _microseconds(router, completion(length, 1, is_stream=False), 10, 3 * scale)
                 rows.append(row("router thread per request", f"{case}, {length:,} ids", [sample / 1e3 for sample in samples], "ms"))
@@ -220,10 +280,13 @@ async def stream_rows(bootstrap: str, case: str, scale: int) -> list[Row]:
         samples = [sample / NUM_STREAMED for sample in await _microseconds(router, ask, 50, 4 * scale)]
         goal = {"against": "60,000 a second", "against_value": TOKEN_GOAL_US}
         rows = [row("router thread per streamed token", case, samples, "us", **goal)]  # type: ignore[arg-type]
-        return rows + await _instructions(router, ask, case, "streamed token", NUM_STREAMED)
+        rows += await _instructions(router, ask, case, "streamed token", NUM_STREAMED)
+        if case == "local":
+            rows += await beside_bare(router, bootstrap, ask, "streamed token", 50, 4 * scale, NUM_STREAMED)
+        return rows
 
 
-async def _microseconds(router: Router, ask: Ask, count: int, repeats: int) -> list[float]:
+async def _microseconds(router: Answering, ask: Ask, count: int, repeats: int) -> list[float]:
     """Of this thread's CPU, by request."""
     samples = []
     for _ in range(repeats):
@@ -233,7 +296,7 @@ async def _microseconds(router: Router, ask: Ask, count: int, repeats: int) -> l
     return samples
 
 
-async def _instructions(router: Router, ask: Ask, case: str, unit: str, num_units: int) -> list[Row]:
+async def _instructions(router: Answering, ask: Ask, case: str, unit: str, num_units: int) -> list[Row]:
     """By part, the largest first, `num_units` of them to a request."""
     found: Counter[str] = Counter()
     with counting(found):

@@ -34,6 +34,8 @@ from bench.http_load import Ask
 from pdcluster import bundled_model
 
 NAMES = ("sglang-router", "smg", "vllm-router", "dynamo")
+BARE = "bare"
+"""bench.bare_router."""
 ROUTER_CORE = 1
 MODEL = "m"
 READY_S = 60.0
@@ -60,7 +62,7 @@ class Placed:
             body: dict[str, object] = {"input_ids": ids, "sampling_params": {"max_new_tokens": num_output, "temperature": 0}, "stream": stream}
         else:
             body = {"model": self.model, "prompt": ids, "max_tokens": num_output, "temperature": 0, "stream": stream}
-            body |= {"ignore_eos": True} if self.name == "pdcluster" else {}
+            body |= {"ignore_eos": True} if self.name in ("pdcluster", BARE) else {}
         return Ask(self.path, json.dumps(body).encode(), stream, self.token_mark)
 
 

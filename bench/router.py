@@ -4,6 +4,9 @@ Nodes are fakes that answer at once (`bench.fake_node`) on core 0 beside the cli
 router's kind of link without a router, is printed and subtracted. Core time is the router process's own, so it holds when the fakes are the
 bottleneck: `per core` is what one core of router could do.
 
+The ceiling of the machine of the moment is `bench.bare_router` on the same core over the same fakes, asked in turns with ours: what plain Python can
+do without any routing. Where the goals come from it did 18,000 requests/s, 100,000 tokens/s and 0.31 ms; they are 0.5, 0.6 and 1.13 of that.
+
 `--compare` puts other routers in the same places (`bench.rivals` says which, how, and how to install them): those found in `--rivals DIR`. Which are
 not there, or do not come up, is said. Ours routes by its default policy with exact prefixes.
 """
@@ -28,8 +31,8 @@ import zmq
 
 from bench.cluster import ends_with_us, start
 from bench.http_load import Ask, Outcome, load
-from bench.report import Row, print_rows, row, write_json
-from bench.rivals import NAMES, ROUTER_CORE, Placed, rival, stop, wait_ready
+from bench.report import Row, paired, print_rows, row, write_json
+from bench.rivals import BARE, NAMES, ROUTER_CORE, Placed, rival, stop, wait_ready
 from pdcluster import bundled_model
 from pdcluster.bootstrap.agent import watch
 from pdcluster.kv.hashing import chain_root, extend
@@ -72,6 +75,19 @@ def ours(roles: Sequence[str], token_s: float = 0.0) -> Iterator[tuple[Placed, s
         os.sched_setaffinity(pid, {ROUTER_CORE})
         wait_ready(address, b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         yield Placed("pdcluster", address, pid, "/v1/completions", model.resolve().name), bootstrap
+    finally:
+        stop(running)
+
+
+@contextmanager
+def bare(bootstrap: str) -> Iterator[Placed]:
+    """The router without routing over the first of the same fakes."""
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        address = start(running, ["bench.bare_router", "--bootstrap", bootstrap])
+        os.sched_setaffinity(running[-1].pid, {ROUTER_CORE})
+        wait_ready(address, b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+        yield Placed(BARE, address, running[-1].pid, "/v1/completions", bundled_model.path().resolve().name)
     finally:
         stop(running)
 
@@ -173,6 +189,34 @@ def stream_rows(placed: Placed, case: str, seconds: float, repeats: int) -> list
     ]
 
 
+def ceiling_rows(placed: Placed, bootstrap: str, seconds: float, turns: int, *, is_stream: bool) -> list[Row]:
+    """Ours beside the router without routing, in turns."""
+    asks = [("tokens", NUM_STREAMED, CONNECTIONS)] if is_stream else [("requests", 1, CONNECTIONS), ("latency p50, alone", 1, 1)]
+    rows = []
+    with bare(bootstrap) as other:
+        for metric, num_output, connections in asks:
+            runs = []
+            for _ in range(turns):
+                turn = [(each, each.ask(NUM_PROMPT, num_output, stream=is_stream)) for each in (placed, other)]
+                runs.append([measure(each, ask, connections=connections, seconds=seconds) for each, ask in turn])
+            if connections == 1:
+                rows.append(_beside(metric, [[run.outcome.percentile(0.5) * 1e3 for run in pair] for pair in runs], "ms"))
+                continue
+            rows.append(
+                _beside(f"{metric}/s", [[run.outcome.tokens_s if is_stream else run.outcome.requests_s for run in pair] for pair in runs], "1/s")
+            )
+            counted = [[(run.outcome.all_tokens if is_stream else run.outcome.all_answers) / run.core_s for run in pair] for pair in runs]
+            rows.append(_beside(f"{metric}/s per core", counted, "1/s"))
+    return rows
+
+
+def _beside(metric: str, pairs: Sequence[Sequence[float]], unit: str) -> Row:
+    """The median of the ratios of turns, which both sides of a turn had the same machine for."""
+    ratio = paired([own / other for own, other in pairs])
+    own_value, other_value = (statistics.median(side) for side in zip(*pairs, strict=True))
+    return Row(f"{metric}, in turns", "pdcluster local", own_value, unit, "a router without routing", other_value, ratio.median, ratio.spread)
+
+
 def prompt_rows(placed: Placed, lengths: Sequence[int], seconds: float) -> list[Row]:
     """Core time by prompt length, of prompts given as token ids (nothing is tokenised)."""
     rows = []
@@ -244,9 +288,12 @@ def main() -> None:
             rates = request_rows(placed, case, seconds, repeats)
             rows += rates + latency_rows(placed, case, direct, seconds, repeats, rates[0].value / 2)
             if case == "local":
+                rows += ceiling_rows(placed, bootstrap, seconds, 3, is_stream=False)
                 rows += prompt_rows(placed, (100, 10_000) if chosen.quick else (100, 10_000, 100_000), seconds)
-        with ours(roles, PACE_S) as (placed, _):
+        with ours(roles, PACE_S) as (placed, bootstrap):
             rows += stream_rows(placed, case, seconds, repeats)
+            if case == "local":
+                rows += ceiling_rows(placed, bootstrap, seconds, 3, is_stream=True)
         if chosen.compare:
             rows += compare(chosen.rivals, case, seconds, repeats)
     rows += against_rivals(rows)
