@@ -39,7 +39,7 @@ class Packer:
     def __init__(self, runs: RunTable, source: int, payload: Payload, block: Block) -> None:
         self._source, self._payload, self._block = source, payload, block
         self._pieces = deque(runs.pieces(BLOCK_BYTES))
-        self._cursor = Cursor(())
+        self._cursor = Cursor(memoryview(b""))
 
     @property
     def is_done(self) -> bool:
@@ -57,7 +57,7 @@ class Packer:
         nbytes = piece.nbytes
         self._payload.extend(packing(piece, self._source, self._block.address))
         self._payload.advance(nbytes)
-        self._cursor = Cursor([self._block.view[:nbytes]])
+        self._cursor = Cursor(self._block.view[:nbytes])
 
 
 class Unpacker:

@@ -314,7 +314,7 @@ class TcpBackend:
         header = FRAME.pack(WRITE_MAGIC, len(table), stamp.nonce, stamp.chunk, stamp.trial, target_region, stamp.nbytes)
         lane = self._lane(peer, remote)
         handle = self._writes.new()
-        frame = Cursor([memoryview(sealed(header + table.targets.pack()))])
+        frame = Cursor(memoryview(sealed(header + table.targets.pack())))
         if not lane.add(_Write(handle, stamp, frame, partial(self._prepare, table, region, lane.block, digests=digests))):
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
@@ -324,10 +324,9 @@ class TcpBackend:
         if is_scattered(runs.sources):
             packing = Payload(table_of(()), digests=digests, cached=True, waits=self.gil_waits)
             return _Body(Packer(runs, region.address, packing, block), None), packing if digests else None
-        memory, sources = self._memory[region.id], runs.sources
-        cursor = Cursor(memory[offset : offset + nbytes] for offset, nbytes in sources.joined())
+        sources = runs.sources
         payload = Payload(reads(sources, region.address), digests=True, cached=True, waits=self.gil_waits) if digests else None
-        return _Body(cursor, payload), payload
+        return _Body(Cursor(self._memory[region.id], sources), payload), payload
 
     # ------------------------------------------------------------ receiving, on the listener's threads
 
@@ -377,8 +376,7 @@ class TcpBackend:
         if is_scattered(spans):
             unpacker = Unpacker(spans, region.address, block, digests=permit.digests)
             return self._unpack(link, permit, unpacker), unpacker.digest
-        memory = self._memory[region.id]
-        cursor = Cursor(memory[offset : offset + length] for offset, length in spans.joined())
+        cursor = Cursor(self._memory[region.id], spans)
         payload = Payload(reads(spans, region.address), digests=True) if permit.digests else None
         return self._fill(link, permit, cursor, payload, stamp.nbytes), partial(_finished, payload, stamp.nbytes)
 

@@ -281,7 +281,7 @@ def tcp_frame_decoder() -> Decoder:
 
 
 def _no_body() -> tcp._Body:
-    return tcp._Body(Cursor(()), None, 0)
+    return tcp._Body(Cursor(memoryview(b"")), None, 0)
 
 
 def lane_decoder() -> Decoder:
@@ -291,7 +291,7 @@ def lane_decoder() -> Decoder:
     lane.thread.join()
 
     def decode(data: bytes) -> None:
-        lane._unanswered = deque(tcp._Write(Handle(n), Stamp(7, n, 1, 64), Cursor(()), _no_body) for n in range(3))
+        lane._unanswered = deque(tcp._Write(Handle(n), Stamp(7, n, 1, 64), Cursor(memoryview(b"")), _no_body) for n in range(3))
         answers = Answers(FedLink(data), tcp.ACK)  # type: ignore[arg-type]
         while True:
             lane._take_answers(answers)

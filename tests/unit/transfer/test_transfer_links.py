@@ -7,6 +7,7 @@ import select
 import socket
 import threading
 import time
+from random import Random
 
 import msgspec
 import pytest
@@ -33,27 +34,58 @@ from pdcluster.transfer.links import (
     is_same_host,
     send_unpaced,
 )
+from pdcluster.transfer.runs import span_table
 
 ME, OTHER = Peer("p0", "a"), Peer("d0", "b")
 
 
-@given(st.lists(st.binary(max_size=40), max_size=100), st.integers(1, 200), st.randoms(use_true_random=False))
-def test_a_cursor_hands_out_all_bytes_in_order(parts: list[bytes], most_bytes: int, choose: object) -> None:
-    cursor, out = Cursor([memoryview(part) for part in parts]), b""
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=100), st.integers(1, 200), st.randoms(use_true_random=False))
+def test_a_cursor_hands_out_all_bytes_in_order(lengths_and_gaps: list[tuple[int, int]], most_bytes: int, choose: Random) -> None:
+    spans, end = [], 0
+    for length, gap in lengths_and_gaps:
+        spans.append((end + gap, length))
+        end += gap + length
+    choose.shuffle(spans)
+    memory = memoryview(choose.randbytes(end))
+    cursor, out = Cursor(memory, span_table(spans)), b""
     while not cursor.is_done:
+        assert cursor.started == bool(out)
         head = b"".join(cursor.head(most_bytes))
         assert 0 < len(head) <= most_bytes
-        count = choose.randint(1, len(head))  # type: ignore[attr-defined]
+        assert cursor.head(most_bytes) == cursor.head(most_bytes)
+        count = choose.randint(1, len(head))
         out += head[:count]
         cursor.advance(count)
-    assert out == b"".join(parts)
-    assert cursor.started == bool(out)
+    assert out == b"".join(memory[offset : offset + length] for offset, length in spans)
+
+
+def test_a_cursor_fills_its_spans_and_nothing_beside_them() -> None:
+    memory, spans = bytearray(1000), [(600, 300), (10, 90), (100, 50), (400, 1)]
+    cursor, data = Cursor(memoryview(memory), span_table(spans)), bytes(range(1, 256)) * 2
+    while not cursor.is_done:
+        view = cursor.head(70)[0]
+        view[:] = data[: len(view)]
+        data = data[len(view) :]
+        cursor.advance(len(view))
+    wanted = bytearray(1000)
+    data = bytes(range(1, 256)) * 2
+    for offset, length in spans:
+        wanted[offset : offset + length], data = data[:length], data[length:]
+    assert memory == wanted
+
+
+def test_a_cursor_of_no_spans_has_all_of_its_memory() -> None:
+    cursor = Cursor(memoryview(b"header"))
+    assert cursor.head() == [b"header"]
+    cursor.advance(6)
+    assert cursor.is_done
+    assert Cursor(memoryview(b"")).is_done
 
 
 def test_one_system_call_moves_a_bounded_number_of_bytes() -> None:
     big = memoryview(bytearray(3 * BURST_BYTES))
-    assert sum(len(piece) for piece in Cursor([big[:100], big]).head()) == BURST_BYTES
-    assert len(Cursor([big[:1]] * 500).head()) == MAX_VECTOR
+    assert sum(len(piece) for piece in Cursor(big, span_table([(1, 100), (200, 2 * BURST_BYTES)])).head()) == BURST_BYTES
+    assert len(Cursor(big, span_table([(2 * at, 1) for at in range(500)])).head()) == MAX_VECTOR
 
 
 @pytest.mark.parametrize(
