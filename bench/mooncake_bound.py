@@ -1,9 +1,11 @@
 """What a transfer over Mooncake can come to, whoever writes the protocol: its engine, one copy at the reader, the digests. For `bench.transfer`.
 
 The medium cannot fence, so what it wrote is copied once more by the reader, and both ends digest. This does that and nothing else: no tickets,
-permits, frames or pages; 16 bytes say which block landed, one byte that it was copied. Blocks are as large and as many as the product's. straight:
-sent from where they lie. gathered: made of runs of 128 KiB first, as pages of 64 KiB in pairs need it. Beside it, how much of each end's core the
-engine alone takes: of a core that is full, whatever else is done there is missing from the rate.
+permits, frames or pages; a few bytes say which block landed, one byte that it was copied. Blocks are as large and as many as the product's. Of the
+engine alone blocks go straight to their places, eight at a time, as nobody has to copy them.
+
+Beside it, how much of each end's core the engine alone takes: of a core that is full, whatever else is done there is missing from the rate. RDMA
+would leave that core to the digest, as the adapter reads the memory; the copy at the reader stays.
 """
 
 from __future__ import annotations
@@ -11,107 +13,145 @@ from __future__ import annotations
 import os
 import select
 import socket
-import statistics
 import struct
+import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bench.report import Row, row
 from bench.transfer_ends import HOST, Address, Near, Pipe, Pool, Sink
 from pdcluster.transfer.base import WriteStatus
+from pdcluster.transfer.links import send_unpaced
 from pdcluster.transfer.moving import Payload, table_of
+from pdcluster.transfer.staged_pieces import ENTRY_BYTES
 from pdcluster.transfer.staging import StagedSettings
 
 if TYPE_CHECKING:
     from pdcluster.transfer.mooncake import MooncakeEngine
 
-KIND = "mooncake and a copy"
+KIND = "mooncake"
 SETTINGS = StagedSettings(host=HOST)
 BLOCK_BYTES, BLOCKS, FLYING = SETTINGS.block_bytes, SETTINGS.blocks, SETTINGS.flying
+FLYING_ALONE = 8
 RUN_BYTES = 128 << 10
-LANDED = struct.Struct("<IIQ")
-"""block, bytes in it (0: the move is over), where in the reader's memory they go."""
-END = LANDED.pack(0, 0, 1)
+LANDED = struct.Struct("<IIQ?")
+"""block, bytes in it (0: the move is over), where in the reader's memory they go, whether they are digested."""
 LOOK_S = 0.0001
-
-
-def cpu_s(pid: int) -> float:
-    """Seconds of processor that a process used, all its threads."""
-    return time.clock_gettime((~pid << 3) | 2)
-
-
-def copy_what_lands(pipe: Pipe, memory: Pool) -> None:
-    """The reader's side, until it is told to stop."""
-    from pdcluster.transfer.mooncake import MooncakeEngine
-
-    engine, ring = MooncakeEngine(SETTINGS), Pool(BLOCKS * BLOCK_BYTES)
-    engine.register(ring.bytes.ctypes.data, ring.bytes.size)
-    pipe.send(Address(engine.session, ring.bytes.ctypes.data))
-    payload = Payload(table_of(()), digests=True, of_copy=True)
-    while (said := pipe.sock.recv(LANDED.size, socket.MSG_WAITALL)) != END:
-        block, nbytes, start = LANDED.unpack(said)
-        if nbytes:
-            payload.extend(table_of([(memory.bytes.ctypes.data + start, ring.bytes.ctypes.data + block * BLOCK_BYTES, nbytes)]))
-            payload.advance(nbytes)
-            pipe.sock.send(b"k")
-        else:
-            pipe.sock.send(payload.digest().to_bytes(8, "little"))
-            payload = Payload(table_of(()), digests=True, of_copy=True)
-    engine.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the bytes go. copies: digested, and copied by the reader; gathered: see module."""
+    """How the bytes go. copies: by the reader, from its ring; digests: at both ends; gathered: made of runs of 128 KiB first, as pages of 64 KiB in
+    pairs need it."""
 
-    name: str
-    copies: bool
+    metric: str
+    what: str
+    copies: bool = False
+    digests: bool = False
     gathered: bool = False
 
 
-ALONE = Way("alone", copies=False)
-WAYS = (Way("straight", copies=True), Way("gathered", copies=True, gathered=True))
+ALONE = Way("", "engine alone")
+STRAIGHT = Way("bound.mooncake", "engine, a copy at the reader, digests", copies=True, digests=True)
+GATHERED = Way("gathered.mooncake", "engine, a copy at each end, digests", copies=True, digests=True, gathered=True)
+WAYS = (
+    STRAIGHT,
+    GATHERED,
+    Way("copied.mooncake", "engine, a copy at the reader", copies=True),
+    Way("staging.mooncake", "engine, a copy at the writer", gathered=True),
+)
+
+
+def bound_of(page_bytes: int) -> Way:
+    """What the product does with pages of such a size."""
+    return STRAIGHT if page_bytes >= ENTRY_BYTES else GATHERED
+
+
+# ---------------------------------------------------------------- far
+
+
+def serve(pipe: Pipe, memory: Pool) -> None:
+    """A thread that waits in the kernel while transfers are measured."""
+    from pdcluster.transfer.mooncake import MooncakeEngine
+
+    engine, ring = MooncakeEngine(SETTINGS), Pool(BLOCKS * BLOCK_BYTES)
+    for each in (ring, memory):
+        engine.register(each.bytes.ctypes.data, each.bytes.size)
+    server = socket.create_server((HOST, 0))
+    threading.Thread(target=copy_what_lands, args=(server, engine, ring, memory), name="bench-bound", daemon=True).start()
+    pipe.send(Address(HOST, server.getsockname()[1]))
+    pipe.send(Address(engine.session, ring.bytes.ctypes.data))
+    pipe.send(Address(engine.session, memory.bytes.ctypes.data))
+
+
+def copy_what_lands(server: socket.socket, engine: MooncakeEngine, ring: Pool, memory: Pool) -> None:
+    """The reader's side, until the writer closes."""
+    digested, payload = True, Payload(table_of(()), digests=True, of_copy=True)
+    with server, server.accept()[0] as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while len(said := sock.recv(LANDED.size, socket.MSG_WAITALL)) == LANDED.size:
+            block, nbytes, start, digests = LANDED.unpack(said)
+            if nbytes:
+                if digests != digested:
+                    digested, payload = digests, Payload(table_of(()), digests=digests, of_copy=True)
+                payload.extend(table_of([(memory.bytes.ctypes.data + start, ring.bytes.ctypes.data + block * BLOCK_BYTES, nbytes)]))
+                payload.advance(nbytes)
+                sock.send(b"k")
+            else:
+                sock.send(payload.digest().to_bytes(8, "little"))
+                payload = Payload(table_of(()), digests=True, of_copy=True)
+    engine.unregister(memory.bytes.ctypes.data, memory.bytes.size)
+    engine.close()
+    os.close(ring.fd)
+
+
+# ---------------------------------------------------------------- near
 
 
 @dataclass(slots=True)
 class Move:
-    """One run of the writer's side. source: where the bytes lie; staging: where they are gathered, if they are."""
+    """One run of the writer's side. source: where the bytes lie; staging: where they are gathered, if they are; target, ring: the reader's."""
 
-    pipe: Pipe
+    sock: socket.socket
     engine: MooncakeEngine
-    far: Address
+    session: str
     way: Way
     source: int
     staging: int
+    target: int
+    ring: int
     left: deque[tuple[int, int]]
-    free: list[int] = field(default_factory=lambda: list(range(BLOCKS)))
+    free: list[int]
     flying: deque[tuple[int, int, int, int]] = field(default_factory=deque)
     copying: deque[int] = field(default_factory=deque)
-    payload: Payload = field(default_factory=lambda: Payload(table_of(()), digests=True, cached=True))
 
-    def run(self, target: int) -> None:
+    def run(self, start: int) -> None:
+        """start: where in the reader's memory the bytes go."""
+        payload = Payload(table_of(()), digests=self.way.digests, cached=True)
+        most = FLYING if self.way.copies else FLYING_ALONE
         while self.left or self.flying or self.copying:
-            while self.left and self.free and len(self.flying) < FLYING:
-                self._submit(*self.left.popleft())
+            while self.left and self.free and len(self.flying) < most:
+                self._submit(payload, *self.left.popleft())
             while self.flying and self._is_done(self.flying[0][0]):
-                self._landed(target, *self.flying.popleft()[1:])
+                self._landed(start, *self.flying.popleft()[1:])
             self._take_answers()
-        if self.way.copies:
-            self._compare_digests()
+        if self.way.digests:
+            self._compare(payload)
 
-    def _submit(self, offset: int, nbytes: int) -> None:
+    def _submit(self, payload: Payload, offset: int, nbytes: int) -> None:
         block, source = self.free.pop(0), self.source + offset
         if self.way.gathered:
-            source = self.staging + block * BLOCK_BYTES
-            runs = range(0, nbytes, RUN_BYTES)
-            self.payload.extend(table_of((source + at, self.source + offset + at, min(RUN_BYTES, nbytes - at)) for at in runs))
+            begin, source = source, self.staging + block * BLOCK_BYTES
+            payload.extend(table_of((source + at, begin + at, min(RUN_BYTES, nbytes - at)) for at in range(0, nbytes, RUN_BYTES)))
         else:
-            self.payload.extend(table_of([(0, source, nbytes)]))
-        if self.way.copies:
-            self.payload.advance(nbytes)
-        batch = self.engine.submit(self.far.text, source, self.far.number + block * BLOCK_BYTES, nbytes)
+            payload.extend(table_of([(0, source, nbytes)]))
+        if self.way.digests or self.way.gathered:
+            payload.advance(nbytes)
+        target = self.ring + block * BLOCK_BYTES if self.way.copies else self.target + offset
+        batch = self.engine.submit(self.session, source, target, nbytes)
         if batch is None:
             raise RuntimeError("Mooncake refused a write of the bound")
         self.flying.append((batch, block, offset, nbytes))
@@ -122,17 +162,17 @@ class Move:
             raise RuntimeError("Mooncake failed a write of the bound")
         return status is WriteStatus.DONE
 
-    def _landed(self, target: int, block: int, offset: int, nbytes: int) -> None:
+    def _landed(self, start: int, block: int, offset: int, nbytes: int) -> None:
         if self.way.copies:
-            self.pipe.sock.sendall(LANDED.pack(block, nbytes, target + offset))
+            self.sock.sendall(LANDED.pack(block, nbytes, start + offset, self.way.digests))
             self.copying.append(block)
         else:
             self.free.append(block)
 
     def _take_answers(self) -> None:
         """Those that came; wait for one only when the engine has nothing."""
-        if self.copying and select.select([self.pipe.sock], [], [], 0 if self.flying else None)[0]:
-            answers = self.pipe.sock.recv(len(self.copying))
+        if self.copying and select.select([self.sock], [], [], 0 if self.flying else None)[0]:
+            answers = self.sock.recv(len(self.copying))
             if not answers:
                 raise RuntimeError("the reader of the bound ended")
             for _ in answers:
@@ -140,70 +180,74 @@ class Move:
         elif self.flying:
             time.sleep(LOOK_S)
 
-    def _compare_digests(self) -> None:
-        self.pipe.sock.sendall(LANDED.pack(0, 0, 0))
-        if self.pipe.sock.recv(8, socket.MSG_WAITALL) != self.payload.digest().to_bytes(8, "little"):
+    def _compare(self, payload: Payload) -> None:
+        self.sock.sendall(LANDED.pack(0, 0, 0, True))
+        if self.sock.recv(8, socket.MSG_WAITALL) != payload.digest().to_bytes(8, "little"):
             raise RuntimeError("the two ends of the bound digested different bytes")
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """Seconds of some moves, and how much of a core the writer's and the reader's process had meanwhile."""
-
-    seconds: list[float]
-    near_share: float
-    far_share: float
+def cpu_s(pid: int) -> float:
+    """Seconds of processor that a process used, all its threads."""
+    return time.clock_gettime((~pid << 3) | 2)
 
 
 class Bench:
-    """Both engines, for as many moves as one likes."""
+    """An engine at each end, for as many moves as one likes. shares: of each move of the engine alone, the parts of a core that the writer's and the
+    reader's process had."""
 
     def __init__(self, near: Near) -> None:
         from pdcluster.transfer.mooncake import MooncakeEngine
 
         near.pipe.send(Sink(KIND, 0, 0))
-        far = near.pipe.receive()
-        assert isinstance(far, Address)
-        self._near, self._far, self._engine = near, far, MooncakeEngine(SETTINGS)
+        link, ring, memory = (_address(near) for _ in range(3))
+        self._near, self._ring, self._memory = near, ring, memory
+        self._sock = socket.create_connection((link.text, link.number))
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        send_unpaced(self._sock)
+        self._engine = MooncakeEngine(SETTINGS)
+        self._staging = Pool(BLOCKS * BLOCK_BYTES)
+        self.shares: list[tuple[float, float]] = []
 
-    def run(self, nbytes: int, repeats: int, way: Way) -> Ran:
-        self._move(nbytes, 0, way)  # connections and page tables
-        pids = os.getpid(), self._near.child_pid
-        before, begin = [cpu_s(pid) for pid in pids], time.perf_counter()
-        seconds = [self._move(nbytes, index + 1, way) for index in range(repeats)]
-        wall = time.perf_counter() - begin
-        near_share, far_share = ((cpu_s(pid) - used) / wall for pid, used in zip(pids, before, strict=True))
-        return Ran(seconds, near_share, far_share)
+    def seconds(self, nbytes: int, way: Way, places: Iterable[int]) -> Generator[float]:
+        """Of one move after the other, each when it is asked for. places: in both ends' memory, of its bytes."""
+        for start in places:
+            pids = os.getpid(), self._near.child_pid
+            before, begin = [cpu_s(pid) for pid in pids], time.perf_counter()
+            self._move(nbytes, start, way)
+            took = time.perf_counter() - begin
+            if way is ALONE:
+                near_s, far_s = (cpu_s(pid) - used for pid, used in zip(pids, before, strict=True))
+                self.shares.append((near_s / took, far_s / took))
+            yield took
 
-    def _move(self, nbytes: int, index: int, way: Way) -> float:
-        pool, staging = self._near.pools[0].bytes, self._near.spare.bytes
-        start = index * nbytes % (pool.size - nbytes + 1)
+    def _move(self, nbytes: int, start: int, way: Way) -> None:
         left = deque((offset, min(BLOCK_BYTES, nbytes - offset)) for offset in range(0, nbytes, BLOCK_BYTES))
-        begin = time.perf_counter()
-        Move(self._near.pipe, self._engine, self._far, way, pool.ctypes.data + start, staging.ctypes.data, left).run(start)
-        return time.perf_counter() - begin
+        source, blocks = self._near.pools[0].bytes.ctypes.data + start, FLYING_ALONE if not (way.copies or way.gathered) else BLOCKS
+        move = Move(
+            self._sock,
+            self._engine,
+            self._ring.text,
+            way,
+            source,
+            self._staging.bytes.ctypes.data,
+            self._memory.number + start,
+            self._ring.number,
+            left,
+            list(range(blocks)),
+        )
+        move.run(start)
+
+    def core_rows(self, label: str) -> list[Row]:
+        ends = zip(("writer", "reader"), zip(*self.shares, strict=True), strict=True)
+        return [row("core.mooncake", f"{label}, engine alone, the {end}'s", shares, "cores") for end, shares in ends]
 
     def close(self) -> None:
-        self._near.pipe.sock.sendall(END)
+        self._sock.close()
         self._engine.close()
+        os.close(self._staging.fd)
 
 
-def rows(near: Near, label: str, nbytes: int, repeats: int) -> list[Row]:
-    """In turns, after one of each that does not count."""
-    bench = Bench(near)
-    try:
-        ran = [(bench.run(nbytes, 1, ALONE), [bench.run(nbytes, 1, way) for way in WAYS]) for _ in range(repeats)]
-    finally:
-        bench.close()
-    alone = [each for each, _ in ran]
-    top = nbytes / statistics.median(each.seconds[0] for each in alone) / 1e9
-    found = [
-        row("core.mooncake", f"{label}, engine alone, the {end}'s", [getattr(each, f"{name}_share") for each in alone], "cores")
-        for end, name in (("writer", "near"), ("reader", "far"))
-    ]
-    for index, way in enumerate(WAYS):
-        rates = [nbytes / ways[index].seconds[0] / 1e9 for _, ways in ran]
-        bound = row("bound.mooncake", f"{label}, engine, digests, a copy at the reader, {way.name}", rates, "GB/s", against="engine alone")
-        ratio = statistics.median(one.seconds[0] / ways[index].seconds[0] for one, ways in ran)
-        found.append(replace(bound, against_value=top, ratio=ratio))
-    return found
+def _address(near: Near) -> Address:
+    answer = near.pipe.receive()
+    assert isinstance(answer, Address)
+    return answer

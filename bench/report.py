@@ -1,13 +1,14 @@
 """Rows of a benchmark: one figure each, beside what it is measured against. Printing and JSON only; it measures nothing itself.
 
 A figure stands beside its rival or ceiling from the same run (`against`, `against_value`); `ratio` is value / against_value, `spread` is
-(max - min) / median over the repeats (narrower of `paired` ones), `goal` the least ratio that was promised and `holds` whether it was met (None: no
-promise).
+(max - min) / median over the repeats (narrower of `paired` ones), `interval` where the ratio lies with 95 % certainty if it was measured in enough
+turns, `goal` the least ratio that was promised and `holds` whether it was met (None: no promise).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -27,21 +28,32 @@ class Row:
     spread: float | None = None
     goal: float | None = None
     holds: bool | None = None
+    interval: tuple[float, float] | None = None
 
 
 class Paired(NamedTuple):
     """A ratio that was measured in many turns. spread: from their tenth to their ninetieth percentile, over the median: of so many turns on a machine
-    with neighbours the extremes say nothing."""
+    with neighbours the extremes say nothing. interval: see `median_interval`."""
 
     median: float
     spread: float
+    interval: tuple[float, float] | None
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
+    """Where the median of what the samples are drawn from lies, in at least 95 % of such draws, whatever its shape; None of too few. Less than k of n
+    lie below it as often as less than k of n coins show heads."""
+    ordered, below, outside = sorted(samples), 0.0, 0
+    while (below := below + math.comb(len(ordered), outside) / 2 ** len(ordered)) <= 0.025:
+        outside += 1
+    return (ordered[outside - 1], ordered[-outside]) if outside else None
 
 
 def paired(ratios: Sequence[float]) -> Paired:
     """Of the ratios of turns, in each of which both sides were measured one after the other."""
     ordered, median = sorted(ratios), statistics.median(ratios)
     tenth = len(ordered) // 10
-    return Paired(median, (ordered[len(ordered) - 1 - tenth] - ordered[tenth]) / median)
+    return Paired(median, (ordered[len(ordered) - 1 - tenth] - ordered[tenth]) / median, median_interval(ordered))
 
 
 def row(
@@ -64,7 +76,7 @@ def row(
 
 def print_rows(rows: Iterable[Row]) -> None:
     """A table for people: one line per row, figures that miss their goal say so."""
-    header = ("metric", "case", "value", "unit", "against", "its value", "ratio", "spread", "goal", "holds")
+    header = ("metric", "case", "value", "unit", "against", "its value", "ratio", "spread", "95 % of it", "goal", "holds")
     table = [header, *(_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(header))]
     for line in table:
@@ -87,6 +99,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         _figure(row.against_value),
         _figure(row.ratio),
         "" if row.spread is None else f"{row.spread:.0%}",
+        "" if row.interval is None else f"{row.interval[0]:.2f} to {row.interval[1]:.2f}",
         _figure(row.goal),
         holds,
     )

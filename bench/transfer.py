@@ -12,13 +12,14 @@ next place of memory as large as the pool, as a transfer's pages are:
     tcp       a plain loopback socket between the two processes, sendall → recv_into, one answer byte; beside it (`digest`) the same socket
               when both ends digest each piece after they sent or received it, and (`unpaced`) the same plain socket with the congestion
               control that `tcp` takes inside of a host, where the system's own may pace
-    mooncake  the engine alone, 4 MiB entries, 8 in flight, no copies to or from staging; beside it (`staging`) what is left when
-              each entry is copied at the writer, which any staging costs, and (`bound`) what is left of it when the reader copies
-              each entry and both ends digest it, with nothing of ours around it, see `bench.mooncake_bound`
+    mooncake  the engine alone, 4 MiB entries, 8 in flight, no copies to or from staging; beside it, with nothing of ours around it, what is
+              left when the reader copies each entry and both ends digest it (`bound`), when it is gathered at the writer, too (`gathered`),
+              when the reader copies and nobody digests (`copied`), and with a copy at the writer alone (`staging`), see
+              `bench.mooncake_bound`
 
 Each end has a core of its own where there are two. Transfers and ceilings take turns, so that all meet the same neighbours on the machine: two of
 each, of which the first, which meets what the others left in the caches, does not count. A ratio is the median over these
-pairs, its spread from their tenth to their ninetieth percentile. (Of mooncake's ceiling each turn has several, as it costs a new engine.) Then the
+pairs, its spread from their tenth to their ninetieth percentile, and `95 % of it` where the median of all such pairs is with that certainty. Then the
 same with a busy engine beside it, see `bench.transfer_load`.
 """
 
@@ -31,16 +32,16 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from bench import mooncake_bound, transfer_load
 from bench.report import Row, paired, print_rows, row, write_json
 from bench.transfer_ends import HOST, PAGE_TOKENS, Address, Near, Sink, digest_only, plain
-from pdcluster.transfer.base import WriteStatus
 from pdcluster.transfer.links import send_unpaced
 from pdcluster.transfer.tcp import DIGEST_BYTES
 
@@ -48,13 +49,11 @@ BACKENDS = ("shm", "tcp", "mooncake")
 GOALS = {("shm", False): 0.85, ("shm", True): 0.65, ("tcp", True): 0.9, ("mooncake", True): 0.9}
 """Least share of the ceiling that was promised, from GOAL_BYTES on."""
 GOAL_BYTES, LONG_BYTES = 16 << 20, 1 << 30
-ENTRY_BYTES = 4 << 20
-ENTRIES = 8
-TURNS = 3
-"""Of mooncake."""
 PAIRS = 41
-"""Of a transfer and its ceiling, of all other media: neighbours on the machine change both by tens of percent from one to the next."""
-LONG_PAIRS, LONG_REPEATS = 9, 2
+"""Of a transfer and its ceiling: neighbours on the machine change both by tens of percent from one to the next."""
+SLOW_PAIRS = 21
+"""Of mooncake, whose turns have seven times as many moves, from the second size on that has a goal."""
+LONG_PAIRS = 9
 """Of a transfer so long that one says as much as several short ones."""
 
 
@@ -139,52 +138,34 @@ def send_and_digest(sock: socket.socket, data: memoryview, address: int) -> None
         raise RuntimeError("the two ends of the ceiling digested different bytes")
 
 
-def seconds_of_engine(near: Near, nbytes: int, repeats: int, *, packed: bool = False) -> list[float]:
-    """packed: each entry is copied to where the engine reads it, as whoever stages must; nothing is copied at the other end."""
-    from pdcluster.transfer.mooncake import MooncakeEngine
-    from pdcluster.transfer.staging import StagedSettings
-
-    near.pipe.send(Sink("mooncake", nbytes, repeats))
-    address = near.pipe.receive()
-    assert isinstance(address, Address)
-    source, pool = near.spare.bytes, near.pools[0].bytes.ctypes.data
-    engine = MooncakeEngine(StagedSettings(host=HOST))
-    engine.register(source.ctypes.data, source.size)
-
-    def move(start: int) -> float:
-        begin = time.perf_counter()
-        left = [(offset, min(ENTRY_BYTES, nbytes - offset)) for offset in range(0, nbytes, ENTRY_BYTES)]
-        flying: list[int] = []
-        while left or flying:
-            while left and len(flying) < ENTRIES:
-                offset, count = left.pop()
-                if packed:
-                    ctypes.memmove(source.ctypes.data + start + offset, pool + start + offset, count)
-                batch = engine.submit(address.text, source.ctypes.data + start + offset, address.number + start + offset, count)
-                if batch is None:
-                    raise RuntimeError("Mooncake refused a write of the ceiling")
-                flying.append(batch)
-            states = {batch: engine.check(batch) for batch in flying}
-            if not {WriteStatus.DONE, WriteStatus.PENDING}.issuperset(states.values()):
-                raise RuntimeError("Mooncake failed a write of the ceiling")
-            flying = [batch for batch in flying if states[batch] is WriteStatus.PENDING]
-            time.sleep(0.0001)
-        return time.perf_counter() - begin
-
-    times = [move(start) for start, _ in zip(places(near, nbytes), range(repeats + 1), strict=False)][1:]
-    near.pipe.send(Address("done", 0))
-    engine.close()
-    return times
-
-
 BOUNDS = {
     "digest.tcp": ("socket and a digest at both ends", partial(socket_seconds, digests=True)),
     "unpaced.tcp": ("socket without pacing", partial(socket_seconds, is_paced=False)),
 }
 """What else is measured beside tcp with digests, and how."""
 CEILINGS = {"shm": "memmove", "tcp": "loopback socket", "mooncake": "engine alone"}
-PAIRED: dict[str, Callable[[Near, int], Generator[float]]] = {"shm": memmove_seconds, "tcp": socket_seconds}
-"""Ceilings that are taken one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tops:
+    """A case's ceiling, and what else is measured beside it: what it is, and seconds; each when it is asked for. engines: of mooncake."""
+
+    ceiling: Generator[float]
+    bounds: dict[str, tuple[str, Generator[float]]]
+    engines: mooncake_bound.Bench | None = None
+
+
+def tops_of(near: Near, case: Case, stack: ExitStack) -> Tops:
+    backend, digests, nbytes = near.shape.backend, near.shape.digests, case.nbytes
+    if backend == "shm":
+        return Tops(memmove_seconds(near, nbytes), {})
+    if backend == "tcp":
+        wanted = BOUNDS if digests and nbytes >= GOAL_BYTES else {}
+        return Tops(socket_seconds(near, nbytes), {metric: (what, seconds(near, nbytes)) for metric, (what, seconds) in wanted.items()})
+    engines = stack.enter_context(closing(mooncake_bound.Bench(near)))
+    ways = [way for way in mooncake_bound.WAYS if nbytes >= GOAL_BYTES and way.digests <= digests]
+    bounds = {way.metric: (way.what, engines.seconds(nbytes, way, places(near, nbytes))) for way in ways}
+    return Tops(engines.seconds(nbytes, mooncake_bound.ALONE, places(near, nbytes)), bounds, engines)
 
 
 # ---------------------------------------------------------------- the runs
@@ -192,88 +173,74 @@ PAIRED: dict[str, Callable[[Near, int], Generator[float]]] = {"shm": memmove_sec
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Seconds of a few transfers, of as many at the backend's seam, of as many runs of the ceiling, and of one of each of BOUNDS."""
+    """Seconds of a transfer, of one at the backend's seam, of the ceiling, and of each of what else is measured beside it."""
 
-    moves: list[float]
-    alone: list[float]
-    stages: list[tuple[float, float, float]]
-    tops: list[float]
+    moved: float
+    alone: float
+    stages: tuple[float, float, float]
+    top: float
     bounds: dict[str, float]
 
-    @property
-    def ratio(self) -> float:
-        return statistics.median(self.tops) / statistics.median(self.moves)
 
-    @property
-    def ratio_alone(self) -> float:
-        return statistics.median(self.tops) / statistics.median(self.alone)
+def take_turns(near: Near, case: Case, tops: Tops) -> list[Turn]:
+    return [take_turn(near, case, tops) for _ in range(pairs_of(near.shape.backend, case) + 1)][1:]
 
 
-def take_turns(near: Near, case: Case, repeats: int) -> list[Turn]:
-    shape, is_long = near.shape, case.nbytes >= LONG_BYTES
-    if shape.backend not in PAIRED:
-        return [take_turn(near, case, min(repeats, LONG_REPEATS) if is_long else repeats) for _ in range(TURNS)]
-    has_bounds = shape.backend == "tcp" and shape.digests and case.nbytes >= GOAL_BYTES
-    with ExitStack() as stack:
-        top = stack.enter_context(closing(PAIRED[shape.backend](near, case.nbytes)))
-        wanted = BOUNDS if has_bounds else {}
-        bounds = {metric: stack.enter_context(closing(measure(near, case.nbytes))) for metric, (_, measure) in wanted.items()}
-        return [take_pair(near, case, top, bounds) for _ in range((LONG_PAIRS if is_long else PAIRS) + 1)][1:]
+def pairs_of(backend: str, case: Case) -> int:
+    if case.nbytes >= LONG_BYTES:
+        return LONG_PAIRS
+    return SLOW_PAIRS if backend == "mooncake" and case.nbytes > GOAL_BYTES else PAIRS
 
 
-def take_pair(near: Near, case: Case, top: Iterator[float], bounds: Mapping[str, Iterator[float]]) -> Turn:
+def take_turn(near: Near, case: Case, tops: Tops) -> Turn:
     _, moved = near.move(case.num_tokens), near.move(case.num_tokens)
+    stages = near.stages
     _, alone = near.move_alone(case.num_tokens), near.move_alone(case.num_tokens)
-    return Turn([moved], [alone], [near.stages], [second_of(top)], {metric: second_of(seconds) for metric, seconds in bounds.items()})
+    top = second_of(tops.ceiling)
+    return Turn(moved, alone, stages, top, {metric: second_of(seconds) for metric, (_, seconds) in tops.bounds.items()})
 
 
 def second_of(seconds: Iterator[float]) -> float:
     return [next(seconds) for _ in range(2)][1]
 
 
-def take_turn(near: Near, case: Case, repeats: int) -> Turn:
-    moved = [(near.move(case.num_tokens), near.stages) for _ in range(repeats + 1)][1:]
-    alone = [near.move_alone(case.num_tokens) for _ in range(repeats + 1)][1:]
-    return Turn([seconds for seconds, _ in moved], alone, [each for _, each in moved], seconds_of_engine(near, case.nbytes, repeats), {})
-
-
-def measure(near: Near, case: Case, repeats: int) -> list[Row]:
+def measure(near: Near, case: Case) -> list[Row]:
     """Rows of one case on one pair of processes."""
     near.move(case.num_tokens)  # warm: connection, page tables
-    turns = take_turns(near, case, repeats)
+    with ExitStack() as stack:
+        tops = tops_of(near, case, stack)
+        for each in (tops.ceiling, *(seconds for _, seconds in tops.bounds.values())):
+            stack.enter_context(closing(each))
+        turns = take_turns(near, case, tops)
     shape = near.shape
     goal = GOALS.get((shape.backend, shape.digests)) if case.nbytes >= GOAL_BYTES else None
     label = f"{case.name}, digests {'on' if shape.digests else 'off'}"
-    samples = [seconds for turn in turns for seconds in turn.moves]
-    top = statistics.median(seconds for turn in turns for seconds in turn.tops)
-    alone = [seconds for turn in turns for seconds in turn.alone]
-    rows = []
-    for name, seconds, ratios in (("protocol", samples, [turn.ratio for turn in turns]), ("backend", alone, [turn.ratio_alone for turn in turns])):
-        speed, ratio = beside(f"{name}.{shape.backend}", label, case, seconds, shape.backend, top), paired(ratios)
-        rows.append(replace(speed, ratio=ratio.median, spread=ratio.spread, goal=goal, holds=None if goal is None else ratio.median >= goal))
+    moved, alone, top = ([each(turn) for turn in turns] for each in (attrgetter("moved"), attrgetter("alone"), attrgetter("top")))
+    against = CEILINGS[shape.backend]
+    rows = [
+        beside(f"protocol.{shape.backend}", label, case, moved, against, top, goal),
+        beside(f"backend.{shape.backend}", label, case, alone, against, top, goal),
+    ]
     if case.nbytes == GOAL_BYTES:
-        rows += where_time_goes(label, [each for turn in turns for each in turn.stages])
-    rows += [bound_row(metric, case, turns, top) for metric in turns[0].bounds]
-    if goal is not None and shape.backend == "mooncake":
-        packs = seconds_of_engine(near, case.nbytes, repeats, packed=True)
-        rows.append(beside("staging.mooncake", f"{case.name}, engine and a copy at the writer", case, packs, shape.backend, top))
-        rows += mooncake_bound.rows(near, case.name, case.nbytes, TURNS * repeats)
+        rows += where_time_goes(label, [turn.stages for turn in turns])
+    bounds = {metric: [turn.bounds[metric] for turn in turns] for metric in tops.bounds}
+    rows += [beside(metric, f"{case.name}, {tops.bounds[metric][0]}", case, seconds, against, top) for metric, seconds in bounds.items()]
+    if (own := mooncake_bound.bound_of(case.page_bytes).metric) in bounds:
+        rows.append(beside("backend.mooncake", label, case, alone, own, bounds[own]))
+    if tops.engines is not None and goal is not None:
+        rows += tops.engines.core_rows(case.name)
     if case.nbytes <= 1 << 20:
-        rows.append(row(f"handover.{shape.backend}", label, [each * 1e3 for each in samples], "ms"))
+        rows.append(row(f"handover.{shape.backend}", label, [each * 1e3 for each in moved], "ms"))
     return rows
 
 
-def bound_row(metric: str, case: Case, turns: list[Turn], top: float) -> Row:
-    what, _ = BOUNDS[metric]
-    speed = beside(metric, f"{case.name}, {what}", case, [turn.bounds[metric] for turn in turns], "tcp", top)
-    ratio = paired([statistics.median(turn.tops) / turn.bounds[metric] for turn in turns])
-    return replace(speed, ratio=ratio.median, spread=ratio.spread)
-
-
-def beside(metric: str, label: str, case: Case, samples: list[float], backend: str, top: float) -> Row:
-    """A speed beside the ceiling; samples, top: seconds."""
-    rates = [case.nbytes / seconds / 1e9 for seconds in samples]
-    return row(metric, label, rates, "GB/s", against=CEILINGS[backend], against_value=case.nbytes / top / 1e9)
+def beside(metric: str, label: str, case: Case, samples: list[float], against: str, tops: list[float], goal: float | None = None) -> Row:
+    """A speed beside what was measured in the same turns; samples, tops: seconds, one of each turn."""
+    rates, top = [case.nbytes / seconds / 1e9 for seconds in samples], case.nbytes / statistics.median(tops) / 1e9
+    ratio = paired([other / own for own, other in zip(samples, tops, strict=True)])
+    holds = None if goal is None else ratio.median >= goal
+    speed = row(metric, label, rates, "GB/s", against=against, against_value=top)
+    return replace(speed, ratio=ratio.median, spread=ratio.spread, interval=ratio.interval, goal=goal, holds=holds)
 
 
 def where_time_goes(label: str, stages: list[tuple[float, float, float]]) -> list[Row]:
@@ -284,7 +251,6 @@ def where_time_goes(label: str, stages: list[tuple[float, float, float]]) -> lis
 
 def run(backends: tuple[str, ...], *, quick: bool) -> Iterator[Row]:
     wanted = cases(quick=quick)
-    repeats = 3 if quick else 5
     for backend in backends:
         for digests in (True, False):
             for page_bytes in dict.fromkeys(case.page_bytes for case in wanted):
@@ -292,14 +258,14 @@ def run(backends: tuple[str, ...], *, quick: bool) -> Iterator[Row]:
                 num_pages = max(case.num_pages for case in group)
                 near = Near(plain(backend, page_bytes, num_pages + num_pages % 2, digests=digests))
                 try:
-                    yield from measure_group(near, group, repeats)
+                    yield from measure_group(near, group)
                 finally:
                     near.close()
         if transfer_load.has_two_cores():
             yield from transfer_load.rows(backend)
 
 
-def measure_group(near: Near, group: list[Case], repeats: int) -> Iterator[Row]:
+def measure_group(near: Near, group: list[Case]) -> Iterator[Row]:
     cores = os.sched_getaffinity(0)
     near.move(group[0].num_tokens)  # all its threads run
     if transfer_load.has_two_cores():
@@ -307,7 +273,7 @@ def measure_group(near: Near, group: list[Case], repeats: int) -> Iterator[Row]:
         transfer_load.pin(near.child_pid, 1)
     try:
         for case in group:
-            yield from measure(near, case, repeats)
+            yield from measure(near, case)
     finally:
         transfer_load.unpin(cores)
 

@@ -58,7 +58,7 @@ class Check(Message, frozen=True, array_like=True):
 
 class Sink(Message, frozen=True, array_like=True):
     """Please listen on a socket and swallow so many bytes again and again until it closes, into the next place of a memory as large as the pool each
-    time, and answer each; kind digested: with their digest. Or, for mooncake, register that memory, for so many repeats."""
+    time, and answer each; kind digested: with their digest. Or, for mooncake, serve `bench.mooncake_bound` with that memory."""
 
     kind: str
     nbytes: int
@@ -274,19 +274,9 @@ def swallow(pipe: Pipe, message: Sink, memory: Pool) -> None:
     from bench import mooncake_bound
 
     if message.kind == mooncake_bound.KIND:
-        mooncake_bound.copy_what_lands(pipe, memory)
+        mooncake_bound.serve(pipe, memory)
         return
     buffer = memory.bytes
-    if message.kind == "mooncake":
-        from pdcluster.transfer.mooncake import MooncakeEngine
-        from pdcluster.transfer.staging import StagedSettings
-
-        engine = MooncakeEngine(StagedSettings(host=HOST))
-        engine.register(buffer.ctypes.data, buffer.nbytes)
-        pipe.send(Address(engine.session, buffer.ctypes.data))
-        pipe.receive()  # near is done
-        engine.close()
-        return
     server = socket.create_server((HOST, 0))
     threading.Thread(target=swallow_from, args=(server, message, buffer), name="bench-ceiling", daemon=True).start()
     pipe.send(Address(HOST, server.getsockname()[1]))
