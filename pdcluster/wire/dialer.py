@@ -84,7 +84,7 @@ class Dialer:
     # ------------------------------------------------------------ what the owner calls
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """What to poll for reading; changes when the connection is replaced."""
+        """What to poll for reading: messages, and what becomes of the connection. Changes when that is replaced."""
         return [] if self._socket is None or self._monitor is None else [self._socket, self._monitor.socket]
 
     @property
@@ -127,9 +127,10 @@ class Dialer:
         self._sent_at = now
         return True
 
-    def receive(self, now: float) -> tuple[list[m.AnyMessage], bool]:
-        """New messages in order, about max_drain at most (frames are taken whole), and whether more wait."""
-        if self._monitor is not None:
+    def receive(self, now: float, *, looks_at_connection: bool = True) -> tuple[list[m.AnyMessage], bool]:
+        """New messages in order, about max_drain at most (frames are taken whole), and whether more wait. looks_at_connection: False for an owner who
+        knows that the last of `sockets` has nothing to say; to ask it costs as much as to ask the first."""
+        if looks_at_connection and self._monitor is not None:
             self._events += self._monitor.drain()
         messages, more = self._drain(now)
         if not more:

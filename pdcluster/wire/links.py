@@ -56,6 +56,8 @@ class NodeLink:
         self._watched: list[zmq.Socket[bytes]] = []
         self._closed = False
         self._is_end_due = False
+        self._is_connection_due = True
+        """Something may have become of the connection since it was looked at."""
         self._held_since = 0.0
         self._watch()
         self._timer = self._loop.call_later(self._tick_s, self._tick)
@@ -118,8 +120,13 @@ class NodeLink:
         if self._dialer.has_unsent:
             self._end_turn_soon()
 
+    def _on_connection(self) -> None:
+        self._is_connection_due = True
+        self._on_readable()
+
     def _drain(self) -> None:
-        messages, more = self._dialer.receive(self._loop.time())
+        looks_at_connection, self._is_connection_due = self._is_connection_due, False
+        messages, more = self._dialer.receive(self._loop.time(), looks_at_connection=looks_at_connection)
         if more:
             self._end_turn_soon()
         self._watch()
@@ -141,6 +148,7 @@ class NodeLink:
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
+        self._is_connection_due = True
         self._drain()
         self._dialer.tick(self._loop.time())
         self._end_turn_soon()
@@ -159,8 +167,9 @@ class NodeLink:
         if sockets != self._watched:
             for socket in self._watched:
                 self._loop.remove_reader(socket.fileno())
-            for socket in sockets:
-                self._loop.add_reader(socket.fileno(), self._on_readable)
+            for socket, on_readable in zip(sockets, (self._on_readable, self._on_connection), strict=False):
+                self._loop.add_reader(socket.fileno(), on_readable)
             self._watched = sockets
+            self._is_connection_due = True
             self._end_turn_soon()
         self._dialer.release()

@@ -1,6 +1,7 @@
 """A router's link to a node over its life: up, hung, lost, restarted."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -140,6 +141,21 @@ async def test_a_node_that_dies_loses_its_link(node: Node, router: Router) -> No
     node.hub.close()
     await until(lambda: router.states[-1] is LinkState.LOST)
     assert router.states[0] is LinkState.UP and router.link.lost_because
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_node_that_dies_between_two_ticks_loses_its_link_at_once(context: Context, node: Node, run: Callable[..., None]) -> None:
+    """What becomes of the connection is heard when it happens: nothing else wakes the link, and the next tick is minutes away."""
+    patient = dataclasses.replace(SETTINGS, heartbeat_s=2000.0, lease_s=9000.0, rewelcome_s=9000.0)
+
+    async def scenario() -> None:
+        router = Router(context, node.endpoint, patient)
+        await until(lambda: router.states, node)
+        node.hub.close()
+        await until(lambda: router.states[-1] is LinkState.LOST)
+        router.link.close()
+
+    run(scenario())
 
 
 async def test_what_a_node_said_before_it_hung_up_is_heard(node: Node, router: Router) -> None:
