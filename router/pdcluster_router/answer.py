@@ -306,6 +306,11 @@ def _named_headers(kind: bytes, mode: str, prefill: str | None, decode: str | No
 def usage_of(prepared: Prepared) -> Usage:
     """Every prompt counts once, however many choices it has; cached tokens likewise, when the nodes reported them."""
     choices = prepared.choices
+    if len(choices) == 1:
+        choice, num_cached = choices[0], choices[0].cached_tokens
+        num_prompt, num_output = len(choice.generation.token_ids), choice.text.num_tokens
+        details = None if num_cached is None else PromptTokensDetails(num_cached)
+        return Usage(num_prompt, num_output, num_prompt + num_output, details, route_report(choice))
     num_prompt = num_output = num_cached = 0
     is_known = True
     for choice in choices[:: len(choices) // prepared.num_prompts]:

@@ -224,7 +224,9 @@ class Attempt:
 
     def handle(self, incarnation: str, body: Body) -> Sequence[Chunk]:
         """What the client may see because of what the node said. Answers of legs that are over are ignored, after the last token all but a report."""
-        leg = self._leg_of(incarnation, body)
+        leg = self._decode
+        if leg is None or leg.attempt != body.attempt or leg.endpoint.incarnation != incarnation or type(body) is Refused:
+            leg = self._leg_of(incarnation, body)  # else it is of the leg that says nearly all
         if leg is None or (self.finished is not None and self.is_done and type(body) is not Delivered):
             return ()
         return _ON[type(body)](self, leg, body)

@@ -52,6 +52,9 @@ class Headroom:
 
     def waiting_s(self, node: NodeView) -> float:
         """Prompt work that waits on the node."""
+        station = node.own_station  # mostly worked out already, for the choice
+        if station is not None:
+            return station.backlog_s
         if node.cost is None:
             return self.cold_token_s * node.prefill_tokens
         tokens = node.prefill_tokens

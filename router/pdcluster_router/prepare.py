@@ -135,6 +135,8 @@ def is_long(request: openai.ChatRequest | openai.CompletionRequest | openai.Toke
 
 def _has_long_forms(request: openai.ChatRequest | openai.CompletionRequest | openai.TokenizeRequest) -> bool:
     """Tools for the template, schemas to be checked."""
+    if isinstance(request, openai.CompletionRequest) and request.response_format is None and request.structured_outputs is None:
+        return False  # as mostly
     tools = None if isinstance(request, openai.CompletionRequest) else request.tools
     forms = None if isinstance(request, openai.TokenizeRequest) else (request.response_format, request.structured_outputs)
     if tools is None and forms in (None, (None, None)):
