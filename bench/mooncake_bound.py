@@ -5,7 +5,7 @@ permits, frames or pages; a few bytes say which block landed, one byte that it w
 engine alone blocks go straight to their places, eight at a time, as nobody has to copy them.
 
 Beside it, how much of each end's core the engine alone takes: of a core that is full, whatever else is done there is missing from the rate. RDMA
-would leave that core to the digest, as the adapter reads the memory; the copy at the reader stays.
+would leave that core to the digest, as the adapter reads the memory; the copy at the reader would stay.
 """
 
 from __future__ import annotations
