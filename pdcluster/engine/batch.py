@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -38,22 +40,69 @@ class Span:
         return self.start + self.end - self.begin
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
-    """token_ids, positions, slot_pages and slot_offsets are int64 [num_tokens]: token i's KV goes to slot_offsets[i] of page slot_pages[i].
+    """Tokens of all rows after each other: row r's are [begins[r], begins[r + 1]), the last of its lengths[r] tokens of context, whose pages stand in
+    `pages` from first_page[r] on. The first num_decodes rows are one token each.
 
-    The first num_decodes spans are one token each; decode_pages holds their pages after each other, decode_first where each row's begin.
+    What is computed from these is made when it is asked for: a step that is one kernel call does without.
     """
 
-    token_ids: Tensor
-    positions: Tensor
-    slot_pages: Tensor
-    slot_offsets: Tensor
-    spans: tuple[Span, ...]
+    tokens: Ids
+    begins: Ids
+    lengths: Ids
+    first_page: Ids
+    pages: Ids
     num_decodes: int
-    decode_pages: Ids
-    decode_first: Ids
-    decode_lengths: Ids
+    page_tokens: int
+    device: str
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        pages = np.split(self.pages, self.first_page[1:])
+        begins, lengths = self.begins.tolist(), self.lengths.tolist()
+        return tuple(Span(begin, end, length + begin - end, own) for begin, end, length, own in zip(begins, begins[1:], lengths, pages, strict=False))
+
+    @property
+    def decode_pages(self) -> Ids:
+        """Of the rows that decode, after each other."""
+        return self.pages if self.num_decodes == self.num_rows else self.pages[: self.first_page[self.num_decodes]]
+
+    @property
+    def decode_first(self) -> Ids:
+        """Where each one's begin there."""
+        return self.first_page[: self.num_decodes]
+
+    @property
+    def decode_lengths(self) -> Ids:
+        return self.lengths[: self.num_decodes]
+
+    @cached_property
+    def token_ids(self) -> Tensor:
+        return _tensor(self.tokens, self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        return _tensor(self._places, self.device)
+
+    @cached_property
+    def slot_pages(self) -> Tensor:
+        """int64 [num_tokens]: token i's KV goes to slot_offsets[i] of this page."""
+        rows = np.repeat(np.arange(self.num_rows), np.diff(self.begins))
+        return _tensor(self.pages[self.first_page[rows] + self._places // self.page_tokens], self.device)
+
+    @cached_property
+    def slot_offsets(self) -> Tensor:
+        return _tensor(self._places % self.page_tokens, self.device)
+
+    @cached_property
+    def _places(self) -> Ids:
+        places: Ids = np.arange(len(self.tokens)) + np.repeat(self.lengths - self.begins[1:], np.diff(self.begins))
+        return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,55 +120,42 @@ def build_batch(plan: StepPlan, limits: Limits, device: str, fed: Mapping[int, i
     own scheduler."""
     if not plan.rows:
         raise IntegrityError("a step plan without rows has nothing to compute")
-    spans = _spans(plan.rows, limits)
-    token_ids = np.concatenate([row.tokens for row in plan.rows]).astype(np.int64)
+    pages = [_pages(row, limits) for row in plan.rows]
+    counts = [len(row.tokens) for row in plan.rows]
+    lengths = [row.start + count for row, count in zip(plan.rows, counts, strict=True)]
+    first_page = accumulate(map(len, pages), initial=0)
+    table = np.array((list(accumulate(counts, initial=0)), list(first_page), [*lengths, 0]), np.int64)  # one call: each costs more than what it does
+    tokens = np.concatenate([row.tokens for row in plan.rows], dtype=np.int64)
     if fed:
-        token_ids[[spans[index].begin for index in fed]] = list(fed.values())
-    _check_range("token id", token_ids, limits.vocab_size)
-    positions, pages = _slots(spans, limits.page_tokens)
-    num_decodes = next((index for index, row in enumerate(plan.rows) if len(row.tokens) > 1), len(plan.rows))
-    decodes = spans[:num_decodes]
-    sizes = np.array([len(span.pages) for span in decodes], np.int64)
-    return Batch(
-        token_ids=_tensor(token_ids, device),
-        positions=_tensor(positions, device),
-        slot_pages=_tensor(pages, device),
-        slot_offsets=_tensor(positions % limits.page_tokens, device),
-        spans=spans,
-        num_decodes=num_decodes,
-        decode_pages=np.concatenate([span.pages for span in decodes]) if decodes else np.zeros(0, np.int64),
-        decode_first=np.cumsum(sizes) - sizes,
-        decode_lengths=np.array([span.length for span in decodes], np.int64),
+        tokens[table[0, list(fed)]] = list(fed.values())
+    batch = Batch(
+        tokens=tokens,
+        begins=table[0],
+        lengths=table[2, :-1],
+        first_page=table[1, :-1],
+        pages=np.concatenate(pages, dtype=np.int64),
+        num_decodes=len(counts) if len(tokens) == len(counts) else next(index for index, count in enumerate(counts) if count > 1),
+        page_tokens=limits.page_tokens,
+        device=device,
     )
+    _check_range("token id", batch.tokens, limits.vocab_size)
+    _check_range("page", batch.pages, limits.num_pages)
+    return batch
 
 
-def _slots(spans: tuple[Span, ...], page_tokens: int) -> tuple[Ids, Ids]:
-    """Of every token: its position, and the page of its KV."""
-    if len(spans) == spans[-1].end:  # each has one token, which stands in its last page
-        return np.array([span.start for span in spans], np.int64), np.array([span.pages[-1] for span in spans], np.int64)
-    places = [np.arange(span.start, span.length) for span in spans]
-    return np.concatenate(places), np.concatenate([span.pages[place // page_tokens] for span, place in zip(spans, places, strict=True)])
-
-
-def _spans(rows: tuple[Row, ...], limits: Limits) -> tuple[Span, ...]:
-    spans = []
-    begin = 0
-    for row in rows:
-        length = row.start + len(row.tokens)
-        if not len(row.tokens) or row.start < 0 or length > limits.max_len:
-            raise IntegrityError(f"request {row.request}: tokens [{row.start}, {length}) do not fit 1…{limits.max_len}")
-        needed = -(-length // limits.page_tokens)
-        if len(row.pages) < needed:
-            raise IntegrityError(f"request {row.request}: {length} tokens need {needed} pages, the plan gives {len(row.pages)}")
-        pages = row.pages[:needed].astype(np.int64)
-        _check_range(f"request {row.request}: page", pages, limits.num_pages)
-        spans.append(Span(begin, begin + len(row.tokens), row.start, pages))
-        begin += len(row.tokens)
-    return tuple(spans)
+def _pages(row: Row, limits: Limits) -> NDArray[np.int32]:
+    """Those that hold the row's context."""
+    length = row.start + len(row.tokens)
+    if not len(row.tokens) or row.start < 0 or length > limits.max_len:
+        raise IntegrityError(f"request {row.request}: tokens [{row.start}, {length}) do not fit 1…{limits.max_len}")
+    needed = -(-length // limits.page_tokens)
+    if len(row.pages) < needed:
+        raise IntegrityError(f"request {row.request}: {length} tokens need {needed} pages, the plan gives {len(row.pages)}")
+    return row.pages[:needed]
 
 
 def _check_range(what: str, values: Ids, limit: int) -> None:
-    if values.min() < 0 or values.max() >= limit:
+    if np.maximum.reduce(values.view(np.uint64)) >= limit:  # negative ones are large, so that one look does
         wrong = values[(values < 0) | (values >= limit)][0]
         raise IntegrityError(f"{what} {wrong} is not in 0…{limit - 1}")
 

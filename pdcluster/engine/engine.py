@@ -28,7 +28,7 @@ from pdcluster.engine.grammar import Grammars, vocabulary_of
 from pdcluster.engine.int8 import Quantization, int8_ops
 from pdcluster.engine.invariant import invariant_ops
 from pdcluster.engine.model_config import ModelConfig, read_config
-from pdcluster.engine.models.base import Model, Progress
+from pdcluster.engine.models.base import Computed, Model, Progress
 from pdcluster.engine.models.decoder import Decoder
 from pdcluster.engine.ops import Ops, select_ops
 from pdcluster.engine.sampler import logprobs_alone, sample, sample_alone, token_logprobs
@@ -177,42 +177,51 @@ class Engine:
         fed = self._following.begin(plan)
         batch = build_batch(plan, self._limits, self._device, fed.tokens)
         self.pool.copy(plan.copies)
-        hidden = self._model.forward(batch, self._progress)
-        prompt = [self._prompt_logprobs(row, hidden, span) for row, span in zip(plan.rows, batch.spans, strict=True)]
-        sampled = self._sample(plan, batch, hidden, fed)
-        outputs = [sampled.get(index, NOTHING) for index in range(len(plan.rows))]
-        rows = tuple(RowResult(row.request, out[0], out[1], found, out[2]) for row, out, found in zip(plan.rows, outputs, prompt, strict=True))
+        drawing = [index for index, row in enumerate(plan.rows) if row.sampling is not None and index not in fed.errors]
+        ends = batch.begins.tolist()
+        computed = self._model.forward(batch, self._progress, [ends[index + 1] - 1 for index in drawing])
+        if computed.best is not None and not fed.errors and not self._constraints and all(map(_takes_best, plan.rows)):
+            rows = _best(plan, drawing, computed.best.tolist())
+        else:
+            rows = self._rows(plan, batch, computed, drawing, fed)
         self._following.end(plan, rows)
         return StepResult(rows, time.perf_counter() - begin)
 
-    def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor, fed: Fed = NOTHING_FED) -> dict[int, Sampled]:
+    def _rows(self, plan: StepPlan, batch: Batch, computed: Computed, drawing: list[int], fed: Fed) -> tuple[RowResult, ...]:
+        prompt = [self._prompt_logprobs(row, computed, span) for row, span in zip(plan.rows, batch.spans, strict=True)]
+        sampled: dict[int, Sampled] = {index: (None, None, error) for index, error in fed.errors.items()}
+        if drawing:
+            sampled |= self._sample(plan, batch, computed.logits(), drawing, fed)
+        outputs = [sampled.get(index, NOTHING) for index in range(len(plan.rows))]
+        return tuple(RowResult(row.request, out[0], out[1], found, out[2]) for row, out, found in zip(plan.rows, outputs, prompt, strict=True))
+
+    def _sample(self, plan: StepPlan, batch: Batch, logits: Tensor, drawing: list[int], fed: Fed = NOTHING_FED) -> dict[int, Sampled]:
         """Token and logprobs, or why there are none, by index of the rows that sample."""
-        lost: dict[int, Sampled] = {index: (None, None, error) for index, error in fed.errors.items()}
-        wanted = [(index, row.sampling) for index, row in enumerate(plan.rows) if row.sampling is not None and index not in lost]
-        if not wanted:
-            return lost
-        indexes = [index for index, _ in wanted]
-        logits = self._model.logits(_rows(hidden, [batch.spans[index].end - 1 for index in indexes]))
         if self._group.rank:
             return {}
-        choices = [Choice(sampling, batch.spans[index].length, plan.rows[index].output_index, plan.rows[index].history) for index, sampling in wanted]
-        masks, dead = self._constraints.of_step([fed.with_output(index, plan.rows[index]) for index in indexes])
+        rows = [plan.rows[index] for index in drawing]
+        samplings = [row.sampling for row in rows if row.sampling is not None]
+        lengths = batch.lengths.tolist()
+        choices = [
+            Choice(sampling, lengths[index], row.output_index, row.history) for index, row, sampling in zip(drawing, rows, samplings, strict=True)
+        ]
+        masks, dead = self._constraints.of_step([fed.with_output(index, row) for index, row in zip(drawing, rows, strict=True)])
         free = [replace(choice, sampling=unbound(choice.sampling)) if place in masks else choice for place, choice in enumerate(choices)]
         tokens: list[int] = self._sample_rows(logits, free, self.config.eos_token_ids, masks)
-        asked = [(place, sampling.logprobs) for place, (_, sampling) in enumerate(wanted) if sampling.logprobs is not None]
+        asked = [(place, sampling.logprobs) for place, sampling in enumerate(samplings) if sampling.logprobs is not None]
         logprobs: dict[int, TokenLogprobs] = {}
         if asked:
             places = [place for place, _ in asked]
             found = self._logprobs(logits[places], [tokens[place] for place in places], [count for _, count in asked])
             logprobs = dict(zip(places, found, strict=True))
-        return lost | {
-            index: (None, None, dead[place]) if place in dead else (tokens[place], logprobs.get(place), None) for place, index in enumerate(indexes)
+        return {
+            index: (None, None, dead[place]) if place in dead else (tokens[place], logprobs.get(place), None) for place, index in enumerate(drawing)
         }
 
-    def _prompt_logprobs(self, row: Row, all_hidden: Tensor, span: Span) -> tuple[TokenLogprobs, ...]:
+    def _prompt_logprobs(self, row: Row, computed: Computed, span: Span) -> tuple[TokenLogprobs, ...]:
         if row.prompt_logprobs is None:
             return ()
-        hidden = all_hidden[span.begin : span.end]
+        hidden = computed.hidden()[span.begin : span.end]
         targets = row.tokens[1:].tolist() + ([] if row.next_token is None else [row.next_token])
         found: list[TokenLogprobs] = []
         for begin, end in _blocks(len(targets), LOGPROB_BLOCK):
@@ -232,11 +241,21 @@ def _ops_of(config: EngineConfig, dtype: DType) -> Ops:
     return select_ops(config.device, dtype, config.threads, config.cache_dir)
 
 
-def _rows(hidden: Tensor, indexes: list[int]) -> Tensor:
-    """A view where that does: of all rows, or of one."""
-    if len(indexes) == 1:
-        return hidden[indexes[0] : indexes[0] + 1]
-    return hidden if len(indexes) == len(hidden) else hidden[indexes]
+def _takes_best(row: Row) -> bool:
+    """Whether nothing but its logits decides what the row says, and nothing else is asked for."""
+    if row.prompt_logprobs is not None or row.history is not None:
+        return False
+    sampling = row.sampling
+    if sampling is None:
+        return True
+    return sampling.temperature <= 0 and sampling.logprobs is None and sampling.grammar is None and row.output_index >= sampling.min_tokens
+
+
+def _best(plan: StepPlan, drawing: list[int], best: list[int]) -> tuple[RowResult, ...]:
+    if len(drawing) == len(plan.rows):
+        return tuple(RowResult(row.request, token) for row, token in zip(plan.rows, best, strict=True))
+    tokens = dict(zip(drawing, best, strict=True))
+    return tuple(RowResult(row.request, tokens.get(index)) for index, row in enumerate(plan.rows))
 
 
 def _blocks(count: int, size: int) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""All layers of a step in one kernel call (`layer_kernels`), on one thread of one rank in bfloat16, on scratch that is kept from step to step.
+"""A step in one kernel call (`layer_kernels`), from tokens to logits, on one thread of one rank in bfloat16 and on scratch that is kept.
 
 Between two kernels the interpreter finds its own memory gone from the caches, and a small call that takes 2 µs alone takes 20 and more: of a prompt
 of 128 tokens and 0.5 B parameters 7 % of the time went there, of one decoded token 9 %.
@@ -15,99 +15,128 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdcluster.engine.attention.base import Angles, AttentionShape
+from pdcluster.engine.attention.base import AttentionShape
 from pdcluster.engine.batch import Batch
-from pdcluster.engine.layer_arrays import BLOCK, LayerArrays, RowArrays, Scratch
+from pdcluster.engine.layer_arrays import BLOCK, EndArrays, LayerArrays, RowArrays, Scratch
 from pdcluster.engine.linear import MOST_ROWS, bias_array, takes_rows
-from pdcluster.engine.models.base import Progress
+from pdcluster.engine.models.base import Computed, Progress
 from pdcluster.engine.native import Array, PairKernels, Parallel, as_array
 from pdcluster.engine.panels import Panels
-from pdcluster.engine.weights import LayerWeights
+from pdcluster.engine.rope import RopeConfig, attention_scale, inverse_frequencies
+from pdcluster.engine.weights import LayerWeights, Weights
 
 MOST_TOKENS = 2048
 """Of a step: scratch is kept, and grows with them (72 MiB at 0.5 B parameters)."""
-LEAST_TOKENS, LEAST_BLOCKS = 32, 8
+LEAST_TOKENS, LEAST_BLOCKS, LEAST_WANTED = 32, 8, 1
 
 
 class FusedLayers:
     """Used by the engine's worker thread only."""
 
     def __init__(
-        self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor, kernels: PairKernels, parallel: Parallel, panels: Panels | None
+        self,
+        weights: Weights,
+        shape: AttentionShape,
+        rope: RopeConfig,
+        pages: Tensor,
+        kernels: PairKernels,
+        parallel: Parallel,
+        panels: Panels | None,
     ) -> None:
         """panels: where there are kernels for them."""
         self._parallel, self._kernel = parallel, kernels.compute_layers
         self._takes_prompts = panels is not None and kernels.has_chunks
-        self._pool, self._shape = as_array(pages), shape
-        self._stacks = tuple(_stacks(layers, shape, pages.dtype, panels))
-        self._widths = layers[0].input_norm.shape[0], layers[0].gate.shape[0]
-        self._scratch = self._scratch_of(LEAST_TOKENS, LEAST_BLOCKS)
+        self._pool, self._shape, self._scale = as_array(pages), shape, np.float32(shape.scale)
+        self._words = self._pool.view(np.uint32)
+        self._ends = tuple(_ends(weights, shape, rope, panels))
+        self._stacks = tuple((first, len(stack.input_norm), tuple(stack)) for first, stack in _stacks(weights.layers, shape, pages.dtype, panels))
+        self._widths = len(weights.norm), len(weights.layers[0].gate), len(weights.head)
+        self._scratch = self._scratch_of(LEAST_TOKENS, LEAST_BLOCKS, LEAST_WANTED)
 
     def takes(self, batch: Batch) -> bool:
-        tokens = len(batch.token_ids)
-        return tokens <= MOST_TOKENS if self._takes_prompts else batch.num_decodes == len(batch.spans) and tokens <= MOST_ROWS
+        tokens = len(batch.tokens)
+        return tokens <= MOST_TOKENS if self._takes_prompts else batch.num_decodes == batch.num_rows and tokens <= MOST_ROWS
 
-    def run(self, hidden: Tensor, angles: Angles, batch: Batch, progress: Progress) -> None:
-        """Turn hidden into the last layer's output and write the rows' KV."""
-        count, rows = len(hidden), self._rows(angles, batch)
-        scratch = tuple(self._room(count, int(rows.chunk_lengths.max(initial=0))))
-        arguments = tuple(rows), self._pool, self._pool.view(np.uint32), scratch, progress.counter
-        for first, stack in self._stacks:
-            for begin, end in progress.runs(len(stack.input_norm)):
-                self._parallel.run(self._kernel, count, as_array(hidden), tuple(stack), *arguments, first, begin, end, grain=count)
-                progress.ring()
-
-    def _rows(self, angles: Angles, batch: Batch) -> RowArrays:
-        chunks = batch.spans[batch.num_decodes :]
-        pages = np.array([len(span.pages) for span in chunks], np.int64)
-        return RowArrays(
-            cos=angles.cos.numpy(),
-            sin=angles.sin.numpy(),
-            slot_pages=batch.slot_pages.numpy(),
-            slot_offsets=batch.slot_offsets.numpy(),
-            pages=batch.decode_pages,
-            first_page=batch.decode_first,
-            lengths=batch.decode_lengths,
-            chunk_begins=np.array([span.begin for span in chunks], np.int64),
-            chunk_counts=np.array([span.end - span.begin for span in chunks], np.int64),
-            chunk_lengths=np.array([span.length for span in chunks], np.int64),
-            chunk_pages=np.concatenate([span.pages for span in chunks]) if chunks else np.zeros(0, np.int64),
-            chunk_first_page=np.cumsum(pages) - pages,
-            scale=np.float32(self._shape.scale),
+    def run(self, batch: Batch, progress: Progress, wanted: Sequence[int]) -> Computed:
+        count, scratch = len(batch.tokens), self._room(batch, len(wanted))
+        rows = RowArrays(
+            batch.tokens,
+            batch.begins,
+            batch.lengths,
+            batch.first_page,
+            batch.pages,
+            batch.num_decodes,
+            np.array(wanted, np.int64),
+            self._scale,
         )
+        arguments = tuple(rows), self._pool, self._words, tuple(scratch), progress.counter
+        for first, num_layers, stack in self._stacks:
+            for begin, end in progress.runs(num_layers):
+                self._parallel.run(self._kernel, count, self._ends, stack, *arguments, first, begin, end, grain=count)
+                progress.ring()
+        hidden, logits = scratch.hidden[:count], scratch.logits[: len(wanted)]
+        return Computed(lambda: _tensor(hidden), lambda: _tensor(logits).float(), scratch.best[: len(wanted)])
 
-    def _room(self, tokens: int, length: int) -> Scratch:
-        """For so many tokens, and a prompt's context of that length."""
-        blocks, (have, have_blocks) = -(-length // BLOCK), (len(self._scratch.x), self._scratch.keys.shape[1])
-        if tokens > have or blocks > have_blocks:
-            self._scratch = self._scratch_of(_grown(have, tokens), _grown(have_blocks, blocks))
+    def _room(self, batch: Batch, wanted: int) -> Scratch:
+        chunks = batch.lengths[batch.num_decodes :]
+        tokens, blocks = len(batch.tokens), -(-int(chunks.max()) // BLOCK) if len(chunks) else 0
+        have, have_blocks, have_wanted = len(self._scratch.x), self._scratch.keys.shape[1], len(self._scratch.logits)
+        if tokens > have or blocks > have_blocks or wanted > have_wanted:
+            self._scratch = self._scratch_of(_grown(have, tokens), _grown(have_blocks, blocks), _grown(have_wanted, wanted))
         return self._scratch
 
-    def _scratch_of(self, tokens: int, blocks: int) -> Scratch:
-        shape, (width, inner) = self._shape, self._widths
+    def _scratch_of(self, tokens: int, blocks: int, wanted: int) -> Scratch:
+        shape, (width, inner, vocabulary) = self._shape, self._widths
+        half = shape.head_dim // 2
         queries = tokens, shape.num_heads, shape.head_dim
         return Scratch(
+            hidden=np.empty((tokens, width), np.uint16),
+            cos=np.empty((tokens, half), np.float32),
+            sin=np.empty((tokens, half), np.float32),
+            slot_pages=np.empty(tokens, np.int64),
+            slot_offsets=np.empty(tokens, np.int64),
             x=np.empty((tokens, width), np.uint16),
             qkv=np.empty((tokens, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim), np.uint16),
             queries=np.empty(queries, np.uint16),
             attended=np.empty(queries, np.uint16),
             gate_up=np.empty((tokens, 2 * inner), np.uint16),
             active=np.empty((tokens, inner), np.uint16),
-            keys=np.empty((shape.num_kv_heads, blocks, shape.head_dim // 2, BLOCK), np.uint32),
+            keys=np.empty((shape.num_kv_heads, blocks, half, BLOCK), np.uint32),
             values=np.empty((shape.num_kv_heads, blocks, BLOCK // 2, shape.head_dim), np.uint32),
+            logits=np.empty((wanted, vocabulary), np.uint16),
+            best=np.empty(wanted, np.int64),
         )
 
 
-def fits_fused_layers(layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> bool:
+def fits_fused_layers(weights: Weights, shape: AttentionShape, pages: Tensor) -> bool:
     """Whether the kernel's shapes are those of the model, whose layers are all alike."""
+    layers = weights.layers
     products = [weight for layer in layers for weight in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
     alike = len({_form(layer) for layer in layers}) == 1
-    return alike and takes_rows(products) and shape.head_dim % 32 == 0 and pages.shape[4] % 8 == 0
+    whole = weights.embedding.is_contiguous() and takes_rows([*products, weights.head])
+    return alike and whole and shape.head_dim % 32 == 0 and pages.shape[4] % 8 == 0
 
 
 def _form(layer: LayerWeights) -> tuple[object, ...]:
     products = layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down
     return *(weight.shape for weight in products), layer.q_norm is None, layer.k_norm is None
+
+
+def _tensor(values: Array) -> Tensor:
+    """Of bfloat16, and the same memory."""
+    return torch.from_numpy(values).view(torch.bfloat16)
+
+
+def _ends(weights: Weights, shape: AttentionShape, rope: RopeConfig, panels: Panels | None) -> EndArrays:
+    return EndArrays(
+        embedding=as_array(weights.embedding),
+        inverse=inverse_frequencies(rope, shape.head_dim).numpy(),
+        rope_scale=np.float32(attention_scale(rope)),
+        norm=as_array(weights.norm),
+        head=as_array(weights.head) if panels is None else panels.of(weights.head),
+        head_bias=bias_array(None, len(weights.head)),
+        eps=np.float32(shape.eps),
+    )
 
 
 def _grown(have: int, needed: int) -> int:

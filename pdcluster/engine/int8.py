@@ -24,7 +24,8 @@ from pdcluster.engine.fused_layers import FusedLayers
 from pdcluster.engine.linear import MOST_ROWS, WEIGHT_GRAIN, Linear, bias_array, can_pack
 from pdcluster.engine.native import Array, Int8Kernels, Kernels, PairKernels, Parallel, as_array, load_int8_kernels, load_kernels, load_pair_kernels
 from pdcluster.engine.ops import CpuOps, Ops, TorchOps
-from pdcluster.engine.weights import LayerWeights
+from pdcluster.engine.rope import RopeConfig
+from pdcluster.engine.weights import Weights
 from pdcluster.errors import ConfigError
 from pdcluster.kv.layout import DType
 
@@ -180,7 +181,7 @@ class Int8Ops(CpuOps):
     def head(self, weight: Tensor) -> Linear:
         return super().linear([weight], [None])
 
-    def fused_layers(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FusedLayers | None:
+    def fused_layers(self, weights: Weights, shape: AttentionShape, pages: Tensor, rope: RopeConfig) -> FusedLayers | None:
         return None  # its kernel reads bfloat16 weights
 
 

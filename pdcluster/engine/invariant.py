@@ -26,7 +26,7 @@ from pdcluster.engine.linear import WEIGHT_GRAIN, Linear, bias_array, takes_rows
 from pdcluster.engine.native import InvariantKernels, Kernels, Parallel, as_array, load_invariant_kernels, load_kernels
 from pdcluster.engine.ops import CpuOps
 from pdcluster.engine.rope import RopeConfig, Rotation, attention_scale, inverse_frequencies
-from pdcluster.engine.weights import LayerWeights
+from pdcluster.engine.weights import Weights
 from pdcluster.errors import ConfigError
 from pdcluster.kv.layout import DType
 
@@ -78,7 +78,7 @@ class InvariantOps(CpuOps):
             )
         return InvariantAttention(shape, pages, self._kernels, self._invariant, self._parallel)
 
-    def fused_layers(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> None:
+    def fused_layers(self, weights: Weights, shape: AttentionShape, pages: Tensor, rope: RopeConfig) -> None:
         """Products with other sums than these would join in."""
 
     def rope(self, config: RopeConfig, head_dim: int) -> Rotation:

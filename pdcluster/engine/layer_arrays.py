@@ -43,29 +43,41 @@ class LayerArrays(NamedTuple):
     eps: np.float32
 
 
-class RowArrays(NamedTuple):
-    """Of a step's tokens: their angles and where their KV goes, as `batch.Batch` has them; of rows that decode, which come first, the pages that they
-    attend to; of the chunks of prompts behind these, which tokens they are, and the length and pages of their context."""
+class EndArrays(NamedTuple):
+    """What stands before the layers and behind them. inverse, rope_scale: radians per position of each pair of dimensions, and what cos and sin are
+    multiplied by; head: as it is or in panels; head_bias: zeros, as many as tokens."""
 
-    cos: Array
-    sin: Array
-    slot_pages: Array
-    slot_offsets: Array
-    pages: Array
-    first_page: Array
+    embedding: Array
+    inverse: Array
+    rope_scale: np.float32
+    norm: Array
+    head: Array
+    head_bias: Array
+    eps: np.float32
+
+
+class RowArrays(NamedTuple):
+    """A step's rows, as `batch.Batch` has them; wanted: the tokens of which logits are."""
+
+    tokens: Array
+    begins: Array
     lengths: Array
-    chunk_begins: Array
-    chunk_counts: Array
-    chunk_lengths: Array
-    chunk_pages: Array
-    chunk_first_page: Array
+    first_page: Array
+    pages: Array
+    num_decodes: int
+    wanted: Array
     scale: np.float32
 
 
 class Scratch(NamedTuple):
-    """Memory that a layer fills anew: a row of each for every token; in keys and values the blocks of one prompt's context, as
-    `chunk_kernels.pack_context` lays them out."""
+    """Memory that a step fills anew: a row of each for every token; in keys and values the blocks of one prompt's context, as
+    `chunk_kernels.pack_context` lays them out; logits and best have a row for each token that is wanted."""
 
+    hidden: Array
+    cos: Array
+    sin: Array
+    slot_pages: Array
+    slot_offsets: Array
     x: Array
     qkv: Array
     queries: Array
@@ -74,3 +86,5 @@ class Scratch(NamedTuple):
     active: Array
     keys: Array
     values: Array
+    logits: Array
+    best: Array

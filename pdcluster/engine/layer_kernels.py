@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
-"""Whole layers as one call: what `kernels`, `pair_kernels` and `chunk_kernels` do one after the other, without Python or a new array between.
+"""A whole step as one call: what `kernels`, `pair_kernels` and `chunk_kernels` do one after the other, without Python or a new array between.
 
 Import it through `native`. Every step rounds where the separate calls round, so that both give the same but for the order of sums, which is the
 compiler's where it builds one kernel into another. `lo` goes along to every step, though it is 0: for a literal 0 numba would compile each of them
@@ -9,11 +9,13 @@ again, as a kernel whose sums the compiler may order otherwise.
 
 from __future__ import annotations
 
+import math
+
 import numba
 import numpy as np
 
 from pdcluster.engine.kernels import narrow, rms_norm, silu_mul, store_kv, widen
-from pdcluster.engine.layer_arrays import BLOCK, LayerArrays, RowArrays, Scratch
+from pdcluster.engine.layer_arrays import BLOCK, EndArrays, LayerArrays, RowArrays, Scratch
 from pdcluster.engine.pair_kernels import attend_chunk, attend_rows, chunk_tasks, has_chunks, linear_rows, pack_context
 from pdcluster.engine.panel_kernels import has_panels, multiply_panels, pack_panels
 from pdcluster.engine.vectors import address, publish
@@ -31,21 +33,89 @@ __all__ = [
     "pack_panels",
 ]
 
+RUN = 256
+"""Logits of which the best is found at once."""
+
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
-def compute_layers(hidden, weights, rows, pool, words, scratch, done, first, begin, end, lo, hi):
-    """hidden becomes the output of layers [begin, end) of weights, whose layer 0 is the pool's layer `first`; done[0] counts each.
+def compute_layers(ends, weights, rows, pool, words, scratch, done, first, begin, end, lo, hi):
+    """scratch.hidden becomes the output of layers [begin, end) of weights, whose layer 0 is the pool's layer `first`; done[0] counts each. Before the
+    model's first layer it is filled, behind the last one logits are made of the tokens that are wanted.
 
-    weights, rows and scratch: tuples in the order of `layer_arrays`, scratch for at least as many tokens; words: the pool in pairs. lo is 0, hi all
-    tokens or none."""
+    ends, weights, rows and scratch: tuples in the order of `layer_arrays`, scratch for at least as many tokens; words: the pool in pairs. lo is 0, hi
+    all tokens or none."""
     if hi == 0:
         return
-    stack, named, memory = LayerArrays(*weights), RowArrays(*rows), Scratch(*scratch)
+    around, stack, named, memory = EndArrays(*ends), LayerArrays(*weights), RowArrays(*rows), Scratch(*scratch)
+    hidden = memory.hidden[:hi]
+    if first + begin == 0:
+        embed(named.tokens, around.embedding, hidden)
+        place(named, pool.shape[4], around.inverse, around.rope_scale, memory)
     for index in range(begin, end):
         layer = layer_of(stack, index)
         attend_block(hidden, layer, named, pool, words, first + index, memory, lo, hi)
         feed_forward_block(hidden, layer, memory, lo, hi)
         publish(address(done), done[0] + np.uint64(1))
+    if first + end == pool.shape[1]:
+        make_logits(hidden, around, named.wanted, memory, lo)
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True)
+def embed(tokens, embedding, hidden):
+    for t in range(hidden.shape[0]):
+        hidden[t, :] = embedding[tokens[t]]
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True)
+def place(rows, page_tokens, inverse, scale, scratch):
+    """Where each token's KV goes, and the angles of its position."""
+    for r in range(rows.lengths.shape[0]):
+        end = rows.begins[r + 1]
+        for t in range(rows.begins[r], end):
+            position = rows.lengths[r] + t - end
+            scratch.slot_pages[t] = rows.pages[rows.first_page[r] + position // page_tokens]
+            scratch.slot_offsets[t] = position % page_tokens
+            for i in range(inverse.shape[0]):
+                phase = np.float32(position) * inverse[i]
+                scratch.cos[t, i] = math.cos(phase) * scale
+                scratch.sin[t, i] = math.sin(phase) * scale
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True)
+def make_logits(hidden, ends, wanted, scratch, lo):
+    count = wanted.shape[0]
+    if count == 0:
+        return
+    x, logits = scratch.x[:count], scratch.logits[:count]
+    for i in range(count):
+        x[i, :] = hidden[wanted[i]]
+    rms_norm(x, ends.norm, ends.eps, x, lo, count)
+    project(x, ends.head, ends.head_bias, logits, 0, lo)
+    for i in range(count):
+        scratch.best[i] = find_best(logits[i])
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True)
+def find_best(logits):
+    """Where the first of the greatest stands."""
+    most, begin = ordered(logits[0]), 0
+    for run in range(0, logits.shape[0], RUN):
+        part = logits[run : run + RUN]
+        best = ordered(part[0])
+        for i in range(part.shape[0]):
+            best = max(best, ordered(part[i]))
+        if best > most:
+            most, begin = best, run
+    while ordered(logits[begin]) != most:
+        begin += 1
+    return begin
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
+def ordered(bits):
+    """A whole number for those of a bfloat16, in the same order; both zeros are one."""
+    value = np.int32(bits)
+    return value if value < np.int32(0x8000) else np.int32(0x8000) - value
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
@@ -84,9 +154,9 @@ def attend_block(hidden, weights, rows, pool, words, layer, scratch, lo, hi):
     project(x, weights.k_weight, weights.k_bias, qkv, keys, lo)
     project(x, weights.v_weight, weights.v_bias, qkv, values, lo)
     norms = weights.q_norm, weights.k_norm, weights.normed, weights.eps
-    store_kv(qkv, *norms, rows.cos, rows.sin, rows.slot_pages, rows.slot_offsets, pool, layer, queries, lo, hi)
-    if rows.lengths.shape[0] > 0:
-        tasks = rows.lengths.shape[0] * pool.shape[3]
+    store_kv(qkv, *norms, scratch.cos, scratch.sin, scratch.slot_pages, scratch.slot_offsets, pool, layer, queries, lo, hi)
+    if rows.num_decodes > 0:
+        tasks = rows.num_decodes * pool.shape[3]
         attend_rows(queries, pool, layer, rows.pages, rows.first_page, rows.lengths, rows.scale, attended, lo, tasks)
     attend_chunks(queries, words, layer, rows, scratch, attended, lo)
     project(attended.reshape(hi, attended.shape[1] * attended.shape[2]), weights.o_weight, weights.o_bias, x, 0, lo)
@@ -96,9 +166,9 @@ def attend_block(hidden, weights, rows, pool, words, layer, scratch, lo, hi):
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
 def attend_chunks(queries, words, layer, rows, scratch, attended, lo):
     num_kv_heads = words.shape[3]
-    for c in range(rows.chunk_begins.shape[0]):
-        begin, count, length = rows.chunk_begins[c], rows.chunk_counts[c], rows.chunk_lengths[c]
-        pages = rows.chunk_pages[rows.chunk_first_page[c] :]
+    for r in range(rows.num_decodes, rows.lengths.shape[0]):
+        begin, count, length = rows.begins[r], rows.begins[r + 1] - rows.begins[r], rows.lengths[r]
+        pages = rows.pages[rows.first_page[r] :]
         pack_context(words, layer, pages, length, scratch.keys, scratch.values, lo, num_kv_heads * ((length + BLOCK - 1) // BLOCK))
         tasks = chunk_tasks(queries.shape[1], num_kv_heads, count)
         attend_chunk(queries, scratch.keys, scratch.values, length - count, begin, count, rows.scale, attended, lo, tasks)

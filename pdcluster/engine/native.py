@@ -228,15 +228,18 @@ def _compile_products(kernels: PairKernels, *, in_panels: bool) -> None:
 
 def _compile_layer(kernels: PairKernels, weight: Array) -> None:
     """One head of 32 dimensions in a model as wide, one row that decodes and one prompt of a token."""
-    row, scale, angles = np.zeros((2, 32), np.uint16), np.float32(1.0), np.zeros((2, 16), np.float32)
-    pool, zero, slots = np.zeros((2, 1, 2, 1, 8, 32), np.uint16), np.zeros(1, np.int64), np.arange(2)
-    product, norm = (weight[None], np.zeros((1, 32), np.float32)), row[:1]
+    row, scale = np.zeros((2, 32), np.uint16), np.float32(1.0)
+    pool, zeros, ones = np.zeros((2, 1, 2, 1, 8, 32), np.uint16), np.zeros(2, np.int64), np.ones(2, np.int64)
+    bias, norm, half = np.zeros((1, 32), np.float32), row[:1], np.zeros((2, 16), np.float32)
+    product = weight[None], bias
+    ends = row, half[0], scale, norm[0], weight, bias[0], scale
     weights = norm, *product * 3, norm, norm, True, *product, norm, *product * 3, scale
-    rows = angles, angles, slots, slots, zero, zero, zero + 1, zero + 1, zero + 1, zero + 1, zero + 1, zero, scale
+    rows = zeros, np.arange(3), ones, zeros, zeros, 1, zeros, scale
     heads, wide = row[:, None], row.repeat(3, axis=1)
     context = np.zeros((1, 1, 16, 64), np.uint32), np.zeros((1, 1, 32, 32), np.uint32)
-    scratch = row.copy(), wide, heads.copy(), heads.copy(), row.repeat(2, axis=1), row.copy(), *context
-    kernels.compute_layers(row.copy(), weights, rows, pool, pool.view(np.uint32), scratch, np.zeros(1, np.uint64), 0, 0, 1, 0, 2)
+    places = half.copy(), half.copy(), zeros.copy(), zeros.copy()
+    scratch = row.copy(), *places, row.copy(), wide, heads.copy(), heads.copy(), row.repeat(2, axis=1), row.copy(), *context, row.copy(), zeros.copy()
+    kernels.compute_layers(ends, weights, rows, pool, pool.view(np.uint32), scratch, np.zeros(1, np.uint64), 0, 0, 1, 0, 2)
 
 
 def _compile_invariant(kernels: InvariantKernels) -> None:

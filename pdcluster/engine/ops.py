@@ -25,7 +25,7 @@ from pdcluster.engine.linear import Linear, PackedLinear, PlainLinear, RowsLinea
 from pdcluster.engine.native import Kernels, PairKernels, Parallel, as_array, load_kernels, load_pair_kernels
 from pdcluster.engine.panels import PanelLinear, Panels
 from pdcluster.engine.rope import Rope, RopeConfig, Rotation
-from pdcluster.engine.weights import LayerWeights
+from pdcluster.engine.weights import Weights
 from pdcluster.kv.layout import DType
 
 ROW_GRAIN = 32
@@ -43,8 +43,8 @@ class Ops(Protocol):
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         """Attention over the pool's tensor."""
 
-    def fused_layers(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FusedLayers | None:
-        """All layers of an undivided model by one call, where there is a kernel for them."""
+    def fused_layers(self, weights: Weights, shape: AttentionShape, pages: Tensor, rope: RopeConfig) -> FusedLayers | None:
+        """A step of an undivided model by one call, where there is a kernel for them."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[n, width] → the same."""
@@ -84,7 +84,7 @@ class TorchOps:
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         return ReferenceAttention(shape, pages)
 
-    def fused_layers(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FusedLayers | None:
+    def fused_layers(self, weights: Weights, shape: AttentionShape, pages: Tensor, rope: RopeConfig) -> FusedLayers | None:
         return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -130,10 +130,10 @@ class CpuOps:
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         return CpuAttention(shape, pages, self._kernels, self._pairs, self._parallel)
 
-    def fused_layers(self, layers: Sequence[LayerWeights], shape: AttentionShape, pages: Tensor) -> FusedLayers | None:
-        if self._pairs is None or self._parallel.threads > 1 or not fits_fused_layers(layers, shape, pages):
+    def fused_layers(self, weights: Weights, shape: AttentionShape, pages: Tensor, rope: RopeConfig) -> FusedLayers | None:
+        if self._pairs is None or self._parallel.threads > 1 or not fits_fused_layers(weights, shape, pages):
             return None
-        return FusedLayers(layers, shape, pages, self._pairs, self._parallel, self._panels)
+        return FusedLayers(weights, shape, rope, pages, self._pairs, self._parallel, self._panels)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

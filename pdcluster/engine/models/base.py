@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -68,9 +70,21 @@ class Progress:
             self.bell_fd = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a forward computed, to be looked at before the model's next one. On each rank `logits` is to be called or is not.
+
+    hidden: the last layer's states, [num_tokens, hidden], before the final norm. logits: float32 [n, vocabulary] of the tokens that were wanted.
+    best: each one's most likely token, the first of equals, where the forward finds it in passing."""
+
+    hidden: Callable[[], Tensor]
+    logits: Callable[[], Tensor]
+    best: NDArray[np.int64] | None = None
+
+
 class Model(Protocol):
-    def forward(self, batch: Batch, progress: Progress) -> Tensor:
-        """Write the batch's KV and return the last layer's hidden states, [num_tokens, hidden], before the final norm."""
+    def forward(self, batch: Batch, progress: Progress, wanted: Sequence[int] = ()) -> Computed:
+        """Write the batch's KV. wanted: indexes of the tokens that are to yield another one."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocabulary] of chosen rows of `forward`'s result."""
+        """float32 [n, vocabulary] of chosen rows of a forward's hidden states."""

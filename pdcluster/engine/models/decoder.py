@@ -7,6 +7,8 @@ which the group completes before it joins the residual.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from pdcluster.engine.attention.base import Angles, Attention, AttentionShape, H
 from pdcluster.engine.batch import Batch
 from pdcluster.engine.collective import Collective
 from pdcluster.engine.model_config import ModelConfig
-from pdcluster.engine.models.base import Progress
+from pdcluster.engine.models.base import Computed, Progress
 from pdcluster.engine.ops import Ops
 from pdcluster.engine.shard import Share
 from pdcluster.engine.weights import LayerWeights, Weights
@@ -34,23 +36,29 @@ class Decoder:
         self._rope = ops.rope(config.rope, config.head_dim)
         shape = AttentionShape(share.num_heads, share.num_kv_heads, config.head_dim, config.rms_norm_eps)
         attention = ops.attention(shape, pages)
-        self._fused = ops.fused_layers(weights.layers, shape, pages) if group.size == 1 else None
+        self._fused = ops.fused_layers(weights, shape, pages, config.rope) if group.size == 1 else None
         self._layers = tuple(_Layer(layer, index, attention, self._eps, ops, group) for index, layer in enumerate(weights.layers))
 
-    def forward(self, batch: Batch, progress: Progress) -> Tensor:
+    def forward(self, batch: Batch, progress: Progress, wanted: Sequence[int] = ()) -> Computed:
+        if self._fused is not None and self._fused.takes(batch):
+            return self._fused.run(batch, progress, wanted)
         hidden = F.embedding(batch.token_ids, self._embedding)
         angles = Angles(*self._rope.angles(batch.positions))
-        if self._fused is not None and self._fused.takes(batch):
-            self._fused.run(hidden, angles, batch, progress)
-            return hidden
         for layer in self._layers:
             hidden = layer(hidden, angles, batch)
             progress.advance()
-        return hidden
+        return Computed(lambda: hidden, lambda: self.logits(_rows(hidden, wanted)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         own = self._head(self._ops.rms_norm(hidden, self._norm, self._eps)).float()
         return self._group.join_columns(own)[:, : self._vocab_size]
+
+
+def _rows(hidden: Tensor, indexes: Sequence[int]) -> Tensor:
+    """A view where that does: of all rows, or of one."""
+    if len(indexes) == 1:
+        return hidden[indexes[0] : indexes[0] + 1]
+    return hidden if len(indexes) == len(hidden) else hidden[list(indexes)]
 
 
 class _Layer:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import numpy as np
@@ -22,7 +23,9 @@ from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.engine.models.base import Progress
 from pdcluster.engine.worker import Worker
 from pdcluster.errors import ConfigError, DeadlineExceeded, IntegrityError, ModelError
+from pdcluster.history import history_of
 from pdcluster.messages import Sampling
+from pdcluster.sampling import Shaping
 from pdcluster.step import Row, StepPlan, StepResult
 
 PAGE = 8
@@ -43,6 +46,16 @@ def config(model_dir: Path) -> EngineConfig:
 def engine(config: EngineConfig) -> Iterator[Engine]:
     engine = Engine(config)
     engine.warmup()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """With a step in one kernel call."""
+    model = checkpoints.build_model(replace(SHAPE, head_dim=32, hidden_size=64, intermediate_size=96), seed=4)
+    directory = checkpoints.save(model, tmp_path_factory.mktemp("model"))
+    engine = Engine(EngineConfig(directory, KERNEL_CACHE, dtype="bfloat16", page_tokens=PAGE, num_pages=64))
     yield engine
     engine.close()
 
@@ -68,6 +81,31 @@ def test_a_step_samples_for_the_rows_that_ask(engine: Engine) -> None:
     assert result.forward_s > 0
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_short"),
+    [
+        ({}, True),
+        ({"logprobs": 0}, False),
+        ({"min_tokens": 3}, False),
+        ({"temperature": 1e-9}, False),
+        ({"shaping": Shaping(biases=((3, 0.0),))}, False),
+    ],
+    ids=str,
+)
+def test_greedy_rows_take_the_best_logit_from_the_forward(
+    bfloat16: Engine, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_short: bool
+) -> None:
+    """Unless anything else is asked for, of any row of the step; the token is the same."""
+    sampled, sample_rows = [], bfloat16._sample_rows
+    monkeypatch.setattr(bfloat16, "_sample_rows", lambda *args: (sampled.append(1), sample_rows(*args))[1])
+    prompt, asked = np.array([5, 6, 7], np.int32), Sampling(**{"max_tokens": 4, "seed": 0, "temperature": 0.0, **changes})
+    rows = row(), row(pages=[2], sampling=None), row(pages=[3], sampling=asked, history=history_of(asked.shaping, prompt, prompt[:0]))
+    first, middle, last = bfloat16.step(StepPlan(rows)).rows
+    assert first.token == last.token is not None and middle.token is None
+    assert bool(sampled) is not is_short
+    assert (last.logprobs is not None) == ("logprobs" in changes)
+
+
 def test_the_descriptor_is_readable_from_the_end_of_a_step_until_it_is_collected(engine: Engine) -> None:
     assert not readable(engine.done_fd)
     engine.launch(StepPlan((row(),)))
@@ -83,7 +121,7 @@ def test_a_bell_that_nobody_heard_says_nothing_about_the_next_step(engine: Engin
     assert engine.layers_done == SHAPE.num_layers
     gate = threading.Event()
     forward = engine._model.forward
-    monkeypatch.setattr(engine._model, "forward", lambda batch, progress: (gate.wait(10), forward(batch, progress))[1])
+    monkeypatch.setattr(engine._model, "forward", lambda *args: (gate.wait(10), forward(*args))[1])
     engine.launch(StepPlan((row(),), bells=(1,)))
     assert engine.layers_done == 0 and not readable(engine.layer_fd)
     gate.set()

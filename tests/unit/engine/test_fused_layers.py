@@ -40,7 +40,15 @@ ROUNDING = 2.0**-6
 runs depends on what a process loaded first. Heads that are normalised, where that was seen, are held to one order in `test_ops`."""
 SHAPES = {
     "norms of heads": Shape("qwen3", hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=VOCABULARY, num_layers=3),
-    "biases": Shape("qwen2", hidden_size=64, intermediate_size=160, head_dim=32, vocab_size=VOCABULARY, num_layers=2),
+    "biases, scaled angles": Shape(
+        "qwen2",
+        hidden_size=64,
+        intermediate_size=160,
+        head_dim=32,
+        vocab_size=VOCABULARY,
+        num_layers=2,
+        rope={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ),
 }
 
 
@@ -69,7 +77,7 @@ def without_panels(ops: CpuOps) -> CpuOps:
 
 
 class Separate(CpuOps):
-    def fused_layers(self, layers: object, shape: object, pages: object) -> None:
+    def fused_layers(self, weights: object, shape: object, pages: object, rope: object) -> None:
         return None
 
 
@@ -103,12 +111,17 @@ def assert_same_as_separate_calls(model: tuple[ModelConfig, Weights], ops: CpuOp
         pages, progress = pool(model[0]), Progress()
         computed = decoder(model, pages, chosen)
         assert (computed._fused is not None and computed._fused.takes(slots)) == (chosen is ops)
-        found.append((computed.forward(slots, progress), pages))
+        wanted = (slots.begins[1:] - 1).tolist()
+        found.append((computed.forward(slots, progress, wanted), pages))
         assert progress.layers_done == model[0].num_layers
         progress.close()
-    (hidden, pages), (expected_hidden, expected_pages) = found
-    assert hidden.abs().max() > 0
-    torch.testing.assert_close(hidden, expected_hidden, rtol=ROUNDING, atol=ROUNDING)
+    (given, pages), (expected, expected_pages) = found
+    assert given.hidden().abs().max() > 0
+    torch.testing.assert_close(given.hidden(), expected.hidden(), rtol=ROUNDING, atol=ROUNDING)
+    logits = given.logits()
+    assert logits.shape == (slots.num_rows, VOCABULARY) and expected.best is None
+    torch.testing.assert_close(logits, expected.logits(), rtol=ROUNDING, atol=ROUNDING)
+    assert given.best is not None and given.best.tolist() == logits.argmax(dim=-1).tolist()
     written = torch.zeros(pages.shape, dtype=torch.bool)
     written[slots.slot_pages, :, :, :, slots.slot_offsets] = True
     assert torch.equal(pages[~written], expected_pages[~written])
@@ -146,8 +159,9 @@ def test_scratch_of_a_larger_step_serves_smaller_ones(model: tuple[ModelConfig, 
     used = decoder(model, pages := pool(model[0]), ops)
     for step in steps:
         pages.copy_(pool(model[0]))
-        found = used.forward(step, Progress())
-        assert torch.equal(found, decoder(model, pool(model[0]), ops).forward(step, Progress()))
+        found = used.forward(step, Progress(), [0])
+        expected = decoder(model, pool(model[0]), ops).forward(step, Progress(), [0])
+        assert torch.equal(found.hidden(), expected.hidden()) and torch.equal(found.logits(), expected.logits())
 
 
 def test_what_has_no_kernel_or_too_many_tokens_takes_the_separate_calls(model: tuple[ModelConfig, Weights], ops: CpuOps) -> None:
@@ -155,7 +169,7 @@ def test_what_has_no_kernel_or_too_many_tokens_takes_the_separate_calls(model: t
     assert fused is not None
     assert fused.takes(batch(decodes(4, 9)))
     assert fused.takes(batch([(4, 3)])) == fused.takes(batch(decodes(*[0] * (MOST_ROWS + 1)))) == (ops._panels is not None)
-    long = dataclasses.replace(batch([(4, 3)]), token_ids=torch.zeros(MOST_TOKENS + 1, dtype=torch.int64))
+    long = dataclasses.replace(batch([(4, 3)]), tokens=np.zeros(MOST_TOKENS + 1, np.int64))
     assert not fused.takes(long)
 
 
@@ -190,14 +204,17 @@ def test_models_without_such_a_kernel_do_without(model: tuple[ModelConfig, Weigh
     config, weights = model
     shape, pages = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, 1e-6), pool(config)
     odd = dataclasses.replace(weights.layers[0], down=torch.zeros(64, 48, dtype=torch.bfloat16))
+    two_kinds = dataclasses.replace(weights, layers=(*weights.layers, odd))
+    narrow = dataclasses.replace(weights, head=torch.zeros(3, 64, dtype=torch.bfloat16))
     threads = select_ops("cpu", "bfloat16", 2, KERNEL_CACHE)
     try:
-        assert fits_fused_layers(weights.layers, shape, pages)
-        assert not fits_fused_layers([*weights.layers, odd], shape, pages)
-        assert not fits_fused_layers(weights.layers, dataclasses.replace(shape, head_dim=48), pages)
-        assert not fits_fused_layers(weights.layers, shape, pages[:, :, :, :, :4])
-        assert TorchOps().fused_layers(weights.layers, shape, pages) is None
-        assert threads.fused_layers(weights.layers, shape, pages) is None
+        assert fits_fused_layers(weights, shape, pages)
+        assert not fits_fused_layers(two_kinds, shape, pages)
+        assert not fits_fused_layers(narrow, shape, pages)
+        assert not fits_fused_layers(weights, dataclasses.replace(shape, head_dim=48), pages)
+        assert not fits_fused_layers(weights, shape, pages[:, :, :, :, :4])
+        assert TorchOps().fused_layers(weights, shape, pages, config.rope) is None
+        assert threads.fused_layers(weights, shape, pages, config.rope) is None
     finally:
         threads.close()
 
@@ -213,5 +230,28 @@ def test_the_kernel_is_compiled_at_the_start(model: tuple[ModelConfig, Weights],
     used._fused._kernel = lambda *arguments: called.add(tuple(map(numba.typeof, arguments)))
     for rows in (decodes(3, 4), decodes(0), [(3, 1), (0, 70)], [(0, 9)]):
         if used._fused.takes(step := batch(rows)):
-            used.forward(step, Progress())
+            used.forward(step, Progress(), [0])
     assert called == compiled and len(called) == 1
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        [3.0],
+        [1.0, 3.0, 2.0, 3.0],
+        [-5.0, -2.0, -2.5],
+        [-1.0, -0.0, 0.0],
+        [0.0, -0.0],
+        [-3.0] * 700,
+        [0.0] * 256 + [1.0] + [0.0] * 300 + [1.0],
+        [-1.0] * 599 + [-0.5],
+        [float("-inf"), -1e38, float("-inf")],
+        [1e38, float("inf")],
+    ],
+    ids=str,
+)
+def test_the_best_of_a_row_is_the_first_of_equals(ops: CpuOps, logits: list[float]) -> None:
+    from pdcluster.engine.layer_kernels import find_best
+
+    row = torch.tensor(logits, dtype=torch.bfloat16)
+    assert find_best(native.as_array(row)) == row.argmax().item()
