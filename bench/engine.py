@@ -14,9 +14,9 @@ contexts c and kv bytes of KV per token:
               FLOP  = (2 P + 2 hidden V) B + 4 L H d Σc
 
 The roofline of a decode step is what the slower of its bytes and its FLOP takes at those ceilings; of many rows that is the products.
-The FLOP/s ceiling is the best of a few large bfloat16 products; the bandwidth ceiling the best of a few ways to read a buffer as large as the
-model, so that both meet the same caches. Both run with the engine's threads on the engine's core. Contexts are zeros: what is in the pages does
-not change the time.
+The FLOP/s ceiling is the best of a few large bfloat16 products, oneDNN's and our own; the bandwidth ceiling the best of a few ways to read a buffer
+as large as the model, so that both meet the same caches. Both run with the engine's threads on the engine's core. Contexts are zeros: what is in the
+pages does not change the time.
 
 Python's share is what a step takes in which every kernel gets an empty range: all of building the batch, calling kernels, small torch operations
 and drawing tokens. On some CPUs prompts run through oneDNN, so it is told for decode alone.
@@ -46,9 +46,12 @@ from bench.engine_quantization import SCHEMES, quality
 from bench.report import Row as Figure
 from bench.report import print_rows, row, write_json
 from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.engine.linear import PlainLinear
 from pdcluster.engine.model_config import ModelConfig, read_config
 from pdcluster.engine.native import Kernel, Parallel
-from pdcluster.kv.layout import ITEM_BYTES, KVLayout
+from pdcluster.engine.ops import select_ops
+from pdcluster.kv.layout import ITEM_BYTES, DType, KVLayout
+from pdcluster.kv.pool import TORCH_DTYPE
 from pdcluster.messages import Sampling
 from pdcluster.step import Row, StepPlan
 
@@ -254,7 +257,7 @@ def measure(engine: Engine, plan: Plan) -> list[Figure]:
 
 
 def measured_ceilings(plan: Plan, work: Work) -> Ceilings:
-    dtype = torch.bfloat16 if work.item_bytes == ITEM_BYTES["bfloat16"] else torch.float32
+    dtype: DType = "bfloat16" if work.item_bytes == ITEM_BYTES["bfloat16"] else "float32"
     return Ceilings(work, product_ceiling(plan, dtype), read_ceiling(plan, int(work.decode_bytes(0, 0))))
 
 
@@ -273,13 +276,16 @@ def work_of(config: ModelConfig, layout: KVLayout) -> Work:
     )
 
 
-def product_ceiling(plan: Plan, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of a few large products."""
+def product_ceiling(plan: Plan, dtype: DType) -> float:
+    """FLOP/s of the fastest of a few large products, by torch and by the engine's own kernels: whichever is the faster here."""
     best = 0.0
+    ops = select_ops("cpu", dtype, torch.get_num_threads(), CACHE / "kernels")
     for size in (512, 1024, 2048):
-        x, weight = torch.randn(2048, size).to(dtype), torch.randn(size, size).to(dtype)
-        seconds = min(_repeat(plan, lambda x=x, weight=weight: torch.nn.functional.linear(x, weight)))  # type: ignore[misc]
-        best = max(best, 2.0 * 2048 * size * size / seconds)
+        x, weight = torch.randn(2048, size).to(TORCH_DTYPE[dtype]), torch.randn(size, size).to(TORCH_DTYPE[dtype])
+        for product in (PlainLinear([weight], [None]), ops.linear([weight], [None])):
+            seconds = min(_repeat(plan, lambda product=product, x=x: product(x)))  # type: ignore[misc]
+            best = max(best, 2.0 * 2048 * size * size / seconds)
+    ops.close()
     return best
 
 
