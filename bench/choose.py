@@ -20,6 +20,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from bench.report import Row, print_rows, row, write_json
+from pdcluster.config import cache_directory
 from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster.messages import HASH_BYTES, Endpoint, Load, Role
 from pdcluster.metrics import ExplainMetrics
@@ -27,6 +28,7 @@ from pdcluster_router.chooser import Decision
 from pdcluster_router.explain import Explainer
 from pdcluster_router.generation import ANYBODY
 from pdcluster_router.headroom import Headroom
+from pdcluster_router.policy import compiled
 from pdcluster_router.policy.base import Query
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.pull import BY_TOKENS
@@ -149,6 +151,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    compiled.load(cache_directory())
     rows: list[Row] = []
     for number in (8, 64, 1000):
         rows += measure(make_case(number, random.Random(number)), 200 if chosen.quick else 2000)

@@ -39,12 +39,13 @@ from bench.rivals import ROUTER_CORE, stop
 from bench.router import CLIENT_CORE, NUM_PROMPT, NUM_STREAMED, PACE_S
 from pdcluster import bundled_model
 from pdcluster.bootstrap.agent import watch
-from pdcluster.config import RouterConfig
+from pdcluster.config import RouterConfig, cache_directory
 from pdcluster.transfer.base import Peer
 from pdcluster_router import process
 from pdcluster_router.app import create_app
 from pdcluster_router.http_connection import Connection, Connections, LineLimits
 from pdcluster_router.kept_heap import keep_heap
+from pdcluster_router.policy import compiled
 from pdcluster_router.server import http_settings
 
 NUM_CLIENTS = 32
@@ -331,6 +332,7 @@ def main() -> None:
     chosen = parser.parse_args()
     os.sched_setaffinity(0, {ROUTER_CORE})
     keep_heap()
+    compiled.load(cache_directory())
     scale = 1 if chosen.quick else 5
     rows: list[Row] = []
     for case, roles in ROLES.items():

@@ -1,5 +1,6 @@
-"""Compiles what a first node on this machine would compile, into the place where nodes look for it: `python -m pdcluster.launch.warm`, which
-`make setup` runs beside its downloads. It starts nothing; the kernels of the batch-invariant mode are left to the first node that has it."""
+"""Compiles what a first node and a first router on this machine would compile, into the place where they look for it:
+`python -m pdcluster.launch.warm`, which `make setup` runs beside its downloads. It starts nothing; the kernels of the batch-invariant mode are left
+to the first node that has it."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from pdcluster.config import cache_directory
 from pdcluster.engine.native import load_kernels, load_pair_kernels
 from pdcluster.transfer.moving import native
+from pdcluster_router.policy import compiled
 
 
 def warm(cache_dir: Path) -> str:
@@ -18,6 +20,7 @@ def warm(cache_dir: Path) -> str:
         return "skipped: the CPU kernels do not compile here; nodes run on plain torch, which is slower"
     has_pairs = load_pair_kernels() is not None
     native()
+    compiled.load(cache_dir)
     load_kernels(cache_dir, "float32")
     missing = "" if has_pairs else ", but for those of bfloat16 pairs, which do not compile here"
     return f"CPU kernels are compiled in {cache_dir}{missing} ({time.monotonic() - began:.0f} s)"

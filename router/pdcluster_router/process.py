@@ -7,6 +7,7 @@ import gc
 import logging
 import secrets
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,7 +17,7 @@ import uvloop
 import zmq
 
 from pdcluster.bootstrap.agent import watch
-from pdcluster.config import RouterConfig
+from pdcluster.config import RouterConfig, cache_directory
 from pdcluster.errors import PdclusterError
 from pdcluster.metrics import ExplainMetrics, HoldMetrics, RouterMetrics, WorkerMetrics
 from pdcluster.ready import announce
@@ -37,6 +38,7 @@ from pdcluster_router.kept_heap import keep_heap
 from pdcluster_router.models import Models
 from pdcluster_router.node_metrics import NodeCollector
 from pdcluster_router.places import Places
+from pdcluster_router.policy import compiled
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.pull import PullRule
 from pdcluster_router.roles import RoleController, RoleSettings
@@ -74,7 +76,7 @@ async def _serve(config: RouterConfig) -> int:
         parts = assemble(config, me, worker, stack)
         tasks = Tasks(stop, stack)
         cluster, models, dispatch = parts.cluster, parts.models, parts.front.dispatch
-        for work in (cluster.follow(watch(config.bootstrap)), models.keep_loaded(), dispatch.waiting.follow(cluster)):
+        for work in (cluster.follow(watch(config.bootstrap)), models.keep_loaded(), dispatch.waiting.follow(cluster), compile_choices()):
             await tasks.run(work)
         front = parts.front if worker is None else await _join(worker, me, parts, tasks)
         address, grpc_address = await stack.enter_async_context(_open(front, config))
@@ -142,6 +144,21 @@ def _chooser(config: RouterConfig, cluster: Cluster) -> Chooser:
         pulls=PullRule(config.pull, config.pull_min_tokens),
         expected=cluster.expected,
     )
+
+
+async def compile_choices() -> None:
+    """Requests are routed meanwhile, only slower. What is not kept yet is compiled by another process, since that holds the interpreter's lock for
+    seconds."""
+    cache_dir = cache_directory()
+    if not await asyncio.to_thread(compiled.is_kept, cache_dir):
+        compiling = await asyncio.create_subprocess_exec(sys.executable, "-m", compiled.__name__)
+        try:
+            await compiling.wait()
+        finally:
+            if compiling.returncode is None:
+                compiling.kill()
+                await compiling.wait()
+    await asyncio.to_thread(compiled.load, cache_dir)
 
 
 async def _join(worker: Worker, me: Peer, parts: Parts, tasks: Tasks) -> FrontDoors:

@@ -1,29 +1,23 @@
 """What a policy needs of each node in numbers: worked out once when a node reports or is sent something, not with every choice.
 
-The same fields hold one node's numbers or, as arrays, those of all nodes of a view, so that a formula is written once and asked either way: node by
-node while there are FEW, which then costs less than calls of numpy, and all at once where there are more. Values and sums; what they mean for a
-request is the policy's (`policy.estimates`).
+Values only; what they mean for a request is the policy's (`policy.estimates`). All nodes of a view stand in one table, a row a node, as compiled code
+takes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-FEW = 48
-"""Nodes up to which numbers are kept node by node; about where both ways cost the same (bench.choose)."""
-
 Column = NDArray[np.float64]
-Number = TypeVar("Number", float, Column)
 
 
-class Station(msgspec.Struct, Generic[Number], frozen=True, gc=False):
-    """One node, or all of them.
+class Station(msgspec.Struct, frozen=True, gc=False):
+    """One node. Its fields in this order are the columns of a table (`policy.estimates` names them).
 
     is_server: 1 on nodes that compute prompts for others, 0 on decode nodes. chunk_tokens: inf when a prompt is one step. each_row_s: what a row adds
     to a step, beside context_s for each token that it attends to; added_s: what the rows that run add together. itl_s, prompt_step_s,
@@ -31,34 +25,34 @@ class Station(msgspec.Struct, Generic[Number], frozen=True, gc=False):
     missing_rows: rows that must end before there is room for one more, as a share of all. tight: 1 ÷ pages that rows hold where pages are scarce,
     else 0; spare_pages: those that a row could have. doubt: share of a prompt's predicted seconds by which the node's model may be wrong."""
 
-    is_server: Number
-    num_prompts: Number
-    num_requests: Number
-    wait_s: Number
-    backlog_s: Number
-    stretch: Number
-    prompt_fixed_s: Number
-    token_s: Number
-    pair_s: Number
-    chunk_tokens: Number
-    decode_fixed_s: Number
-    each_row_s: Number
-    context_s: Number
-    rows: Number
-    context_tokens: Number
-    added_s: Number
-    tpot_s: Number
-    itl_s: Number
-    prompt_step_s: Number
-    missing_rows: Number
-    tight: Number
-    spare_pages: Number
-    block_tokens: Number
-    kv_bytes: Number
-    doubt: Number
+    is_server: float
+    num_prompts: float
+    num_requests: float
+    wait_s: float
+    backlog_s: float
+    stretch: float
+    prompt_fixed_s: float
+    token_s: float
+    pair_s: float
+    chunk_tokens: float
+    decode_fixed_s: float
+    each_row_s: float
+    context_s: float
+    rows: float
+    context_tokens: float
+    added_s: float
+    tpot_s: float
+    itl_s: float
+    prompt_step_s: float
+    missing_rows: float
+    tight: float
+    spare_pages: float
+    block_tokens: float
+    kv_bytes: float
+    doubt: float
 
 
-def row_of(station: Station[float]) -> tuple[float, ...]:
+def row_of(station: Station) -> tuple[float, ...]:
     return msgspec.structs.astuple(station)
 
 
@@ -76,13 +70,6 @@ class Pool:
     @cached_property
     def index(self) -> NDArray[np.int64]:
         return np.array(self.rows, np.int64)
-
-    @cached_property
-    def outside(self) -> Column:
-        """0 for its rows, inf for the others: added to a cost it puts these out of the question."""
-        column: Column = np.full(self._size, np.inf)
-        column[self.index] = 0.0
-        return column
 
     @cached_property
     def members(self) -> frozenset[int | None]:
@@ -103,89 +90,27 @@ class Pool:
         return part
 
 
-class Totals(msgspec.Struct, frozen=True, gc=False):
-    """Sums over some nodes. least_wait_s: of any of them; tpot_rows: TPOT × rows."""
+class Stations:
+    """All nodes of a view, as rows of a table that is not changed any more."""
 
-    num_nodes: int = 0
-    least_wait_s: float = 0.0
-    prompts: float = 0.0
-    backlog_s: float = 0.0
-    rows: float = 0.0
-    context_tokens: float = 0.0
-    tpot_rows: float = 0.0
-
-
-NOBODY = Totals()
-
-
-class FewStations:
-    """Implements Stations for a handful of nodes."""
-
-    def __init__(self, stations: Sequence[Station[float]]) -> None:
-        self.stations = list(stations)
-
-    def one(self, row: int) -> Station[float]:
-        return self.stations[row]
-
-    def replaced(self, changed: Mapping[int, Station[float]]) -> FewStations:
-        replaced = FewStations(self.stations)
-        for row, station in changed.items():
-            replaced.stations[row] = station
-        return replaced
-
-    def totals(self, pool: Pool) -> Totals:
-        if not pool.rows:
-            return NOBODY
-        least, prompts, backlog, rows, context, tpot_rows = np.inf, 0.0, 0.0, 0.0, 0.0, 0.0
-        for row in pool.rows:
-            station = self.stations[row]
-            if station.wait_s < least:
-                least = station.wait_s
-            prompts += station.num_prompts
-            backlog += station.backlog_s
-            rows += station.rows
-            context += station.context_tokens
-            tpot_rows += station.tpot_s * station.rows
-        return Totals(len(pool.rows), least, prompts, backlog, rows, context, tpot_rows)
-
-
-class ManyStations:
-    """Implements Stations as a matrix: a line a field, a column a node."""
-
-    def __init__(self, matrix: NDArray[np.float64]) -> None:
-        self._matrix = matrix
-        self.columns: Station[Column] = Station(*matrix)
+    def __init__(self, table: NDArray[np.float64]) -> None:
+        self.table = table
 
     @classmethod
-    def of(cls, stations: Sequence[Station[float]]) -> ManyStations:
-        return cls(np.array([row_of(station) for station in stations]).T.copy())
+    def of(cls, stations: Sequence[Station]) -> Stations:
+        return cls(np.array([row_of(station) for station in stations], np.float64).reshape(len(stations), len(Station.__struct_fields__)))
 
-    def one(self, row: int) -> Station[float]:
-        return Station(*self._matrix[:, row].tolist())
+    @cached_property
+    def rows(self) -> list[list[float]]:
+        """The same, for code that is not compiled."""
+        rows: list[list[float]] = self.table.tolist()
+        return rows
 
-    def replaced(self, changed: Mapping[int, Station[float]]) -> ManyStations:
-        matrix = self._matrix.copy()
+    def one(self, row: int) -> Station:
+        return Station(*self.table[row].tolist())
+
+    def replaced(self, changed: Mapping[int, Station]) -> Stations:
+        table = self.table.copy()
         for row, station in changed.items():
-            matrix[:, row] = row_of(station)
-        return ManyStations(matrix)
-
-    def totals(self, pool: Pool) -> Totals:
-        if not pool:
-            return NOBODY
-        held = Station(*self._matrix[:, pool.index])
-        return Totals(
-            len(pool),
-            float(held.wait_s.min()),
-            float(held.num_prompts.sum()),
-            float(held.backlog_s.sum()),
-            float(held.rows.sum()),
-            float(held.context_tokens.sum()),
-            float(held.tpot_s @ held.rows),
-        )
-
-
-Stations = FewStations | ManyStations
-
-
-def stations_of(each: Sequence[Station[float]]) -> Stations:
-    return FewStations(each) if len(each) <= FEW else ManyStations.of(each)
+            table[row] = row_of(station)
+        return Stations(table)

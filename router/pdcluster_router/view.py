@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
 import msgspec
+import numpy as np
 
 from pdcluster.cost import NodeCost
 from pdcluster.messages import Endpoint, Load, Role
 from pdcluster_router.once import once
 from pdcluster_router.pace import Pace, Work, completed, is_known, pace, typical_cost
-from pdcluster_router.stations import Pool, Station, Stations, Totals, stations_of
+from pdcluster_router.stations import Column, Pool, Station, Stations
 
 
 class Pending(msgspec.Struct, frozen=True, gc=False):
@@ -141,12 +142,12 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
         return self.pending.prompts + (self.load.waiting if self.load is not None else 0) + (self.prefill_tokens > 0)
 
     @once
-    def own_station(self) -> Station[float] | None:
+    def own_station(self) -> Station | None:
         """None while the node's own cost model is not known."""
         cost = self.cost
         return self.station(cost) if cost is not None and is_known(cost) else None
 
-    def station(self, cost: NodeCost) -> Station[float]:
+    def station(self, cost: NodeCost) -> Station:
         """The node in numbers, when steps cost that: its `pace` and its room, written out, since it is done for every leg of every request."""
         load, pending, prefill, decode = self.load, self.pending, cost.prefill, cost.decode
         in_flight, prompts, requests = self.in_flight, pending.prompts, pending.requests
@@ -204,6 +205,15 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
         )
 
 
+class Groups:
+    """Nodes that have the same transfer media. of: each node's group; exchange: 1 where two groups have a medium in common."""
+
+    def __init__(self, media: Sequence[frozenset[str]]) -> None:
+        kinds = {each: number for number, each in enumerate(dict.fromkeys(media))}
+        self.of = np.array([kinds[each] for each in media], np.int64)
+        self.exchange = np.array([[float(not one.isdisjoint(other)) for other in kinds] for one in kinds]).reshape(len(kinds), len(kinds))
+
+
 class Roster:
     """Who is in a view, and which legs each node may take: all that stays as it is when nodes only report loads. Kept from view to view.
 
@@ -225,11 +235,36 @@ class Roster:
         for row, name in enumerate(self.names):
             self.rows_of_name[name] = (*self.rows_of_name.get(name, ()), row)
         self._media = tuple(frozenset(node.backends) for node in nodes)
+        self._paths: dict[int, tuple[Mapping[str, float], Column]] = {}
 
     def partners(self, pool: Pool, node: NodeView) -> Pool:
         """Those that KV of `node` can go to; itself too, if it is in the pool."""
         media = frozenset(node.backends)
         return pool.part(media, lambda row: not media.isdisjoint(self._media[row]))
+
+    @once
+    def groups(self) -> Groups:
+        """Of nodes with the same media."""
+        return Groups(self._media)
+
+    @once
+    def nothing(self) -> Column:
+        """A zero for each node; not to be written to."""
+        return np.zeros(len(self.names))
+
+    def paths(self, node: NodeView) -> Column:
+        """Bytes a second from the node to each of the others, 0 where it is not known; not to be written to."""
+        row = self.row_of.get(node.incarnation, -1)
+        kept = self._paths.get(row)
+        if kept is not None and kept[0] is node.bandwidth:
+            return kept[1]
+        found = np.zeros(len(self.names))
+        for name, bytes_s in node.bandwidth.items():
+            for other in self.rows_of_name.get(name, ()):
+                found[other] = bytes_s
+        if row >= 0:
+            self._paths[row] = node.bandwidth, found
+        return found
 
     @staticmethod
     def holds_for(former: NodeView, now: NodeView) -> bool:
@@ -280,15 +315,15 @@ class ClusterView:
     def stations(self) -> Stations:
         """For a view that has a typical cost: every node has a pace then."""
         if self._stations is None:
-            self._stations = stations_of([self._station(node) for node in self.nodes])
+            self._stations = Stations.of([self._station(node) for node in self.nodes])
         return self._stations
 
-    def station_of(self, node: NodeView) -> Station[float]:
+    def station_of(self, node: NodeView) -> Station:
         """Of one that may have left the view since."""
         row = self.roster.row_of.get(node.incarnation)
         return self._station(node) if row is None else self.stations.one(row)
 
-    def _station(self, node: NodeView) -> Station[float]:
+    def _station(self, node: NodeView) -> Station:
         own = node.own_station
         if own is not None:
             return own
@@ -300,16 +335,6 @@ class ClusterView:
     def accepting(self) -> tuple[NodeView, ...]:
         """Nodes that take work."""
         return tuple(self.nodes[row] for row in self.roster.accepting.rows)
-
-    @once
-    def serving(self) -> Totals:
-        """Of nodes that take work and compute prompts for others."""
-        return self.stations.totals(self.roster.prefill)
-
-    @once
-    def decoding(self) -> Totals:
-        """Of nodes that take work and only decode."""
-        return self.stations.totals(self.roster.decode_only)
 
     @once
     def typical_cost(self) -> NodeCost | None:

@@ -1,19 +1,13 @@
-"""The terms of `seconds`: plain arithmetic over a Station, all in seconds.
+"""The formulas of `seconds`: the terms of one node for one request, all in seconds.
 
-Each formula is asked with one node's numbers, or with those of all nodes as arrays; so there is no `if` about a node here, only `larger` and
-`smaller` of two numbers or arrays. TINY stands where zero would be divided by.
+Plain functions over rows of numbers (`stations`), written so that numba compiles them as they stand: loops, ifs and floats, no objects. `compiled`
+has them compiled where it can; else, and in tests, they run as the Python that they are, with the same floats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from math import sqrt
-from typing import Generic
-
-import msgspec
-
-from pdcluster_router.policy.base import Query
-from pdcluster_router.stations import Number, Station
 
 LAST_GROUP = 0.25
 """Share of a prompt's last chunk whose KV leaves after the first token, about: layers go in groups while the later ones are computed."""
@@ -37,156 +31,192 @@ CHANCE = 1.0
 """Standard deviations by which a row may be slower than the mean of all. Prompts come beside it by chance, each with a pause about as long as that
 of the one that is asked about: while there are few, as a Poisson process; the less time there is without one, the less is left to chance."""
 
+WELL = 0.9
+"""Of what rows may take on average from token to token, as long as some of them take more."""
+
+ROUNDING = 1e-9
 TINY = 1e-300
+"""Stands where zero would be divided by."""
 
 PREFILL_TERMS = ("wait", "compute", "fetch", "price", "slowed")
 DECODE_TERMS = ("room", "exposed", "decode", "others", "row_price")
 LOCAL_TERMS = (*PREFILL_TERMS, "room", "decode", "others", "row_price")
 
-Values = tuple[float, ...]
+Numbers = Sequence[float]
+Market = tuple[float, float, float]
+"""What holds for all nodes at one moment: the price, seconds that later prompts lose for each second of work; and of the time in which prompts are
+computed, the share on a node that does so for others, and on a decode node."""
+
+# Columns of a table of stations: the fields of `stations.Station`, in their order.
+(
+    IS_SERVER,
+    NUM_PROMPTS,
+    NUM_REQUESTS,
+    WAIT_S,
+    BACKLOG_S,
+    STRETCH,
+    PROMPT_FIXED_S,
+    TOKEN_S,
+    PAIR_S,
+    CHUNK_TOKENS,
+    DECODE_FIXED_S,
+    EACH_ROW_S,
+    CONTEXT_S,
+    ROWS,
+    CONTEXT_TOKENS,
+    ADDED_S,
+    TPOT_S,
+    ITL_S,
+    PROMPT_STEP_S,
+    MISSING_ROWS,
+    TIGHT,
+    SPARE_PAGES,
+    BLOCK_TOKENS,
+    KV_BYTES,
+    DOUBT,
+) = range(25)
+
+# What is asked of each node: the request, the policy's own numbers, and what the router knows beside the nodes (`base.Query`).
+# PREVIOUS: the mode of the last choice: 1 local, 2 remote, 0 none.
+(NUM_TOKENS, OUTPUT, ITL_ASKED_S, NUM_HELD, USUAL_TOKENS, BUSY_SERVING, BUSY_DECODING, PREVIOUS, ALPHA, HARM, MARGIN, GAP) = range(12)
+NUM_ASKED = 12
+
+# ---------------------------------------------------------------- one node
 
 
-class Market(msgspec.Struct, frozen=True, gc=False):
-    """What holds for all nodes at one moment. price: seconds that later prompts lose for each second of work; harm: weight of a running row's pause;
-    share: of the time in which a node that computes prompts for others will do so, local_share: in which a decode node will for its own."""
-
-    price: float
-    harm: float
-    share: float
-    local_share: float
-
-
-class Ask(msgspec.Struct, Generic[Number], frozen=True, gc=False):
-    """What is asked of each node. row_tokens: what a row will attend to, on average."""
-
-    num_tokens: float
-    output: float
-    row_tokens: float
-    itl_s: float
-    market: Market
-    larger: Callable[[Number, Number | float], Number]
-    smaller: Callable[[Number, Number | float], Number]
-
-
-def ask(
-    query: Query, market: Market, larger: Callable[[Number, Number | float], Number], smaller: Callable[[Number, Number | float], Number]
-) -> Ask[Number]:
-    output = query.expected_output
-    return Ask(query.num_tokens, output, query.num_tokens + output / 2, query.itl_s, market, larger, smaller)
-
-
-class Prompt(msgspec.Struct, Generic[Number], frozen=True, gc=False):
-    """How a node would come by a prompt's KV: seconds of fetching that its queue does not hide, seconds of computing the rest, and what each row that
-    runs there loses meanwhile."""
-
-    fetch_s: Number
-    compute_s: Number
-    paused_s: Number
-
-
-class Row(msgspec.Struct, Generic[Number], frozen=True, gc=False):
-    """What a row would be like on a node. strain: how much more a second weighs there, because rows are slower than is comfortable. others_s: what
-    the running rows lose by one more beside them. price_s: the row's share of the steps that compute prompts, priced."""
-
-    tpot_s: Number
-    strain: Number
-    room_s: Number
-    decode_s: Number
-    others_s: Number
-    price_s: Number
-
-
-def alone_s(node: Station[float], new: float, cached: float) -> float:
+def alone_s(node: Numbers, new: float, cached: float) -> float:
     """Computing so many tokens behind cached ones, with nothing beside them; 0 for none."""
     if new <= 0.0:
         return 0.0
-    return node.prompt_fixed_s * max(new / node.chunk_tokens, 1.0) + node.token_s * new + node.pair_s * (new * (cached + new / 2))
+    steps = new / node[CHUNK_TOKENS]
+    if steps < 1.0:
+        steps = 1.0
+    return node[PROMPT_FIXED_S] * steps + node[TOKEN_S] * new + node[PAIR_S] * (new * (cached + new / 2))
 
 
-def gap_s(node: Station[float], new: float, cached: float) -> float:
+def gap_s(node: Numbers, new: float, cached: float) -> float:
     """The longest pause between tokens of running rows while `new` tokens of a prompt are computed."""
-    chunk = min(new, node.chunk_tokens)
-    return alone_s(node, chunk, cached + new - chunk) + node.added_s
+    chunk = node[CHUNK_TOKENS]
+    if new < chunk:
+        chunk = new
+    return alone_s(node, chunk, cached + new - chunk) + node[ADDED_S]
 
 
-def paced_s(node: Station[float], new: float, cached: float, output: float) -> float:
+def paced_s(node: Numbers, new: float, cached: float, output: float) -> float:
     """Between tokens of the rows that run there, over an answer: as it was lately, but for the steps in which this prompt is computed beside them,
     and what waits before it; and slower by CHANCE, which few long pauses leave more room to than many short ones, and a node that always computes
     prompts none: no row is slower than all of its steps."""
-    steps = max(new / node.chunk_tokens, 1.0)
-    busy_s = max(alone_s(node, new, cached) / steps, node.decode_fixed_s) + node.added_s
-    share = min((node.wait_s / max(node.prompt_step_s, busy_s, TINY) + steps) / output, 1.0)
-    mean_s = (1.0 - share) * node.itl_s + share * busy_s
-    most_s, slower_s = max(busy_s - node.tpot_s, 0.0), max(mean_s - node.tpot_s, 0.0)
+    steps = max(new / node[CHUNK_TOKENS], 1.0)
+    busy_s = max(alone_s(node, new, cached) / steps, node[DECODE_FIXED_S]) + node[ADDED_S]
+    share = min((node[WAIT_S] / max(node[PROMPT_STEP_S], busy_s, TINY) + steps) / output, 1.0)
+    mean_s = (1.0 - share) * node[ITL_S] + share * busy_s
+    most_s, slower_s = max(busy_s - node[TPOT_S], 0.0), max(mean_s - node[TPOT_S], 0.0)
     if slower_s >= most_s:
         return mean_s
     pause_s, free = min(steps / output, 1.0) * most_s, 1.0 - slower_s / most_s
     return min(mean_s + CHANCE * sqrt(slower_s * pause_s * free), busy_s)
 
 
-def comfort_s(node: Station[float], itl_s: float) -> float:
+def comfort_s(node: Numbers, itl_s: float) -> float:
     """What rows that run there, or will, may take from token to token: as asked, or COMFORT times what one of them takes alone."""
-    return itl_s or COMFORT * (node.decode_fixed_s + (node.added_s / node.rows if node.rows else node.each_row_s))
+    if itl_s > 0.0:
+        return itl_s
+    each_s = node[ADDED_S] / node[ROWS] if node[ROWS] > 0.0 else node[EACH_ROW_S]
+    return COMFORT * (node[DECODE_FIXED_S] + each_s)
 
 
-def own_prompt(ask: Ask[Number], node: Station[Number], cached: Number) -> Prompt[Number]:
-    """By the node's own cache. At least one token is always computed: the first output token is drawn from its logits."""
-    larger = ask.larger
-    new = larger(ask.num_tokens - cached, 1.0)
-    steps = larger(new / node.chunk_tokens, 1.0)
-    alone_s = node.prompt_fixed_s * steps + node.token_s * new + node.pair_s * (new * (cached + new / 2))
-    return Prompt(0.0 * new, alone_s * node.stretch, larger(alone_s - steps * node.decode_fixed_s, 0.0))
+def num_slowed(node: Numbers) -> float:
+    """Rows that a prompt there slows. Those of a decode node's prompts are its own."""
+    return node[ROWS] if node[IS_SERVER] > 0.0 else node[ROWS] + node[NUM_PROMPTS]
 
 
-def fetched_prompt(ask: Ask[Number], node: Station[Number], cached: Number, held: Number, bytes_s: Number) -> Prompt[Number]:
-    """By a copy of what another node holds, which comes while this one's queue is worked off."""
-    copy_s = HANDOVER_S + (held - cached) * node.kv_bytes / bytes_s
-    rest = own_prompt(ask, node, held)
-    return Prompt(ask.larger(copy_s - node.wait_s, 0.0), rest.compute_s, rest.paused_s)
+def keeps_pace(node: Numbers, cached: float, asked: Numbers) -> bool:
+    """Whether running rows wait no longer for a token than they may, once and on average, while the prompt is computed there."""
+    if num_slowed(node) == 0.0:
+        return True
+    new, itl_s = asked[NUM_TOKENS] - cached, asked[ITL_ASKED_S]
+    limit_s = itl_s if itl_s > 0.0 else asked[GAP] * node[TPOT_S]
+    if gap_s(node, new, cached) > limit_s:
+        return False
+    return paced_s(node, max(new, 1.0), cached, asked[OUTPUT]) <= WELL * comfort_s(node, itl_s)
 
 
-def prefill_values(ask: Ask[Number], node: Station[Number], prompt: Prompt[Number], strain: Number | float = 1.0) -> tuple[Number, ...]:
-    """Of PREFILL_TERMS. slowed: what running rows lose by the prompt; strain: how much more that weighs. Work that is done on a decode node delays no
-    prompt of the others, so it has no price."""
-    market = ask.market
-    price_s = node.is_server * market.price * prompt.compute_s
-    return node.wait_s, prompt.compute_s, prompt.fetch_s, price_s, market.harm * strain * prompt.paused_s * node.rows
+def bears(node: Numbers, cached: float, asked: Numbers, most: float) -> bool:
+    """Whether the node holds up no running rows for long by the prompt, or at most so many."""
+    return num_slowed(node) <= most or keeps_pace(node, cached, asked)
 
 
-def row_on(ask: Ask[Number], node: Station[Number], cached: Number) -> Row[Number]:
-    """A row beside those that run, with prompts beside it for the market's share of the time, and while what waits now is computed."""
-    larger, market, output = ask.larger, ask.market, ask.output
-    row_s = node.each_row_s + node.context_s * ask.row_tokens
-    quiet_s, busy_s = node.tpot_s + row_s, node.prompt_step_s + row_s
-    share = node.is_server * market.share + (1.0 - node.is_server) * market.local_share
-    at_times = larger(share, ask.smaller(node.wait_s / larger(output * quiet_s, 1e-9), 1.0))
-    tpot_s = quiet_s * busy_s / larger((1.0 - at_times) * busy_s + at_times * quiet_s, TINY)
-    comfort_s = ask.itl_s or larger(COMFORT * (node.decode_fixed_s + row_s), TINY)
-    strain = 1.0 + STRAIN * larger(tpot_s / comfort_s - 1.0, 0.0)
-    missing_pages = larger((ask.num_tokens - cached + output) / node.block_tokens - node.spare_pages, 0.0)
-    return Row(
+def computed(node: Numbers, known: float, asked: Numbers) -> tuple[float, float]:
+    """Seconds of computing what is not known there, and what each row that runs there loses meanwhile. At least one token is always computed: the
+    first output token is drawn from its logits."""
+    new = asked[NUM_TOKENS] - known
+    if new < 1.0:
+        new = 1.0
+    steps = new / node[CHUNK_TOKENS]
+    if steps < 1.0:
+        steps = 1.0
+    work_s = node[PROMPT_FIXED_S] * steps + node[TOKEN_S] * new + node[PAIR_S] * (new * (known + new / 2))
+    paused_s = work_s - steps * node[DECODE_FIXED_S]
+    return work_s * node[STRETCH], paused_s if paused_s > 0.0 else 0.0
+
+
+def prompt_on(node: Numbers, cached: float, held: float, bytes_s: float, asked: Numbers) -> tuple[float, float, float, float]:
+    """How the node would come by the prompt's KV: by a copy of the `held` tokens that another node has, which comes while this one's queue is worked
+    off, where that is sooner than by its own cache. Seconds of fetching that the queue does not hide, of computing the rest, what rows lose
+    meanwhile, and whether it fetches. bytes_s: of the path; 0 for none."""
+    compute_s, paused_s = computed(node, cached, asked)
+    if bytes_s > 0.0 and held > cached:
+        fetch_s = HANDOVER_S + (held - cached) * node[KV_BYTES] / bytes_s - node[WAIT_S]
+        if fetch_s < 0.0:
+            fetch_s = 0.0
+        if fetch_s < compute_s:
+            rest_s, rest_paused_s = computed(node, held, asked)
+            if fetch_s + rest_s < compute_s:
+                return fetch_s, rest_s, rest_paused_s, 1.0
+    return 0.0, compute_s, paused_s, 0.0
+
+
+def row_on(node: Numbers, cached: float, asked: Numbers, market: Market) -> tuple[float, float, float, float, float, float]:
+    """A row beside those that run, with prompts beside it for the market's share of the time, and while what waits now is computed. Its pace; strain:
+    how much more a second weighs there, because rows are slower than is comfortable; then room, decode, others (what the running rows lose by one
+    more beside them) and row_price (the row's share of the steps that compute prompts, priced)."""
+    output, is_server = asked[OUTPUT], node[IS_SERVER]
+    row_s = node[EACH_ROW_S] + node[CONTEXT_S] * (asked[NUM_TOKENS] + output / 2)
+    quiet_s, busy_s = node[TPOT_S] + row_s, node[PROMPT_STEP_S] + row_s
+    price, serving_share, local_share = market
+    share = serving_share if is_server > 0.0 else local_share
+    at_times = share
+    if node[WAIT_S] > 0.0:
+        life_s = output * quiet_s
+        waits = node[WAIT_S] / (life_s if life_s > 1e-9 else 1e-9)
+        if waits > 1.0:
+            waits = 1.0
+        if waits > share:
+            at_times = waits
+    mean_s = (1.0 - at_times) * busy_s + at_times * quiet_s
+    tpot_s = quiet_s * busy_s / (mean_s if mean_s > TINY else TINY)
+    limit_s = asked[ITL_ASKED_S]
+    if limit_s <= 0.0:
+        limit_s = COMFORT * (node[DECODE_FIXED_S] + row_s)
+    beyond = tpot_s / (limit_s if limit_s > 0.0 else TINY) - 1.0
+    strain = 1.0 + STRAIN * beyond if beyond > 0.0 else 1.0
+    missing_pages = (asked[NUM_TOKENS] - cached + output) / node[BLOCK_TOKENS] - node[SPARE_PAGES]
+    if missing_pages < 0.0:
+        missing_pages = 0.0
+    strained = strain * output
+    return (
         tpot_s,
         strain,
-        output * tpot_s * (node.missing_rows + missing_pages * node.tight),
-        strain * output * tpot_s,
-        strain * output * row_s * node.rows,
-        node.is_server * market.price * share * output * row_s,
+        output * tpot_s * (node[MISSING_ROWS] + missing_pages * node[TIGHT]),
+        strained * tpot_s,
+        strained * row_s * node[ROWS],
+        is_server * price * share * output * row_s,
     )
 
 
-def decode_values(row: Row[Number], exposed_s: Number) -> tuple[Number, ...]:
-    """Of DECODE_TERMS."""
-    return row.room_s, exposed_s, row.decode_s, row.others_s, row.price_s
-
-
-def local_values(ask: Ask[Number], node: Station[Number], prompt: Prompt[Number], row: Row[Number]) -> tuple[Number, ...]:
-    """Of LOCAL_TERMS."""
-    wait_s, compute_s, fetch_s, price_s, slowed_s = prefill_values(ask, node, prompt, row.strain)
-    return wait_s, compute_s, fetch_s, price_s, slowed_s, row.room_s, row.decode_s, row.others_s, row.price_s
-
-
-def exposed_s(ask: Ask[Number], cached: Number, token_s: Number, chunk_tokens: float, compute_s: float) -> Number:
-    """What of a transfer to a node with so much cached is left when the first token is there, and the handing over. token_s: to move a token's KV."""
-    missing = ask.num_tokens - cached
-    last = ask.smaller(missing, chunk_tokens) * LAST_GROUP
-    return HANDOVER_S + ask.larger(missing * token_s - compute_s, last * token_s)
+def slowness(node: Numbers, tpot_s: float, asked: Numbers) -> float:
+    """Of rows on a node: 0 when each is as fast as alone, 1 when they are as slow as they may be."""
+    lone_s = node[DECODE_FIXED_S] + node[EACH_ROW_S] + node[CONTEXT_S] * (asked[NUM_TOKENS] + asked[OUTPUT] / 2)
+    limit_s = asked[ITL_ASKED_S] if asked[ITL_ASKED_S] > 0.0 else COMFORT * lone_s
+    slower_s = tpot_s - lone_s
+    return slower_s / max(limit_s - lone_s, TINY) if slower_s > ROUNDING * tpot_s else 0.0

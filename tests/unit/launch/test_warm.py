@@ -8,11 +8,13 @@ from pdcluster.config import NodeConfig, cache_directory
 from pdcluster.engine.kernel_cache import place_of
 from pdcluster.launch.warm import warm
 from pdcluster.node.engines import engine_config
+from pdcluster_router.policy import compiled
 
 
 def test_after_it_nothing_is_left_to_compile_where_nodes_look(tmp_path):
     assert warm(KERNEL_CACHE).startswith(f"CPU kernels are compiled in {KERNEL_CACHE} (")
     assert {"bfloat16.filled", "pairs.filled", "float32.filled"} <= {path.name for path in place_of(KERNEL_CACHE).iterdir()}
+    assert compiled.is_kept(KERNEL_CACHE)
     assert engine_config(NodeConfig(), tmp_path).cache_dir == cache_directory() == KERNEL_CACHE
 
 

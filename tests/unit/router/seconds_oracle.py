@@ -24,11 +24,11 @@ from pdcluster_router.policy.estimates import (
     PREFILL_TERMS,
     STRAIN,
     UNMEASURED_BYTES_S,
+    WELL,
 )
 from pdcluster_router.policy.product import Product
-from pdcluster_router.policy.scales import MOST_CANDIDATES
 from pdcluster_router.policy.scored import Scored
-from pdcluster_router.policy.seconds import MOST_SHARE, WELL
+from pdcluster_router.policy.weighing import MOST_CANDIDATES, MOST_SHARE
 from pdcluster_router.view import ClusterView, NodeView
 
 Values = tuple[float, ...]

@@ -1,8 +1,10 @@
-"""`seconds` in production against the plain way to write it: over any view and query they choose and price alike, node by node and all at once."""
+"""`seconds` in production against the plain way to write it: over any view and query they choose and price alike. And compiled
+against not compiled: to the last bit."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 from examples import examples
@@ -12,9 +14,11 @@ from msgspec.structs import replace
 from policy_cases import clusters, queries
 from seconds_oracle import PlainSeconds
 
-import pdcluster_router.stations as stations
+from pdcluster.config import cache_directory
 from pdcluster.errors import Unavailable
+from pdcluster_router.policy import compiled
 from pdcluster_router.policy.base import Candidate, Choice, Policy, Query
+from pdcluster_router.policy.compiled import Weighing
 from pdcluster_router.policy.seconds import Seconds
 from pdcluster_router.view import ClusterView
 
@@ -22,9 +26,19 @@ UNHURRIED = settings(max_examples=examples(40, 300), deadline=None, suppress_hea
 CLOSE = 1e-9
 
 
-@pytest.fixture(params=["one by one", "all at once"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stations, "FEW", 1000 if request.param == "one by one" else 0)
+@pytest.fixture(scope="session")
+def by_compiler() -> Weighing:
+    assert compiled.load(cache_directory()), "tests run where numba works"
+    found = compiled.in_use()
+    compiled.use(compiled.PLAIN)
+    return found
+
+
+@pytest.fixture(params=["plain", "compiled"])
+def way(request: pytest.FixtureRequest, by_compiler: Weighing) -> Iterator[None]:
+    compiled.use(by_compiler if request.param == "compiled" else compiled.PLAIN)
+    yield
+    compiled.use(compiled.PLAIN)
 
 
 def answer(policy: Policy, query: Query, view: ClusterView) -> Choice | None:
@@ -67,6 +81,7 @@ def agree(ours: Choice, plain: Choice) -> None:
     assert bool(theirs) == bool(costs(ours))
 
 
+@pytest.mark.usefixtures("way")
 @UNHURRIED
 @given(cluster=clusters(), query=queries())
 def test_choices_and_costs_are_those_of_the_plain_policy(cluster: ClusterView, query: Query) -> None:
@@ -76,6 +91,7 @@ def test_choices_and_costs_are_those_of_the_plain_policy(cluster: ClusterView, q
         agree(ours, plain)
 
 
+@pytest.mark.usefixtures("way")
 @UNHURRIED
 @given(cluster=clusters(max_nodes=40), query=queries(), data=st.data())
 def test_a_view_made_from_the_one_before_is_as_good_as_a_new_one(cluster: ClusterView, query: Query, data: st.DataObject) -> None:
@@ -95,6 +111,7 @@ def test_a_view_made_from_the_one_before_is_as_good_as_a_new_one(cluster: Cluste
             agree(ours, plain)
 
 
+@pytest.mark.usefixtures("way")
 @UNHURRIED
 @given(cluster=clusters(), query=queries())
 def test_parked_kv_goes_where_the_plain_policy_sends_it(cluster: ClusterView, query: Query) -> None:
@@ -104,3 +121,16 @@ def test_parked_kv_goes_where_the_plain_policy_sends_it(cluster: ClusterView, qu
         if ours is not plain:
             market = replace(query, force="remote", fallback="conditional")
             assert answer(Seconds(), market, cluster) is not None
+
+
+@UNHURRIED
+@given(cluster=clusters(max_nodes=40), query=queries())
+def test_compiled_choices_are_the_plain_ones_to_the_last_bit(by_compiler: Weighing, cluster: ClusterView, query: Query) -> None:
+    found = []
+    for way in (by_compiler, compiled.PLAIN):
+        compiled.use(way)
+        choice = answer(Seconds(), query, cluster)
+        suited = () if choice is None else tuple(choice.suits(node) for node in cluster.nodes)
+        parked = [Seconds().choose_decode(query, cluster, node) for node in cluster.nodes]
+        found.append((choice, None if choice is None else choice.candidates, suited, parked))
+    assert found[0] == found[1]

@@ -1,0 +1,201 @@
+"""The functions of `weighing`, compiled by numba where a process asked for that with `load`, else as the Python that they are. One source, the same
+floats; it decides nothing. `python -m pdcluster_router.policy.compiled` only compiles them, into the place where routers look.
+
+A router loads them beside its start; tests and tools need not. Compiled functions take arrays, plain ones lists, which Python reads faster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from pdcluster.config import cache_directory
+from pdcluster_router.policy import estimates, weighing
+from pdcluster_router.policy.estimates import NUM_ASKED, Numbers, bears
+from pdcluster_router.policy.weighing import NUM_FOUND, Found, Rows, Table
+from pdcluster_router.stations import Pool, Stations
+from pdcluster_router.view import NodeView, Roster
+
+log = logging.getLogger(__name__)
+
+SOURCES = (estimates, weighing)
+
+KEPT = "choice"
+WHOLE = ("first_leg", "pair", "parked")
+"""What is called from Python only."""
+
+
+class Weighing(Protocol):
+    """Functions, and what they take. The arrays that it gives are not to be written to, but for those of `blank` and `zeros`."""
+
+    first_leg: Callable[..., int]
+    pair: Callable[..., None]
+    parked: Callable[..., int]
+    bears: Callable[..., bool]
+
+    def table(self, stations: Stations) -> Table: ...
+
+    def rows(self, pool: Pool) -> Rows: ...
+
+    def paths(self, roster: Roster, node: NodeView | None) -> Numbers:
+        """None: of nobody, all 0."""
+        ...
+
+    def groups(self, roster: Roster) -> tuple[Rows, Table]: ...
+
+    def zeros(self, size: int) -> Found: ...
+
+    def blank(self) -> Found: ...
+
+    def part(self, found: Numbers, start: int, end: int) -> list[float]: ...
+
+
+class Plain:
+    """Implements Weighing."""
+
+    first_leg = staticmethod(weighing.first_leg)
+    pair = staticmethod(weighing.pair)
+    parked = staticmethod(weighing.parked)
+    bears = staticmethod(bears)
+
+    def table(self, stations: Stations) -> Table:
+        return stations.rows
+
+    def rows(self, pool: Pool) -> Rows:
+        return pool.rows
+
+    def paths(self, roster: Roster, node: NodeView | None) -> Numbers:
+        found: list[float] = (roster.nothing if node is None else roster.paths(node)).tolist()
+        return found
+
+    def groups(self, roster: Roster) -> tuple[Rows, Table]:
+        return roster.groups.of.tolist(), roster.groups.exchange.tolist()
+
+    def zeros(self, size: int) -> Found:
+        return [0.0] * size
+
+    def blank(self) -> Found:
+        return [0.0] * NUM_FOUND
+
+    def part(self, found: Numbers, start: int, end: int) -> list[float]:
+        return list(found[start:end])
+
+
+class Compiled:
+    """Implements Weighing. Raises RuntimeError where numba does not work."""
+
+    def __init__(self) -> None:
+        numba, extending, errors = (importlib.import_module(name) for name in ("numba", "numba.extending", "numba.core.errors"))
+        try:
+            for each in _parts():
+                extending.register_jitable(each)
+            made = {name: numba.njit(signature, cache=True)(getattr(Plain, name)) for name, signature in _signatures(numba.types).items()}
+        except errors.NumbaError as error:
+            raise RuntimeError(str(error)) from error
+        self.first_leg: Callable[..., int] = made["first_leg"]
+        self.pair: Callable[..., None] = made["pair"]
+        self.parked: Callable[..., int] = made["parked"]
+        self.bears: Callable[..., bool] = made["bears"]
+
+    def table(self, stations: Stations) -> Any:
+        return stations.table
+
+    def rows(self, pool: Pool) -> Any:
+        return pool.index
+
+    def paths(self, roster: Roster, node: NodeView | None) -> Any:
+        return roster.nothing if node is None else roster.paths(node)
+
+    def groups(self, roster: Roster) -> Any:
+        groups = roster.groups
+        return groups.of, groups.exchange
+
+    def zeros(self, size: int) -> Any:
+        return np.zeros(size)
+
+    def blank(self) -> Any:
+        return np.empty(NUM_FOUND)
+
+    def part(self, found: Any, start: int, end: int) -> list[float]:
+        numbers: list[float] = found[start:end].tolist()
+        return numbers
+
+
+def _parts() -> Sequence[Any]:
+    """What compiled functions call."""
+    modules = {module.__name__: module for module in SOURCES}
+    own = [each for module in SOURCES for each in vars(module).values() if getattr(each, "__module__", "") in modules and callable(each)]
+    return [each for each in dict.fromkeys(own) if each.__name__ not in WHOLE]
+
+
+def _signatures(types: Any) -> dict[str, Any]:
+    """Compiled for these alone, and at once: a call with other types is an error, not a pause of seconds."""
+    row, rows, table = types.float64[::1], types.int64[::1], types.float64[:, ::1]
+    asked, number, whole = types.UniTuple(types.float64, NUM_ASKED), types.float64, types.int64
+    pools = (rows,) * 5
+    return {
+        "first_leg": whole(table, row, number, whole, row, *pools, rows, table, types.boolean, asked, row),
+        "pair": types.void(table, row, row, rows, rows, table, asked, row),
+        "parked": whole(table, row, row, rows, rows, rows, rows, table, number, asked, row),
+        "bears": types.boolean(row, number, asked, number),
+    }
+
+
+PLAIN = Plain()
+_in_use: Weighing = PLAIN
+
+
+def in_use() -> Weighing:
+    """What this process uses."""
+    return _in_use
+
+
+def use(functions: Weighing) -> None:
+    global _in_use
+    _in_use = functions
+
+
+def load(cache_dir: Path) -> bool:
+    """Use compiled functions from now on; the first time on a machine they are compiled, which takes seconds. False, and a line in the log, where
+    that does not work: choices are the same without, only slower."""
+    from pdcluster.engine.kernel_cache import filling
+
+    try:
+        folder = _folder(cache_dir)
+        folder.mkdir(exist_ok=True)
+        importlib.import_module("numba").config.CACHE_DIR = str(folder)
+        with filling(folder, KEPT):
+            use(Compiled())
+    except ImportError as error:
+        log.info("choices of nodes are weighed in plain Python, which is slower: numba is not installed (%s)", error)
+        return False
+    except (OSError, RuntimeError) as error:
+        log.warning("choices of nodes are weighed in plain Python, which is slower: they are not compiled (%s)", error)
+        return False
+    return True
+
+
+def is_kept(cache_dir: Path) -> bool:
+    """Whether to load them takes but a moment, because they were compiled before, or are not to be had."""
+    try:
+        return (_folder(cache_dir) / f"{KEPT}.filled").exists()
+    except (ImportError, OSError):
+        return True
+
+
+def _folder(cache_dir: Path) -> Path:
+    """One for these sources: numba itself looks at the file of the function that is called only."""
+    from pdcluster.engine.kernel_cache import open_place  # nothing of an engine is loaded before this
+
+    digest = hashlib.blake2b(b"".join(Path(str(module.__file__)).read_bytes() for module in SOURCES), digest_size=8)
+    return open_place(cache_dir) / f"{KEPT}-{digest.hexdigest()}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(not load(cache_directory()))

@@ -1,0 +1,70 @@
+"""Which functions a process weighs nodes with, and where compiled ones are kept. That they find the same is in test_seconds_oracle."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import KERNEL_CACHE
+from policy_cases import batch, make_node, view
+
+from pdcluster_router import process
+from pdcluster_router.policy import compiled, estimates
+from pdcluster_router.policy.base import Query
+from pdcluster_router.policy.seconds import Seconds
+from pdcluster_router.stations import Station
+
+
+@pytest.fixture(autouse=True)
+def plain_again() -> Iterator[None]:
+    yield
+    compiled.use(compiled.PLAIN)
+
+
+def test_columns_are_the_fields_of_a_station_in_their_order() -> None:
+    assert [getattr(estimates, name.upper()) for name in Station.__struct_fields__] == list(range(len(Station.__struct_fields__)))
+
+
+def test_nothing_is_compiled_until_a_process_asks_for_it() -> None:
+    assert compiled.in_use() is compiled.PLAIN
+
+
+async def test_a_router_that_starts_takes_what_is_kept_or_compiles_it() -> None:
+    await process.compile_choices()
+    assert isinstance(compiled.in_use(), compiled.Compiled)
+    assert compiled.is_kept(KERNEL_CACHE)
+
+
+def test_a_machine_without_numba_weighs_in_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    caplog.set_level("INFO")
+    assert compiled.is_kept(tmp_path), "there is nothing to wait for"
+    assert not compiled.load(tmp_path)
+    assert compiled.in_use() is compiled.PLAIN and "numba is not installed" in caplog.text
+
+
+def test_where_nothing_can_be_kept_a_router_weighs_in_python(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    assert not compiled.load(tmp_path / "file")
+    assert compiled.in_use() is compiled.PLAIN and "slower" in caplog.text
+
+
+def test_what_is_compiled_of_other_sources_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba looks at one file only, the formulas stand in two."""
+    assert compiled.load(KERNEL_CACHE)
+    monkeypatch.setattr(compiled, "SOURCES", compiled.SOURCES[:1])
+    assert not compiled.is_kept(KERNEL_CACHE)
+
+
+def test_a_record_says_the_same_after_the_view_went_on() -> None:
+    """It is read when somebody asks, long after other choices were made."""
+    assert compiled.load(KERNEL_CACHE)
+    cluster = view(make_node("p0", "prefill"), make_node("d0", "decode", batch(4)), make_node("d1", "decode", batch(9)))
+    policy, query = Seconds(), Query(num_tokens=1000, cached={"d0-boot": 640})
+    choice = policy.choose(query, cluster)
+    told = choice.candidates
+    changed = cluster.replaced({"d0-boot": make_node("d0", "decode", batch(30))}, cluster.typical_cost)
+    assert policy.choose(Query(num_tokens=4000), changed).candidates != told
+    assert choice.candidates == told
