@@ -54,6 +54,8 @@ def extend(hashes: bytes | bytearray, tokens: Tokens, *, root: bytes, block_toke
     packed = _packed(tokens)
     block_bytes = block_tokens * _TOKEN_BYTES
     at, end = len(hashes) // HASH_BYTES, len(packed) // block_bytes
+    if not at and end <= STRETCH_BLOCKS:  # as short prompts are
+        return _stretch(root, packed[:0], packed[: end * block_bytes], block_bytes) if end else b""
     fresh: list[bytes] = []
     while at < end:
         begin = at - at % STRETCH_BLOCKS

@@ -78,7 +78,7 @@ class Answer:
 
     def _start_all(self, dispatcher: Dispatcher) -> None:
         for index, choice in enumerate(self._choices):
-            running = dispatcher.start(choice.generation, _ChoiceSink(self, index))
+            running = dispatcher.start(choice.generation, _ChoiceSink(self, choice, index))
             self._running.append(running)
             if self._is_over:
                 running.cancel("another choice failed")
@@ -86,10 +86,9 @@ class Answer:
             if choice.text.stopped:
                 running.finish(choice.text.num_tokens)
 
-    def take(self, index: int, event: Event) -> None:
+    def take(self, index: int, choice: Choice, event: Event) -> None:
         """An event of a choice's generation. Whatever goes wrong with it answers the client. It is looked at as it comes, so that a stop string ends
         its generation though nobody reads; what it adds to the answer waits until the client does."""
-        choice = self._choices[index]
         text = choice.text
         if self._is_over or text.stopped:
             return  # said before its node knew that it may stop
@@ -103,7 +102,7 @@ class Answer:
                 said = error
         if text.stopped and index < len(self._running):
             self._running[index].finish(choice.text.num_tokens)
-        if self._unread or self._exchange.is_paused:
+        if self._unread or self._exchange.line.is_paused:
             self._keep(index, said)
         else:
             self._say(index, said)
@@ -174,16 +173,16 @@ class Answer:
 class _ChoiceSink:
     """Implements generation.Sink for one choice."""
 
-    __slots__ = ("_answer", "_index", "_is_asked", "_through")
+    __slots__ = ("_answer", "_choice", "_index", "_is_asked", "_through")
 
-    def __init__(self, answer: Answer, index: int) -> None:
-        self._answer, self._index = answer, index
+    def __init__(self, answer: Answer, choice: Choice, index: int) -> None:
+        self._answer, self._choice, self._index = answer, choice, index
         self._through: Through | None = None
         self._is_asked = False
         """Whether there is a way through."""
 
     def on_chunk(self, chunk: Chunk) -> None:
-        self._answer.take(self._index, chunk)
+        self._answer.take(self._index, self._choice, chunk)
 
     def way(self) -> Take | None:
         if self._answer.is_held_back:
@@ -193,10 +192,10 @@ class _ChoiceSink:
         return None if self._through is None else self._through.take
 
     def on_done(self, done: Done) -> None:
-        self._answer.take(self._index, done)
+        self._answer.take(self._index, self._choice, done)
 
     def on_error(self, error: Exception) -> None:
-        self._answer.take(self._index, error)
+        self._answer.take(self._index, self._choice, error)
 
 
 # ---------------------------------------------------------------- whole

@@ -180,20 +180,22 @@ class App:
     def _chat(self, exchange: Exchange) -> None:
         request = openai.decode_chat(exchange.take_body())
         terms = self._terms(exchange)
-        self._prepare(exchange, partial(prepare_chat, request, self._dispatcher, terms), terms if is_long(request) else None)
+        if is_long(request):
+            self._prepare_later(exchange, partial(prepare_chat, request, self._dispatcher, terms), terms)
+        else:
+            answer(exchange, prepare_chat(request, self._dispatcher, terms), self._dispatcher, self._metrics)
 
     def _completion(self, exchange: Exchange) -> None:
         request = openai.decode_completion(exchange.take_body())
         terms = self._terms(exchange)
-        self._prepare(exchange, partial(prepare_completion, request, self._dispatcher, terms), terms if is_long(request) else None)
-
-    def _prepare(self, exchange: Exchange, prepare: Callable[[], Prepared], waits: Terms | None) -> None:
-        """waits: of one that is prepared in a thread."""
-        if waits is None:
-            answer(exchange, prepare(), self._dispatcher, self._metrics)
+        if is_long(request):
+            self._prepare_later(exchange, partial(prepare_completion, request, self._dispatcher, terms), terms)
         else:
-            then = partial(self._answer, exchange)
-            self._later(exchange, partial(asyncio.to_thread, prepare), then, waits.left_s)
+            answer(exchange, prepare_completion(request, self._dispatcher, terms), self._dispatcher, self._metrics)
+
+    def _prepare_later(self, exchange: Exchange, prepare: Callable[[], Prepared], terms: Terms) -> None:
+        """In a thread."""
+        self._later(exchange, partial(asyncio.to_thread, prepare), partial(self._answer, exchange), terms.left_s)
 
     def _answer(self, exchange: Exchange, prepared: Prepared) -> None:
         answer(exchange, prepared, self._dispatcher, self._metrics)

@@ -65,6 +65,8 @@ EXPECTED_S = 5.0
 """Blocks of a request that was just sent are expected for so long, and for the time that the node needs for it."""
 
 WORK = (Prefill, Reserve)
+ANSWERS = frozenset((Scheduled, Reserved, Delivered, Finished))
+"""What only its request has to hear."""
 
 
 @dataclass(slots=True)
@@ -121,12 +123,8 @@ class Cluster:
         """Whether slices of what nodes said are taken in now."""
         self._handlers: dict[type[AnyMessage], Callable[[NodeState, Any], None]] = {
             Tokens: self._on_tokens,
-            Scheduled: self._on_answer,
-            Delivered: self._on_answer,
-            Finished: self._on_answer,
             Refused: self._on_refusal,
             Failed: self._on_refusal,
-            Reserved: self._on_answer,
             Welcome: self._on_welcome,
             Load: self._on_load,
             CacheDelta: self._on_delta,
@@ -235,7 +233,15 @@ class Cluster:
 
     def _on_message(self, state: NodeState, message: AnyMessage) -> None:
         """A link that was closed says nothing more, so that the node is still one of ours."""
-        handle = self._handlers.get(type(message))
+        kind = type(message)
+        if kind in ANSWERS:
+            read = self.ledger.reader_of(message.request)  # type: ignore[union-attr]
+            if read is not None:
+                read(state.endpoint.incarnation, message)  # type: ignore[arg-type]
+            else:
+                self.unmatched[kind.__name__] += 1
+            return
+        handle = self._handlers.get(kind)
         if handle is not None:
             handle(state, message)
 
@@ -243,13 +249,6 @@ class Cluster:
         num_unread = self.ledger.deliver_rows(state.card.incarnation, message.rows, time.monotonic())
         if num_unread:
             self.unmatched["TokenRow"] += num_unread
-
-    def _on_answer(self, state: NodeState, message: Scheduled | Reserved | Delivered | Finished) -> None:
-        read = self.ledger.reader_of(message.request)
-        if read is not None:
-            read(state.card.incarnation, message)
-        else:
-            self.unmatched[type(message).__name__] += 1
 
     def _on_refusal(self, state: NodeState, message: Refused | Failed) -> None:
         self._expect_no_more(state.card.incarnation, message)

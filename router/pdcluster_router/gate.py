@@ -73,17 +73,27 @@ class Gate:
         """Where the request goes at once; None: it is held (`release` may find it a place right away). held.work is filled in here. Raises
         Overloaded when it may not come in, and what `decide` raises; one that was let in before (is_paid) always may."""
         decision = decide(held)
-        query, first = decision.query, decision.choice.first
-        if not len(self.queue) and self._why_held(held, decision, now) is None:
-            if self._slo.ttft_s is not None and not held.is_paid:
-                check_service(Outlook(0.0, self._headroom.waiting_s(first), self._headroom.own_s(first, query)), self._slo)
-            return _going(decision)
-        held = replace(held, work=self._headroom.own_s(first, query))
+        going = self.at_once(decision, now - held.arrived, is_paid=held.is_paid)
+        if going is None:
+            self.hold(held, decision, now)
+        return going
+
+    def at_once(self, decision: Decision, waited_s: float, *, is_paid: bool) -> Decision | None:
+        """Where a request goes that does not wait, as nearly all do; None: it is to be held. Raises Overloaded as `knock` does."""
+        if len(self.queue) or self._why_held(decision, waited_s, is_paid=is_paid) is not None:
+            return None
+        if self._slo.ttft_s is not None and not is_paid:
+            query, first = decision.query, decision.choice.first
+            check_service(Outlook(0.0, self._headroom.waiting_s(first), self._headroom.own_s(first, query)), self._slo)
+        return _going(decision)
+
+    def hold(self, held: Held, decision: Decision, now: float) -> None:
+        """One that could not go at once. Raises Overloaded as `knock` does."""
+        held = replace(held, work=self._headroom.own_s(decision.choice.first, decision.query))
         if not held.is_paid:
             self._admit(held, decision)
         self.queue.push(held)
         self._drain.is_held(True, now)
-        return None
 
     def release(self, decide: Decide, now: float, most: int = 1) -> list[Released]:
         """At most so many of those that wait. One at a time when a decision only counts in the next view once it was acted upon."""
@@ -104,7 +114,7 @@ class Gate:
                 released.append(Released(held, None, error))
                 return Answer.PLACED
             choice, query, view = decision.choice, decision.query, decision.view
-            if (reason := self._why_held(held, decision, now)) is not None:
+            if (reason := self._why_held(decision, now - held.arrived, is_paid=held.is_paid)) is not None:
                 wanted[held.request] = nodes = self._headroom.usable(choice, query, view)
                 modes = self._headroom.full_modes(view)
                 full = modes | {PACE} if PACE in (reason, *full) else modes
@@ -121,13 +131,13 @@ class Gate:
         self._wishes = {request: wish for request, wish in self._wishes.items() if request in self.queue}
         return released
 
-    def _why_held(self, held: Held, decision: Decision, now: float) -> Reason | None:
-        """Why the request can not go now; None: it can."""
+    def _why_held(self, decision: Decision, waited_s: float, *, is_paid: bool) -> Reason | None:
+        """Why a request can not go now; None: it can."""
         choice, query = decision.choice, decision.query
         if not self._headroom.has_open(choice, query, decision.view):
             return choice.mode
-        may_slow = self._slo.ttft_s is not None or held.is_paid
-        return None if may_slow or self._headroom.keeps_pace(choice, query, now - held.arrived) else PACE
+        may_slow = self._slo.ttft_s is not None or is_paid
+        return None if may_slow or self._headroom.keeps_pace(choice, query, waited_s) else PACE
 
     def _still_wished(self, held: Held, full: Set[Reason], now: float) -> Wish | None:
         wish = self._wishes.get(held.request)

@@ -80,7 +80,7 @@ class Headroom:
         """Whether some node is open that could compute this request's prompt in the mode that was chosen; if not, it must wait. The chosen nodes are
         looked at first, since mostly they are."""
         first, mode = choice.first, choice.mode
-        has_row = _decodes(choice.decode) and self.takes_row(choice.decode)
+        has_row = mode != "local" and _decodes(choice.decode) and self.takes_row(choice.decode)  # where all is local its own rows are looked at
         if self.is_open(first, mode, has_row=has_row) and not _is_ruled_out(first, query):
             return True
         has_row = has_row or self._has_row(view.nodes)

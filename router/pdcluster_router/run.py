@@ -130,7 +130,7 @@ class Run:
         attempt = self._attempt
         if self._is_at_work or attempt is None:
             self._letters.append((incarnation, body))
-        elif type(body) is TokenRow and not self._is_over and attempt.goes_on(incarnation, body):
+        elif type(body) is TokenRow and body.position > 1 and not self._is_over and attempt.goes_on(incarnation, body):
             self._go_on(attempt, body)
         else:
             self._step(self._hear, incarnation, body)
@@ -271,11 +271,14 @@ class Run:
         job, standing, now = self._job, self._generation.standing, self._shared.clock()
         if now >= job.deadline:
             raise errors.DeadlineExceeded(f"request {job.request} found no room by its deadline", "request")
+        is_paid, waiting, decision = self._num_placed > 0, self._shared.waiting, self._decide(now)
+        going = waiting.at_once(decision, standing.tenant, is_paid=is_paid)
+        if going is not None:
+            self._begin(going, now)
+            return
         size_bytes = BYTES_PER_TOKEN * len(job.prompt)
-        held = Held(job.request, standing.tenant, 0.0, size_bytes, now, job.deadline, standing.weight, standing.priority, self._num_placed > 0)
-        decision = self._shared.waiting.place(held, self._decide, lambda answer: self._placed(answer, now))
-        if decision is not None:
-            self._begin(decision, now)
+        held = Held(job.request, standing.tenant, 0.0, size_bytes, now, job.deadline, standing.weight, standing.priority, is_paid)
+        waiting.hold(held, decision, self._decide, lambda answer: self._placed(answer, now))
 
     def _placed(self, answer: Decision | errors.PdclusterError, asked: float) -> None:
         """The gate's answer to a request that waited."""

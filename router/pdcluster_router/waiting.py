@@ -70,20 +70,24 @@ class Waiting:
             await nodes.wait_for_change(nodes.version)
             self.poke()
 
-    def place(self, held: Held, decide: Decide, answer: Answer) -> Decision | None:
-        """Where the request goes at once; None: it waits, and `answer` hears of it when it is its turn, unless it leaves before. Raises Overloaded,
-        Unavailable, BadRequest or DeadlineExceeded."""
-        now = self._clock()
+    def at_once(self, decision: Decision, tenant: str, *, is_paid: bool) -> Decision | None:
+        """Where a request goes that came just now; None: it is to be held. Raises Overloaded."""
         try:
-            decision = self._gate.knock(held, lambda _: decide(now), now)
+            return self._gate.at_once(decision, 0.0, is_paid=is_paid)
+        except errors.Overloaded as error:
+            self._metrics.refused(error.reason, tenant)
+            raise
+
+    def hold(self, held: Held, decision: Decision, decide: Decide, answer: Answer) -> None:
+        """It waits, and `answer` hears of it when it is its turn, unless it leaves before. decision: what `decide` said just now."""
+        try:
+            self._gate.hold(held, decision, held.arrived)
         except errors.Overloaded as error:
             self._metrics.refused(error.reason, held.tenant)
             raise
-        if decision is None:
-            self._waiters[held.request] = Waiter(decide, answer, now)
-            self._metrics.held.set(self.num_held)
-            self._keep_pumping()
-        return decision
+        self._waiters[held.request] = Waiter(decide, answer, held.arrived)
+        self._metrics.held.set(self.num_held)
+        self._keep_pumping()
 
     def leave(self, request: str) -> None:
         """Its client left: the place in the queue is given up at once. Idempotent."""
