@@ -78,6 +78,11 @@ def output_tokens(asked: int | None, default: int | None, num_prompt: int, limit
     return asked
 
 
+def check_least(min_tokens: int, max_tokens: int) -> None:
+    if min_tokens > max_tokens:
+        raise BadRequest(f"min_tokens is {min_tokens}, more than the {max_tokens} output tokens allowed; lower it or raise max_tokens", "min_tokens")
+
+
 def build_sampling(
     request: Common,
     defaults: SamplingDefaults,
@@ -90,8 +95,7 @@ def build_sampling(
     grammar: Grammar | None = None,
 ) -> Sampling:
     min_tokens = request.min_tokens or 0
-    if min_tokens > max_tokens:
-        raise BadRequest(f"min_tokens is {min_tokens}, more than the {max_tokens} output tokens allowed; lower it or raise max_tokens", "min_tokens")
+    check_least(min_tokens, max_tokens)
     top_k = defaults.top_k if request.top_k is None else request.top_k
     top_p = defaults.top_p if request.top_p is None else request.top_p
     min_p = defaults.min_p if request.min_p is None else request.min_p

@@ -303,13 +303,15 @@ class CompletionFormat:
         return sse.event(_encode(CompletionReply(self._head.id, self._head.created, self._head.model, [], usage)))
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
-        choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
+        choices = [self._choice(0, pieces[0])] if len(pieces) == 1 else [self._choice(index, piece) for index, piece in enumerate(pieces)]
         return _encode(CompletionReply(self._head.id, self._head.created, self._head.model, choices, usage))
 
     def _encode_chunk(self, index: int, piece: Piece) -> bytes:
         return _encode(CompletionReply(self._head.id, self._head.created, self._head.model, [self._choice(index, piece)], _no_usage(self._head)))
 
     def _choice(self, index: int, piece: Piece) -> CompletionChoice:
+        if self._is_plain and piece.prompt_token_ids is None and piece.prompt_logprobs is None:
+            return CompletionChoice(index, piece.text, piece.finish, None)
         logprobs = completion_logprobs([*piece.echo, *piece.tokens], self._head.pieces) if self._head.logprobs else None
         of_prompt = _prompt_logprobs(self._head, piece)
         return CompletionChoice(index, piece.text, piece.finish, logprobs, _prompt_ids(piece), _token_ids(self._head, piece), of_prompt)

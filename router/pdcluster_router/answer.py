@@ -219,8 +219,8 @@ class _Whole:
         return None
 
     def finish(self) -> None:
-        prepared = self._prepared
-        pieces = [self._collected[index].whole() for index in range(len(prepared.choices))]
+        prepared, collected = self._prepared, self._collected
+        pieces = [collected[0].whole()] if len(prepared.choices) == 1 else [collected[index].whole() for index in range(len(prepared.choices))]
         num_each = len(pieces) // prepared.num_prompts
         if num_each > 1:
             for index, whole in enumerate(pieces):

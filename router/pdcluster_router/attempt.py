@@ -97,39 +97,38 @@ class Attempt:
 
     def start(self) -> None:
         """Send the first frames. Raises RetryAttempt when a node is already gone."""
+        job, node = self._job, self._decode_node
         self._start_clock(QUEUE, self._stages.queue_s)
         if self._mode == "local":
-            assert self._decode_node is not None
-            self._decode = self._enter(self._decode_node.endpoint, self._job.next_attempt())
+            assert node is not None
+            self._decode = leg = self._enter(node.endpoint)
             self._is_reserved = self._decode_spoke = True
-            fork_of = self._job.fork_of if self._decode_node.endpoint.incarnation == self._job.fork_on else None
-            self._send(self._decode, Prefill(self._work(self._decode), False, self._pull, fork_of))
+            fork_of = job.fork_of if job.fork_on is not None and node.endpoint.incarnation == job.fork_on else None
+            self._send(leg, Prefill(self._work(leg), False, self._pull, fork_of))
             return
         assert self._prefill_node is not None
-        self._prefill = self._enter(self._prefill_node.endpoint, self._job.next_attempt())
+        self._prefill = self._enter(self._prefill_node.endpoint)
         self._send(self._prefill, Prefill(self._work(self._prefill), True, self._pull))
-        node = self._decode_node
-        if node is not None and node.has_slack and not self._job.busy_s(node.endpoint.incarnation, self._clock()):
+        if node is not None and node.has_slack and not job.busy_s(node.endpoint.incarnation, self._clock()):
             self._reserve(node)
 
     def stop(self, reason: str) -> None:
         """Cancel what still runs. Idempotent; called however the attempt ended."""
-        self.open_way(None)  # it leads to a line that may be another answer's next, and knows the request, all of which it would keep
-        if self._decode is not None and self._finished_by is not self._decode:
-            self._cancel(self._decode, reason)
-        if self._prefill is not None and not self._is_delivered and self._finished_by is not self._prefill:
-            self._cancel(self._prefill, reason)
-        for leg in (self._prefill, self._decode):
-            if leg is not None:
-                self._cluster.ledger.leave(leg)
+        prefill, decode, leave = self._prefill, self._decode, self._cluster.ledger.leave
+        if decode is not None:
+            decode.way = None  # it leads to a line that may be another answer's next, and knows the request, all of which it would keep
+            if self._finished_by is not decode:
+                self._cancel(decode, reason)
+        if prefill is not None:
+            if not self._is_delivered and self._finished_by is not prefill:
+                self._cancel(prefill, reason)
+            leave(prefill)
+        if decode is not None:
+            leave(decode)
 
     def _note_timings(self, timings: Timings) -> None:
         self.prefill_timings = timings
         self._route = None
-
-    def _note_cached(self, num_tokens: int) -> None:
-        if self._job.note_cached(num_tokens):
-            self._route = None
 
     def route(self) -> Route:
         """Asked for with every token, so made anew only when some part of it is another."""
@@ -246,7 +245,8 @@ class Attempt:
 
     def _on_scheduled(self, leg: Leg, message: Scheduled) -> Sequence[Chunk]:
         self._clocks.pop(QUEUE, None)
-        self._note_cached(message.cached_tokens)
+        if self._job.note_cached(message.cached_tokens):
+            self._route = None
         if self._decode is None and ROOM not in self._clocks:
             self._reserve_anywhere()
         return ()
@@ -255,8 +255,8 @@ class Attempt:
         self.finished, self._finished_by = message, leg
         if leg is self._prefill:
             self._note_timings(message.timings)
-        if leg is self._prefill or self._mode == "local":
-            self._note_cached(message.timings.cached_tokens)
+        if (leg is self._prefill or self._mode == "local") and self._job.note_cached(message.timings.cached_tokens):
+            self._route = None
         return self._emit_held() if self._held is not None else ()
 
     def _on_delivered(self, leg: Leg, message: Delivered) -> Sequence[Chunk]:
@@ -407,7 +407,7 @@ class Attempt:
     def _reserve(self, node: NodeView) -> None:
         assert self._prefill is not None
         self._decode_node, self._route = node, None
-        self._decode = self._enter(node.endpoint, self._job.next_attempt())
+        self._decode = self._enter(node.endpoint)
         self._start_clock(HANDSHAKE, self._stages.handshake_s)
         writer = self._prefill.endpoint
         try:
@@ -425,8 +425,11 @@ class Attempt:
 
     # ------------------------------------------------------------ sending and emitting
 
-    def _enter(self, endpoint: Endpoint, attempt: int) -> Leg:
-        leg = Leg(self._job.request, attempt, endpoint, self._job.emitted)
+    def _enter(self, endpoint: Endpoint) -> Leg:
+        """A new leg, under the next number."""
+        job = self._job
+        leg = Leg(job.request, job.attempts, endpoint, job.emitted)
+        job.attempts += 1
         self._cluster.ledger.enter(leg)
         return leg
 
@@ -473,17 +476,14 @@ class Attempt:
         tokens = tokens[seen:] if seen else tokens
         job.emitted += tokens
         if emitted <= 1:
-            self._note_times(emitted)
+            now = self._clock()
+            if not emitted:
+                self.first_token_at = now
+            if len(job.emitted) > 1:
+                self.second_token_at = now
         prompt_logprobs = () if job.has_prompt_logprobs else row.prompt_logprobs
         job.has_prompt_logprobs = True
         return Chunk(emitted, tokens, row.logprobs[seen:], prompt_logprobs, self._route or self.route())
-
-    def _note_times(self, emitted_before: int) -> None:
-        now = self._clock()
-        if emitted_before == 0:
-            self.first_token_at = now
-        if emitted_before <= 1 < len(self._job.emitted):
-            self.second_token_at = now
 
 
 _ON: Mapping[type[Body], Callable[[Attempt, Leg, Any], Sequence[Chunk]]] = {

@@ -5,9 +5,11 @@ them. Safe in threads; not after a fork, which no process of the router does.
 from __future__ import annotations
 
 import os
+import struct
 
 NUM_BYTES = 12
 _NUM_AT_ONCE = 256
+_cut = struct.Struct(f"{NUM_BYTES}s" * _NUM_AT_ONCE)
 
 _left: list[bytes] = []
 
@@ -18,8 +20,7 @@ def draw() -> bytes:
         try:
             return _left.pop()
         except IndexError:  # asked for, not tested: another thread may take the last between a test and a pop
-            block = os.urandom(NUM_BYTES * _NUM_AT_ONCE)
-            _left.extend(block[start : start + NUM_BYTES] for start in range(0, len(block), NUM_BYTES))
+            _left.extend(_cut.unpack(os.urandom(_cut.size)))
 
 
 def draw_bits(num_bits: int) -> int:

@@ -265,8 +265,8 @@ class Record:
     def _hit(self) -> HitTokens | None:
         if self.cached_tokens is None:
             return None
-        achieved = self.cached_tokens
-        return HitTokens(achieved, max(self._reachable, achieved), max(self._ideal or 0, achieved))
+        achieved, reachable, ideal = self.cached_tokens, self._reachable, self._ideal or 0
+        return HitTokens(achieved, reachable if reachable > achieved else achieved, ideal if ideal > achieved else achieved)
 
 
 class Explainer:
@@ -392,11 +392,13 @@ class Explainer:
         return Decided(record, tuple(found), names)
 
     def _keep(self, request: str, encoded: bytes) -> None:
-        self._num_bytes -= len(self._ended.pop(request, b""))
-        self._ended[request] = encoded
+        ended, kept = self._ended, self._kept
+        if request in ended:
+            self._num_bytes -= len(ended.pop(request))
+        ended[request] = encoded
         self._num_bytes += len(encoded)
-        while len(self._ended) > self._kept.requests or self._num_bytes > self._kept.size_bytes:
-            name, oldest = self._ended.popitem(last=False)
+        while len(ended) > kept.requests or self._num_bytes > kept.size_bytes:
+            name, oldest = ended.popitem(last=False)
             self._num_bytes -= len(oldest)
             self._forget_client(name)
 
@@ -412,10 +414,12 @@ class Explainer:
 def hindsight(decided: Decided, ttft_s: float, hit: HitTokens | None) -> Hindsight:
     """ttft_s: actual, since the decision."""
     decision = decided.record
+    expected_s = decision.estimated_ttft_s if decision.predicted_ttft_s is None else decision.predicted_ttft_s
     chosen = decision.prefill or decision.decode
+    if len(decided.candidates) == 1 and decided.candidates[0].node == chosen:
+        return Hindsight(ttft_s, ttft_s - expected_s, 0.0, None, None, hit)
     others = [(c.ttft_s, c.node) for c in decided.candidates if c.ttft_s is not None and c.node != chosen]
     best_ttft_s, best = min(others, default=(None, None))
-    expected_s = decision.estimated_ttft_s if decision.predicted_ttft_s is None else decision.predicted_ttft_s
     regret_s = 0.0 if best_ttft_s is None else max(ttft_s - best_ttft_s, 0.0)
     return Hindsight(ttft_s, ttft_s - expected_s, regret_s, best, best_ttft_s, hit)
 

@@ -209,7 +209,7 @@ class Connection(Protocol):
             return False
         exchange = Exchange(self, asked, self._limits.id_prefix)
         exchange.body_bytes, exchange.is_complete = len(body), True
-        exchange.keep(body)
+        exchange.parts.append(body)
         self._bare_bytes = 0  # empty lines may have come before it
         self.deadline = math.inf
         self._begin(exchange)

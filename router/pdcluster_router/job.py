@@ -53,7 +53,8 @@ class Job(msgspec.Struct, eq=False):
     """force: the mode it must have, None for the router's own; session: key of its conversation.
     excluded: incarnations that failed the request; busy: until when a node asked to be left alone, by incarnation. cached_tokens: of the prompt,
     found in a cache by the first attempt that got so far. attempts: legs that were sent; tries: attempts as clients count them. hashes, packed: made
-    when they are needed, unless they are given. fork_of: another choice whose KV it shares, on the boot fork_on; None for neither."""
+    when they are needed, unless they are given. has_prompt_logprobs: none are still to come. fork_of: another choice
+    whose KV it shares, on the boot fork_on; None for neither."""
 
     request: str
     prompt: Sequence[int]
@@ -76,11 +77,6 @@ class Job(msgspec.Struct, eq=False):
     """Of those emitted, that `packed` and `hashes` know; -1: not even the prompt."""
     packed: bytes = b""
     """All tokens so far, as nodes get them; made anew only when there are more of them, and not for every node that is asked."""
-
-    def next_attempt(self) -> int:
-        number = self.attempts
-        self.attempts += 1
-        return number
 
     def work(self, attempt: int, now: float, num_emitted: int) -> Work:
         """For nodes: the prompt and the first num_emitted tokens after it."""

@@ -9,6 +9,7 @@ import math
 import time
 from array import array
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import cast
 
 import msgspec
@@ -26,7 +27,7 @@ from pdcluster.api.tools.offered import Offer, offer_of
 from pdcluster.api.validate import closest
 from pdcluster.errors import BadRequest, Unavailable, UnknownModel
 from pdcluster.grammar import Grammar
-from pdcluster.sampling import Sampling, Shaping
+from pdcluster.sampling import Sampling
 from pdcluster_router.choices import Choice, Clock, Echo
 from pdcluster_router.drawn import draw_bits
 from pdcluster_router.generation import Dispatcher, Force, Generation, HangUp, ModelInfo
@@ -36,6 +37,8 @@ SEED_BITS = 63
 
 PART_CHARACTERS = 16
 """What a part of a message, or a call of a tool, counts besides its text."""
+
+MAX_PLANS = 256
 
 MANY_MESSAGES = 256
 """As many as a body may hold take a third of a second to check and seconds to render."""
@@ -168,14 +171,14 @@ def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Ter
     rendered = render_chat(model.text, request, offer)
     token_ids = encode_rendered(model.text, rendered, bool(request.add_special_tokens))
     dialogue = dialogue_of(request, offer, marking, rendered)
+    build = _Builder(request, model, terms, at_start=not request.continue_final_message, dialogue=dialogue)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     limits.check_prompt(len(token_ids), model.info, "messages")
     max_tokens = limits.output_tokens(asked, None, len(token_ids), model.info, param)
-    shaping = _shaping(request, model)
-    sampling = _sampling(request, model, max_tokens, (request.top_logprobs or 0) if request.logprobs else None, shaping, dialogue.grammar)
+    sampling = build.sampling(max_tokens, (request.top_logprobs or 0) if request.logprobs else None, dialogue.grammar)
     head = _head(request, "chatcmpl-" + terms.request_id, model, logprobs=bool(request.logprobs))
-    build = _Builder(request, model, terms, at_start=not request.continue_final_message, dialogue=dialogue)
+    build.check_number(1)
     return build.prepared([Prompt(token_ids)], [sampling], ChatFormat(head))
 
 
@@ -184,14 +187,13 @@ def prepare_completion(request: openai.CompletionRequest, dispatcher: Dispatcher
     build = _Builder(request, model, terms, at_start=False)
     given = openai.prompts_of(request)
     build.check_number(len(given))
-    prompts, samplings, shaping, grammar = [], [], _shaping(request, model), structured.asked_of(request)
+    prompts, samplings, grammar = [], [], structured.asked_of(request)
     for index, prompt in enumerate(given):
         param = "prompt" if len(given) == 1 else f"prompt[{index}]"
         prompts.append(_encode_prompt(prompt, request, model, param))
         num_prompt = len(prompts[-1].token_ids)
-        limits.check_prompt(num_prompt, model.info, param)
         max_tokens = limits.output_tokens(request.max_tokens, limits.DEFAULT_COMPLETION_TOKENS, num_prompt, model.info, "max_tokens")
-        samplings.append(_sampling(request, model, max_tokens, request.logprobs, shaping, grammar))
+        samplings.append(build.sampling(max_tokens, request.logprobs, grammar))
     head = _head(request, "cmpl-" + terms.request_id, model, logprobs=request.logprobs is not None)
     return build.prepared(prompts, samplings, CompletionFormat(head))
 
@@ -225,6 +227,7 @@ def _encode_prompt(prompt: str | Sequence[int], request: openai.CompletionReques
         if not prompt:
             raise BadRequest(f"{param} is empty; send at least one character", param)
         token_ids = encode(model.text, prompt, add_special_tokens=request.add_special_tokens is not False)
+        limits.check_prompt(len(token_ids), model.info, param)
         return Prompt(token_ids, prompt if request.echo else None)
     limits.check_prompt(len(prompt), model.info, param)  # before looking at what may be millions of ids
     token_ids = limits.check_token_ids(prompt, model.info.vocab_size, param)
@@ -232,17 +235,52 @@ def _encode_prompt(prompt: str | Sequence[int], request: openai.CompletionReques
     return Prompt(token_ids, echo)
 
 
-def _shaping(request: openai.Common, model: Model) -> Shaping | None:
-    return shaping_of(request, model.text.defaults, model.text, model.info.vocab_size)
+class Plan(msgspec.Struct, frozen=True):
+    """What requests with the same options to the same model have in common. sampling: but for length, seed, logprobs and grammar; silent: ids that
+    end a generation; stops: strings that do."""
+
+    sampling: Sampling
+    silent: frozenset[int]
+    stops: tuple[str, ...]
 
 
-def _sampling(
-    request: openai.Common, model: Model, max_tokens: int, logprobs: int | None, shaping: Shaping | None, grammar: Grammar | None
-) -> Sampling:
-    seed = draw_bits(SEED_BITS) if request.seed is None else limits.wire_seed(request.seed)
-    return limits.build_sampling(
-        request, model.text.defaults, model.info, max_tokens=max_tokens, seed=seed, logprobs=logprobs, shaping=shaping, grammar=grammar
-    )
+_options = attrgetter(
+    "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
+    "stop", "stop_token_ids", "ignore_eos",
+)  # fmt: skip
+"""All that a Plan is made of, besides the model."""
+
+
+class Plans:
+    """Those that were made, since a client mostly asks with the same options again. What is no value (lists, objects) is planned anew each time.
+    Threads may share it."""
+
+    def __init__(self) -> None:
+        self._made: dict[object, Plan] = {}
+
+    def of(self, request: openai.Common, model: Model) -> Plan:
+        key = _options(request), model
+        try:
+            found = self._made.get(key)
+        except TypeError:
+            return _plan(request, model)
+        if found is None:
+            if len(self._made) >= MAX_PLANS:
+                self._made.clear()
+            found = self._made[key] = _plan(request, model)
+        return found
+
+
+def _plan(request: openai.Common, model: Model) -> Plan:
+    text, info = model.text, model.info
+    shaping = shaping_of(request, text.defaults, text, info.vocab_size)
+    longest = max(request.min_tokens or 0, 1)  # how long it may be is another matter
+    sampling = limits.build_sampling(request, text.defaults, info, max_tokens=longest, seed=0, logprobs=None, shaping=shaping)
+    eos = () if request.ignore_eos else info.eos_token_ids
+    return Plan(sampling, frozenset((*eos, *sampling.stop_token_ids)), openai.stops_of(request))
+
+
+_plans = Plans()
 
 
 def _head(request: openai.Common, reply_id: str, model: Model, *, logprobs: bool) -> Head:
@@ -263,8 +301,7 @@ class _Builder:
         self._at_start = at_start
         self._dialogue = dialogue
         self._num = request.n or 1
-        eos = () if request.ignore_eos else model.info.eos_token_ids
-        self._silent = frozenset((*eos, *(request.stop_token_ids or ())))
+        self._plan = _plans.of(request, model)
         self._standing = terms.tenant.standing(request.priority)
 
     def check_number(self, num_prompts: int) -> None:
@@ -272,8 +309,15 @@ class _Builder:
             what = f"{num_prompts} prompts × n {self._num} = {num_prompts * self._num} choices"
             raise BadRequest(f"{what}, at most {self._terms.max_choices} are allowed; send several requests", "n")
 
+    def sampling(self, max_tokens: int, logprobs: int | None, grammar: Grammar | None) -> Sampling:
+        """Of one prompt, with a seed of its own unless one was given."""
+        planned, asked = self._plan.sampling, self._request.seed
+        limits.check_least(planned.min_tokens, max_tokens)
+        seed = draw_bits(SEED_BITS) if asked is None else limits.wire_seed(asked)
+        return msgspec.structs.replace(planned, max_tokens=max_tokens, seed=seed, logprobs=logprobs, grammar=grammar)
+
     def prepared(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], reply_format: Format) -> Prepared:
-        self.check_number(len(prompts))
+        """Whose number was checked."""
         if len(prompts) == self._num == 1:
             choices = [self._choice(prompts[0], samplings[0], 0)]
         else:
@@ -310,7 +354,7 @@ class _Builder:
         echo = None if prompt.echo is None else self._echo(prompt, skip, sampling.logprobs)
         speech = None if self._dialogue is None else self._dialogue.speech()
         detokenizer = model.text.detokenizer(skip_special_tokens=skip, at_start=self._at_start, shows_marks=speech is not None)
-        text = ChoiceText(detokenizer, StopMatcher(openai.stops_of(request)), self._silent, len(prompt.echo or ""), speech)
+        text = ChoiceText(detokenizer, StopMatcher(self._plan.stops), self._plan.silent, len(prompt.echo or ""), speech)
         wants_ids = bool(request.return_token_ids)
         choice = Choice(generation, text, Clock(terms.arrived), model.info.vocab_size, echo, wants_ids, num_prompt_logprobs)
         if sampling.grammar is not None:

@@ -105,13 +105,15 @@ class Run:
         deadline = started + generation.deadline_s
         self._job = job = Job(generation.request, generation.token_ids, generation.sampling, deadline, chain, generation.mode, generation.session)
         job.packed, job.hashes, job.num_hashed = packed, hashes, 0
+        job.has_prompt_logprobs = generation.sampling.prompt_logprobs is None
         self._choice: Choice | None = None
         self._record = shared.explainer.open(generation.request, generation.standing, started, generation.client_id)
 
     def start(self) -> None:
-        self._shared.open.enter(self._job.request, self._told)
-        self._shared.cluster.ledger.open(self._job.request, self.read)
-        generation, leaders = self._generation, self._shared.leaders
+        generation, shared = self._generation, self._shared
+        leaders = shared.leaders
+        shared.open.enter(generation.request, self._told)
+        shared.cluster.ledger.open(generation.request, self.read)
         if generation.leads:
             leaders.enter(generation.request)
         if generation.leader is None or not leaders.follow(generation.leader, self._led):
@@ -215,9 +217,9 @@ class Run:
         attempt = self._attempt
         assert attempt is not None  # what comes before is kept
         for chunk in attempt.handle(incarnation, body):
-            if self._first_token_at is None and attempt.first_token_at is not None:
-                self._first_token_at = attempt.first_token_at
-                self._record.first_token(attempt.first_token_at)
+            if self._first_token_at is None and (first := attempt.first_token_at) is not None:
+                self._first_token_at = first
+                self._record.first_token(first)
             self._tell(attempt, chunk)
             if self._is_over:
                 return

@@ -6,8 +6,6 @@ whole, and however many come, each finds room. Nothing that was given is taken b
 
 from __future__ import annotations
 
-from collections import Counter
-
 from pdcluster.errors import IntegrityError
 
 GREED = 4.0
@@ -19,7 +17,7 @@ class Shares:
     def __init__(self, limit: int, greed: float | None = None) -> None:
         self._limit = limit
         self._greed = greed
-        self._taken: Counter[str] = Counter()
+        self._taken: dict[str, int] = {}
         self._used = 0
 
     @property
@@ -31,29 +29,29 @@ class Shares:
         return self._limit
 
     def taken_by(self, tenant: str) -> int:
-        return self._taken[tenant]
+        return self._taken.get(tenant, 0)
 
     def has_room(self, tenant: str, amount: int = 1) -> bool:
         free = self._limit - self._used
         if amount > free:
             return False
-        return self._greed is None or self._taken[tenant] + amount <= self._greed * free
+        return self._greed is None or self._taken.get(tenant, 0) + amount <= self._greed * free
 
     def take(self, tenant: str, amount: int = 1) -> None:
         """The caller has asked `has_room`, or has a reason to go past a tenant's share; never past the limit."""
         if self._used + amount > self._limit:
             raise IntegrityError(f"{tenant} takes {amount} where {self._used} of {self._limit} are taken")
         if amount:
-            self._taken[tenant] += amount
+            self._taken[tenant] = self._taken.get(tenant, 0) + amount
             self._used += amount
 
     def give_back(self, tenant: str, amount: int = 1) -> None:
-        if self._taken[tenant] < amount:
-            raise IntegrityError(f"{tenant} gives back {amount} of {self._taken[tenant]}")
-        self._taken[tenant] -= amount
+        left = self._taken.pop(tenant, 0) - amount  # so that tenants that left cost nothing
+        if left:
+            self._taken[tenant] = left + amount if left < 0 else left
+        if left < 0:
+            raise IntegrityError(f"{tenant} gives back {amount} of {left + amount}")
         self._used -= amount
-        if not self._taken[tenant]:
-            del self._taken[tenant]  # so that tenants that left cost nothing
 
     def check_integrity(self) -> None:
         if self._used != sum(self._taken.values()) or not 0 <= self._used <= self._limit or min(self._taken.values(), default=1) <= 0:
