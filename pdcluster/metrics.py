@@ -9,7 +9,7 @@ from collections import defaultdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from pdcluster.tally import BeforeScrape, Count, Heap, Level, Spread, Tally
+from pdcluster.tally import BeforeScrape, Level, Spread, Tally
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """From a fast step to a long queue."""
@@ -17,8 +17,8 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
-MOST_NOTED = 256
-"""Choices that ended and are not counted yet."""
+MOST_NOTED = 1024
+"""Choices and answers that ended, and as many decisions, that are not counted yet: to count many at once costs little more than one."""
 
 Ending = tuple[str | None, str | None, str]
 """Mode (None: no first token came), finish reason (None: it did not end well) and backend of a choice."""
@@ -26,6 +26,9 @@ Ending = tuple[str | None, str | None, str]
 Noted = tuple[int, int, int, int, float | None, float | None, float | None, float, float, int]
 """Of a choice: tokens of its prompt and its output, cached tokens, attempts; seconds to the first and the second token and from token to token (None:
 there was no such token), in the queue, of the transfer; bytes of the transfer."""
+
+Judged = tuple[float, float, int, int, int]
+"""Of a decision: seconds that its first token came later than predicted, and than at best; prompt tokens found in the cache, reachable, ideal."""
 
 
 class RouterMetrics:
@@ -50,7 +53,7 @@ class RouterMetrics:
         self.http_requests_open = Level("pdcluster_http_requests_open", "HTTP requests being worked on.", registry=registry)
         self.grpc_requests = counter("grpc_requests", "Calls of the gRPC API by method and status code.", "method", "code")
         self.request_seconds = seconds("request", "From a request's arrival to its last byte.", "endpoint")
-        self._answered: dict[tuple[str, int], tuple[Count, Heap]] = {}
+        self._answered: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
         self.errors = counter("errors", "Requests that ended in an error, by its code.", "code")
         self.disconnects = counter("client_disconnects", "Requests whose client left or stalled before the end.").labels()
 
@@ -76,7 +79,18 @@ class RouterMetrics:
         if self._num_noted >= MOST_NOTED:
             self._count_noted()
 
+    def answered(self, endpoint: str, status: int, seconds: float) -> None:
+        """An HTTP request is over, seconds after it came. Counted as choices are."""
+        self._answered[endpoint, status].append(seconds)
+        self._num_noted += 1
+        if self._num_noted >= MOST_NOTED:
+            self._count_noted()
+
     def _count_noted(self) -> None:
+        answered, self._answered = self._answered, defaultdict(list)
+        for (endpoint, status), seconds in answered.items():
+            self.http_requests.labels(endpoint, str(status)).value += len(seconds)
+            self.request_seconds.labels(endpoint).observe_all(seconds)
         alike, self._noted, self._num_noted = self._noted, defaultdict(list), 0
         for (mode, finish, backend), rows in alike.items():
             prompts, outputs, cached, attempts, ttft, ttst, tpot, queue, transfer, moved = zip(*rows, strict=True)
@@ -98,16 +112,6 @@ class RouterMetrics:
             if mode == "remote":
                 self.transfer_seconds.labels(backend).observe_all(transfer)
                 self.transfer_bytes.labels(backend).value += sum(moved)
-
-    def answered(self, endpoint: str, status: int, seconds: float) -> None:
-        """An HTTP request is over, seconds after it came."""
-        series = self._answered.get((endpoint, status))
-        if series is None:
-            series = self.http_requests.labels(endpoint, str(status)), self.request_seconds.labels(endpoint)
-            self._answered[endpoint, status] = series
-        count, times = series
-        count.value += 1
-        times.observe(seconds)
 
 
 MAX_TENANT_LABELS = 100
@@ -154,6 +158,8 @@ class ExplainMetrics:
     """How good the decisions were, as it turned out. Tokens of the prompt; seconds from the decision to the first token."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._judged: list[Judged] = []
+        BeforeScrape(self._count_judged, registry=registry)
         self._regret = Spread(
             "pdcluster_decision_regret_seconds",
             "Time to first token minus the least that another candidate was estimated to take, at least 0.",
@@ -182,11 +188,20 @@ class ExplainMetrics:
             registry=registry,
         )
 
-    def judged(self, error_s: float, regret_s: float) -> None:
-        (self._later if error_s >= 0 else self._sooner).observe(abs(error_s))
-        self._regret.observe(regret_s)
+    def judged(self, found: Judged) -> None:
+        """Counted with others when somebody looks, or when there are many."""
+        self._judged.append(found)
+        if len(self._judged) >= MOST_NOTED:
+            self._count_judged()
 
-    def hits(self, achieved: int, reachable: int, ideal: int) -> None:
-        self._achieved.value += achieved
-        self._reachable.value += reachable
-        self._ideal.value += ideal
+    def _count_judged(self) -> None:
+        if not self._judged:
+            return
+        errors, regrets, achieved, reachable, ideal = zip(*self._judged, strict=True)
+        self._judged = []
+        self._later.observe_all([error for error in errors if error >= 0])
+        self._sooner.observe_all([-error for error in errors if error < 0])
+        self._regret.observe_all(regrets)
+        self._achieved.value += sum(achieved)
+        self._reachable.value += sum(reachable)
+        self._ideal.value += sum(ideal)

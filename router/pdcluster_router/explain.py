@@ -124,6 +124,9 @@ class HitTokens(msgspec.Struct, frozen=True):
     ideal: int
 
 
+NO_HIT = HitTokens(0, 0, 0)
+
+
 class Hindsight(msgspec.Struct, frozen=True):
     """What is known once the first token came. ttft_s: since the decision; best: the candidate that was estimated to be fastest of all others, None
     when there was none; error_s: ttft_s minus what was predicted."""
@@ -307,9 +310,8 @@ class Explainer:
         del self._open[explanation.request]
         judged = explanation.hindsight
         if judged is not None:
-            self._metrics.judged(judged.error_s, judged.regret_s)
-        if judged is not None and judged.hit is not None:
-            self._metrics.hits(judged.hit.achieved, judged.hit.reachable, judged.hit.ideal)
+            hit = judged.hit or NO_HIT
+            self._metrics.judged((judged.error_s, judged.regret_s, hit.achieved, hit.reachable, hit.ideal))
         self._keep(explanation.request, self._encoder.encode(noted))
 
     # ------------------------------------------------------------ what operators ask

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pdcluster.metrics import MOST_NOTED, RouterMetrics
+from pdcluster.metrics import MOST_NOTED, ExplainMetrics, RouterMetrics
 from pdcluster.tally import BeforeScrape, Level, Spread, Tally
 
 BUCKETS = (0.001, 0.5, 1.0, 10.0)
@@ -101,3 +101,31 @@ def test_what_is_not_counted_yet_is_bounded() -> None:
         metrics.note(("local", "stop", ""), ENDED)
     assert metrics.output_tokens.value == 4 * MOST_NOTED
     assert sample(metrics, "output_tokens_total") == 4 * MOST_NOTED + 4
+
+
+def test_an_answer_is_counted_with_others_and_never_twice() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    for number in range(MOST_NOTED + 1):
+        metrics.answered("/v1/completions", 200 if number else 400, 0.25)
+    assert sum(series.value for series in metrics.http_requests._series.values()) == MOST_NOTED, "what waits is bounded"
+    for _ in range(2):
+        assert sample(metrics, "http_requests_total", endpoint="/v1/completions", status="200") == MOST_NOTED
+        assert sample(metrics, "http_requests_total", endpoint="/v1/completions", status="400") == 1
+        assert sample(metrics, "request_seconds_sum", endpoint="/v1/completions") == 0.25 * (MOST_NOTED + 1)
+
+
+def test_decisions_are_judged_together_as_they_would_be_one_by_one() -> None:
+    registry = CollectorRegistry()
+    metrics = ExplainMetrics(registry)
+    metrics.judged((0.5, 0.25, 32, 64, 96))
+    metrics.judged((-0.125, 0.0, 0, 32, 32))
+    metrics.judged((0.0, 0.0, 1, 1, 1))
+    for _ in range(2):
+        found = {(sample.name, *sample.labels.values()): sample.value for family in registry.collect() for sample in family.samples}
+        assert found["pdcluster_ttft_prediction_error_seconds_sum", "later"] == 0.5 and found["pdcluster_decision_regret_seconds_sum",] == 0.25
+        assert found["pdcluster_ttft_prediction_error_seconds_count", "later"] == 2, "one that was exactly right is not early"
+        assert found["pdcluster_ttft_prediction_error_seconds_sum", "sooner"] == 0.125
+        assert [found["pdcluster_decision_hit_tokens_total", kind] for kind in ("achieved", "reachable", "ideal")] == [33, 97, 129]
+    for _ in range(MOST_NOTED):
+        metrics.judged((0.0, 0.0, 1, 0, 0))
+    assert metrics._achieved.value == 33 + MOST_NOTED, "what waits is bounded"
