@@ -244,11 +244,13 @@ class Plan(msgspec.Struct, frozen=True):
     stops: tuple[str, ...]
 
 
-_options = attrgetter(
+OPTIONS = (
     "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
     "stop", "stop_token_ids", "ignore_eos",
 )  # fmt: skip
 """All that a Plan is made of, besides the model."""
+
+_options = attrgetter(*OPTIONS)
 
 
 class Plans:

@@ -29,11 +29,15 @@ class SeenBlocks:
         return self._note_few(hashes) if len(hashes) <= FEW_BLOCKS * HASH_BYTES else self._note_many(hashes)
 
     def _note_few(self, hashes: bytes) -> int:
-        places, num_places, num_seen, is_known = self._places, len(self._places), 0, True
-        for word in memoryview(hashes).cast("Q")[:: HASH_BYTES // 8].tolist():
-            place = word % num_places
-            if places[place] != word:
-                places[place], is_known = word, False
+        places, num_places = self._places, len(self._places)
+        words = memoryview(hashes).cast("Q")[:: HASH_BYTES // 8].tolist()
+        found = [places[word % num_places] for word in words]
+        if found == words:  # as when a prompt is asked about again
+            return len(words)
+        num_seen, is_known = 0, True
+        for word, there in zip(words, found, strict=True):
+            if there != word:
+                places[word % num_places], is_known = word, False
             elif is_known:
                 num_seen += 1
         return num_seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from typing import cast
 
 import httpx
 import pytest
@@ -13,7 +14,9 @@ from scripted_dispatcher import MODEL, TEXT, ScriptedDispatcher, served
 from pdcluster.api import openai
 from pdcluster.api.segments import SHORT_CHARACTERS
 from pdcluster.api.text import TextModel
-from pdcluster_router.prepare import MANY_MESSAGES, Terms, is_long, prepare_completion
+from pdcluster.errors import BadRequest
+from pdcluster.sampling import Sampling
+from pdcluster_router.prepare import MANY_MESSAGES, OPTIONS, Terms, _plan, find_model, is_long, prepare_completion
 
 LONG = "a" * (SHORT_CHARACTERS + 1)
 
@@ -69,6 +72,56 @@ def test_a_deadline_counts_from_the_requests_arrival_and_not_from_the_end_of_its
         for ago_s in (20.0, 70.0)
     )
     assert 0.0 < late.deadline_s <= 40.0 and too_late.deadline_s == 0.0
+
+
+VALUES = {
+    "min_tokens": 2,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.25,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 1.0,
+    "frequency_penalty": 1.0,
+    "logit_bias": {"7": 2.0},
+    "bad_words": ["bad"],
+    "stop": "end",
+    "stop_token_ids": [7],
+    "ignore_eos": True,
+}
+
+
+def planned(**fields) -> tuple[Sampling, tuple[str, ...], bool]:
+    """What a request with these options gets besides its prompt."""
+    request = openai.CompletionRequest(model=MODEL, prompt=[1, 2, 3], seed=5, **fields)
+    choice = prepare_completion(request, ScriptedDispatcher(), Terms("r", time.monotonic(), 128, 60.0)).choices[0]
+    return choice.generation.sampling, choice.text._stops._stops, 7 in choice.text._silent
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_no_option_of_a_request_becomes_that_of_another(option: str) -> None:
+    plain = planned()
+    own = planned(**{option: VALUES[option]})
+    assert own != plain and planned() == plain and planned(**{option: VALUES[option]}) == own
+
+
+def test_what_is_planned_once_depends_on_nothing_but_the_options_it_is_found_by() -> None:
+    asked: set[str] = set()
+
+    class Looked:
+        def __getattr__(self, name: str) -> object:
+            asked.add(name)
+            return getattr(openai.CompletionRequest(model=MODEL, prompt=[1], **VALUES), name)
+
+    _plan(cast(openai.Common, Looked()), find_model(ScriptedDispatcher(), MODEL))
+    assert asked == set(OPTIONS)
+
+
+def test_length_seed_and_logprobs_are_each_requests_own() -> None:
+    first, second = planned(max_tokens=3, logprobs=2)[0], planned(max_tokens=4)[0]
+    assert (first.max_tokens, first.logprobs, first.seed) == (3, 2, 5) and (second.max_tokens, second.logprobs) == (4, None)
+    with pytest.raises(BadRequest, match="min_tokens is 5, more than the 3"):
+        planned(max_tokens=3, min_tokens=5)
 
 
 class Stuck(ScriptedDispatcher):
