@@ -51,9 +51,9 @@ from pdcluster_router.server import http_settings
 NUM_CLIENTS = 32
 ROLES = {"local": ("mixed",), "P/D": ("prefill", "decode")}
 LENGTHS = (10_000, 100_000)
-NUM_COUNTED = 100
-"""Requests of which every instruction is looked at. That takes a hundred times as long, so reports of nodes, which come 20 times a second, count for
-more than they are: for some 500 instructions a node."""
+NUM_COUNTED, NUM_COUNTED_STREAMS = 512, 100
+"""Requests of which every instruction is looked at: as many as fill what is counted many at a time (metrics.MOST_NOTED). That takes a hundred times
+as long, so reports of nodes, which come 20 times a second, count for more than they are: for some 500 instructions a node."""
 READY_S = 60.0
 LOOK_S = 0.05
 GOAL_US = 1e6 / 9000
@@ -300,13 +300,14 @@ async def _microseconds(router: Answering, ask: Ask, count: int, repeats: int) -
 async def _instructions(router: Answering, ask: Ask, case: str, unit: str, num_units: int) -> list[Row]:
     """By part, the largest first, `num_units` of them to a request."""
     found: Counter[str] = Counter()
+    count = NUM_COUNTED_STREAMS if ask.is_stream else NUM_COUNTED
     with counting(found):
-        await router.answer(ask, NUM_COUNTED)
+        await router.answer(ask, count)
     by_part: Counter[str] = Counter()
     for file, number in found.items():
         by_part[part_of(file)] += number
     by_part["all of ours"] = by_part.total() - by_part[NOT_OURS]
-    return [row(f"instructions per {unit}: {part}", case, [number / NUM_COUNTED / num_units], "") for part, number in by_part.most_common()]
+    return [row(f"instructions per {unit}: {part}", case, [number / count / num_units], "") for part, number in by_part.most_common()]
 
 
 @contextmanager
