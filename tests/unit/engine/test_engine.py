@@ -19,10 +19,12 @@ import pytest
 from checkpoints import KERNEL_CACHE, Shape
 from driver import Driver, greedy
 
+from pdcluster.engine.constraint import MAX_IDLE_STEPS
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.engine.models.base import Progress
 from pdcluster.engine.worker import Worker
 from pdcluster.errors import ConfigError, DeadlineExceeded, IntegrityError, ModelError
+from pdcluster.grammar import Grammar
 from pdcluster.history import history_of
 from pdcluster.messages import Sampling
 from pdcluster.sampling import Shaping
@@ -96,14 +98,44 @@ def test_greedy_rows_take_the_best_logit_from_the_forward(
     bfloat16: Engine, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_short: bool
 ) -> None:
     """Unless anything else is asked for, of any row of the step; the token is the same."""
+    prompts = [np.array(tokens, np.int32) for tokens in ([5, 6, 7], [9, 3], [8, 8, 2, 4])]
+    alone = [bfloat16.step(StepPlan((row(prompt.tolist(), sampling=greedy(1, logprobs=0)),))).rows[0].token for prompt in prompts]
+    assert len(set(alone)) == 3
     sampled, sample_rows = [], bfloat16._sample_rows
     monkeypatch.setattr(bfloat16, "_sample_rows", lambda *args: (sampled.append(1), sample_rows(*args))[1])
-    prompt, asked = np.array([5, 6, 7], np.int32), Sampling(**{"max_tokens": 4, "seed": 0, "temperature": 0.0, **changes})
-    rows = row(), row(pages=[2], sampling=None), row(pages=[3], sampling=asked, history=history_of(asked.shaping, prompt, prompt[:0]))
+    asked = Sampling(**{"max_tokens": 4, "seed": 0, "temperature": 0.0, **changes})
+    history = history_of(asked.shaping, prompts[2], prompts[2][:0])
+    changed = row(prompts[2].tolist(), pages=[3], sampling=asked, history=history)
+    rows = row(prompts[0].tolist()), row(prompts[1].tolist(), pages=[2], sampling=None), changed
     first, middle, last = bfloat16.step(StepPlan(rows)).rows
-    assert first.token == last.token is not None and middle.token is None
+    assert (first.token, middle.token, last.token) == (alone[0], None, alone[2])
     assert bool(sampled) is not is_short
     assert (last.logprobs is not None) == ("logprobs" in changes)
+
+
+LOST = greedy(2, grammar=Grammar('{"type": "regex", "pattern": "a"}'))
+"""No node has compiled that."""
+
+
+def test_prompt_logprobs_come_where_the_forward_finds_the_best_logit(bfloat16: Engine) -> None:
+    (told,) = bfloat16.step(StepPlan((row(prompt_logprobs=1),))).rows
+    assert told.token is not None and len(told.prompt_logprobs) == 2
+
+
+def test_a_row_without_its_grammar_ends_where_the_forward_finds_the_best_logit_and_so_does_the_one_behind_it(bfloat16: Engine) -> None:
+    bfloat16.launch(StepPlan((row(), replace(row(pages=[2], sampling=LOST), request="b"))))
+    bfloat16.launch(StepPlan((row([0], 3, [1], follows=True), replace(row([0], 3, [2], follows=True), request="b"))))
+    fine, ended = bfloat16.collect(30).rows
+    next_fine, next_ended = bfloat16.collect(30).rows
+    assert None not in (fine.token, next_fine.token) and fine.error is next_fine.error is None
+    assert ended.token is next_ended.token is None and ended.error == next_ended.error is not None
+
+
+def test_what_a_grammar_left_behind_goes_though_greedy_rows_alone_are_left(bfloat16: Engine) -> None:
+    bfloat16._constraints._rows["gone"] = None, bfloat16._constraints._step
+    for _ in range(MAX_IDLE_STEPS):
+        bfloat16.step(StepPlan((row(),)))
+    assert not bfloat16._constraints
 
 
 def test_the_descriptor_is_readable_from_the_end_of_a_step_until_it_is_collected(engine: Engine) -> None:
