@@ -46,12 +46,14 @@ class Shares:
             self._used += amount
 
     def give_back(self, tenant: str, amount: int = 1) -> None:
-        left = self._taken.pop(tenant, 0) - amount  # so that tenants that left cost nothing
-        if left:
-            self._taken[tenant] = left + amount if left < 0 else left
+        left = self._taken.get(tenant, 0) - amount
         if left < 0:
             raise IntegrityError(f"{tenant} gives back {amount} of {left + amount}")
         self._used -= amount
+        if left:
+            self._taken[tenant] = left
+        else:
+            self._taken.pop(tenant, None)  # so that tenants that left cost nothing
 
     def check_integrity(self) -> None:
         if self._used != sum(self._taken.values()) or not 0 <= self._used <= self._limit or min(self._taken.values(), default=1) <= 0:

@@ -41,8 +41,12 @@ def test_nobody_gives_back_what_it_has_not() -> None:
     shares.take("a", 3)
     with pytest.raises(IntegrityError, match="gives back 4 of 3"):
         shares.give_back("a", 4)
+    with pytest.raises(IntegrityError, match="gives back 1 of 0"):
+        shares.give_back("b")
     with pytest.raises(IntegrityError, match="takes 8"):
         shares.take("b", 8)
+    shares.check_integrity()
+    assert (shares.used, shares.taken_by("a"), shares.taken_by("b")) == (3, 3, 0)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from("abc"), st.integers(0, 20))), st.sampled_from([None, 0.5, 4.0]))
