@@ -13,12 +13,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
-from transfer_harness import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, READER, WRITER, Pair
+from transfer_harness import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, READER, WRITER, Pair, take_digests
 
 from pdcluster.errors import TransferError
 from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Ticket
 from pdcluster.transfer.base import Fence, Peer, Stamp, WriteStatus
 from pdcluster.transfer.fake import FakeBackend, Fault
+from pdcluster.transfer.incoming import Incoming
 from pdcluster.transfer.reader import Reader
 from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
 from pdcluster.transfer.writer import Writer
@@ -43,6 +44,7 @@ class Interleavings(RuleBasedStateMachine):
 
     writer_class: type[Writer] = Writer
     reader_class: type[Reader] = Reader
+    digests_on_arrival = False
 
     @initialize(
         media=st.lists(st.booleans(), min_size=1, max_size=2),
@@ -67,6 +69,8 @@ class Interleavings(RuleBasedStateMachine):
         plans = {name: plan_of(each) for name, each in checks.items()}
         classes = {"writer_class": self.writer_class, "reader_class": self.reader_class}
         self.pair = Pair(media=tuple(checks), plans=plans, checks_permits=checks, on_land=self.on_land, **classes)  # type: ignore[arg-type]
+        if self.digests_on_arrival:
+            take_digests(self.pair)
         self.reader_free = set(range(NUM_PAGES))
         self.writer_free = set(range(NUM_PAGES))
         self.tickets: dict[int, Ticket] = {}
@@ -264,19 +268,27 @@ class Interleavings(RuleBasedStateMachine):
         assert not self.tickets
 
 
+class InterleavingsOnArrival(Interleavings):
+    """Media that digest what landed, as the real ones do: most Commits say just what was seen and get no other look."""
+
+    digests_on_arrival = True
+
+
 LIMITS = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
-def test_no_interleaving_breaks_ownership() -> None:
-    run_state_machine_as_test(Interleavings, settings=LIMITS)
+@pytest.mark.parametrize("machine", [Interleavings, InterleavingsOnArrival])
+def test_no_interleaving_breaks_ownership(machine: type[Interleavings]) -> None:
+    run_state_machine_as_test(machine, settings=LIMITS)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)  # a timeout in the middle of a search looks like a flaky strategy
+@pytest.mark.parametrize("machine", [Interleavings, InterleavingsOnArrival])
 @pytest.mark.parametrize("part", range(5))
-def test_no_interleaving_breaks_ownership_in_thousands_of_runs(part: int) -> None:
-    """5000 in all, drawn anew for each part, which go to whichever worker is free."""
-    run_state_machine_as_test(Interleavings, settings=settings(LIMITS, max_examples=1000, derandomize=False))
+def test_no_interleaving_breaks_ownership_in_thousands_of_runs(part: int, machine: type[Interleavings]) -> None:
+    """5000 of each in all, drawn anew for each part, which go to whichever worker is free."""
+    run_state_machine_as_test(machine, settings=settings(LIMITS, max_examples=1000, derandomize=False))
 
 
 # ---------------------------------------------------------------- broken on purpose
@@ -294,6 +306,16 @@ class TrustsLengths(Reader):
     """Breaks R2: no digests."""
 
     def _is_intact(self, *_: object) -> bool:
+        return True
+
+
+class BelievesWhatItSaw(Reader):
+    """Breaks R2: all of a ticket arrived, and nobody compares it with the Commit."""
+
+    def _land_as_seen(self, incoming: Incoming, commit: Commit) -> bool:
+        if not incoming.seen or not self._is_revoked(incoming):
+            return False
+        self._land(incoming, commit)
         return True
 
 
@@ -332,6 +354,7 @@ class FenceThatLies(Reader):
 
 
 BROKEN: dict[str, tuple[type[Writer], type[Reader]]] = {
+    "what was seen not compared": (Writer, BelievesWhatItSaw),
     "pages reclaimed by time": (Writer, ReclaimsByTime),
     "no digests": (Writer, TrustsLengths),
     "source freed early": (FreesSourceEarly, Reader),
@@ -351,7 +374,8 @@ SLOW_TO_FIND = {"lost write acknowledged", "no tombstones"}
 )
 def test_a_broken_rule_is_caught(rule_broken: str) -> None:
     writer_class, reader_class = BROKEN[rule_broken]
-    machine = type("Broken", (Interleavings,), {"writer_class": writer_class, "reader_class": reader_class})
+    base = InterleavingsOnArrival if reader_class is BelievesWhatItSaw else Interleavings
+    machine = type("Broken", (base,), {"writer_class": writer_class, "reader_class": reader_class})
     search = settings(LIMITS, max_examples=4000, phases=(Phase.generate,), report_multiple_bugs=False)
     with pytest.raises((AssertionError, KeyError)):
         run_state_machine_as_test(machine, settings=search)

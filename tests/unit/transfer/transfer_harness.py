@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import xxhash
 
 from pdcluster.messages import Endpoint, Message, Ticket, TokenLogprobs
-from pdcluster.transfer.base import Arrival, Handle, Peer, Region, Runs, Stamp
+from pdcluster.transfer.base import Arrival, Handle, Peer, Region, Runs, Spans, Stamp
 from pdcluster.transfer.fake import FakeBackend, FakeNetwork, Fault
 from pdcluster.transfer.geometry import PageShape
 from pdcluster.transfer.reader import Reader
@@ -168,21 +167,23 @@ class Pair:
 
 
 def take_digests(pair: Pair, change: Callable[[Arrival], Arrival] = lambda arrival: arrival) -> None:
-    """Let the fake medium digest on arrival, as shm and tcp do; `change` spoils what it says."""
-    source, target = pair.source.backends["fake"], pair.target.backends["fake"]
-    spans: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
-    write, arrivals = source.write, target.arrivals
+    """Let the fake media digest what landed when they say so, as shm and tcp do; `change` spoils what they say."""
+    for name in pair.networks:
+        _take_digests(pair, pair.source.backends[name], pair.target.backends[name], change)
+
+
+def _take_digests(pair: Pair, source: FakeBackend, target: FakeBackend, change: Callable[[Arrival], Arrival]) -> None:
+    spans: dict[Stamp, tuple[tuple[int, int], ...]] = {}
+    write, add = source.write, target._arrivals.add
 
     def noting(peer: Peer, near: int, far: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
-        spans[stamp.nonce, stamp.chunk, stamp.trial] = tuple((run.target, run.nbytes) for run in runs)
+        spans[stamp] = tuple((run.target, run.nbytes) for run in runs)
         return write(peer, near, far, stamp, runs, digests)
 
-    def digesting() -> list[Arrival]:
-        taken = []
-        for arrival in arrivals():
-            where = spans[arrival.stamp.nonce, arrival.stamp.chunk, arrival.stamp.trial]
-            payload = b"".join(pair.target.memory[offset : offset + nbytes].tobytes() for offset, nbytes in where)
-            taken.append(change(replace(arrival, digest=xxhash.xxh3_64(payload).intdigest(), spans=where)))
-        return taken
+    def digesting(stamp: Stamp, digest: int | None = None, where: Spans = (), region: int = 0) -> None:
+        where = spans[stamp]
+        payload = b"".join(pair.target.memory[offset : offset + nbytes].tobytes() for offset, nbytes in where)
+        arrival = change(Arrival(stamp, xxhash.xxh3_64(payload).intdigest(), where, region))
+        add(arrival.stamp, arrival.digest, arrival.spans, arrival.region)
 
-    source.write, target.arrivals = noting, digesting  # type: ignore[method-assign]
+    source.write, target._arrivals.add = noting, digesting  # type: ignore[method-assign]
