@@ -298,7 +298,20 @@ class Listener:
                 self._counts.add("too_many_links")
                 sock.close()
             else:
-                thread.start()
+                self._start(link, thread)
+
+    def _start(self, link: Link, thread: threading.Thread) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:  # the process may have no more of them now; the next link may get one
+            self._counts.add("accept_failed")
+            LOG.warning("dropped a transfer connection: %s", error)
+            self._forget(link)
+
+    def _forget(self, link: Link) -> None:
+        with self._lock:
+            self._links.pop(link, None)
+        link.sock.close()
 
     def _run(self, link: Link) -> None:
         try:
@@ -311,9 +324,7 @@ class Listener:
             self._counts.add("link_ended")
             LOG.debug("transfer connection of %s ended: %s", link.peer.node, error)
         finally:
-            with self._lock:
-                self._links.pop(link, None)
-            link.sock.close()
+            self._forget(link)
 
     def _hello(self, link: Link) -> Peer:
         magic, token, node_bytes, incarnation_bytes = HELLO.unpack(link.receive(HELLO.size))

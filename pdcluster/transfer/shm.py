@@ -396,7 +396,20 @@ class ShmBackend:
                 self._counts.add("too_many_links")
                 sock.close()
             else:
-                inlet.thread.start()
+                self._start_inlet(inlet, inlet.thread)
+
+    def _start_inlet(self, inlet: _Inlet, thread: threading.Thread) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:  # the process may have no more of them now; the next connection may get one
+            self._counts.add("accept_failed")
+            LOG.warning("dropped a transfer connection by shm: %s", error)
+            self._forget(inlet)
+
+    def _forget(self, inlet: _Inlet) -> None:
+        with self._lock:
+            self._links.discard(inlet)
+        inlet.sock.close()
 
     def _run(self, inlet: _Inlet) -> None:
         try:
@@ -410,9 +423,7 @@ class ShmBackend:
             self._counts.add("link_ended")
             LOG.debug("a transfer connection by shm ended: %s", error)
         finally:
-            with self._lock:
-                self._links.discard(inlet)
-            inlet.sock.close()
+            self._forget(inlet)
 
     def _welcome(self, inlet: _Inlet) -> Peer:
         """Check who it is, then share the regions."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 
 import msgspec
 import pytest
@@ -47,6 +48,26 @@ def test_garbage_on_the_socket_is_dropped_and_counted_and_others_go_on(name: str
     eventually(lambda: ends.reader.counters["bad_frame"] >= 4, "four bad hellos counted")
     assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
     assert ends.target.bytes[:64].any()
+    ends.close()
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_connection_for_which_there_is_no_thread_is_dropped_and_counted_and_others_go_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when strangers have used up the threads that a process may have."""
+    ends, start, left = Ends(name), threading.Thread.start, [1, 1]
+
+    def start_but_two(thread: threading.Thread) -> None:
+        if thread.name.startswith(("kv-receive", "kv-notices")) and left:
+            left.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_but_two)
+    assert stranger(ends.reader, b"x" * 26) == stranger(ends.reader, b"x" * 26) == b""
+    assert ends.reader.counters["accept_failed"] == 2
+    ends.connect()
+    ends.permit()
+    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
     ends.close()
 
 
