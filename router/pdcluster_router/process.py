@@ -7,6 +7,7 @@ import gc
 import logging
 import secrets
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -49,6 +50,8 @@ from pdcluster_router.workers.desk import Desk
 from pdcluster_router.workers.worker import Worker, show
 
 logger = logging.getLogger(__name__)
+
+COMPILE_LOOK_S = 0.1
 
 COLLECTED = (10_000, 20, 20)
 """Containers made and not ended until the youngest are looked at, and how many such looks until the older ones are."""
@@ -148,17 +151,27 @@ def _chooser(config: RouterConfig, cluster: Cluster) -> Chooser:
 
 async def compile_choices() -> None:
     """Requests are routed meanwhile, only slower. What is not kept yet is compiled by another process, since that holds the interpreter's lock for
-    seconds."""
+    seconds; one in a session of its own, so that a Ctrl-C is this router's to handle."""
     cache_dir = cache_directory()
     if not await asyncio.to_thread(compiled.is_kept, cache_dir):
-        compiling = await asyncio.create_subprocess_exec(sys.executable, "-m", compiled.__name__)
+        compiling = _compiling()
         try:
-            await compiling.wait()
+            status = compiling.poll()
+            while status is None:
+                await asyncio.sleep(COMPILE_LOOK_S)
+                status = compiling.poll()
         finally:
-            if compiling.returncode is None:
-                compiling.kill()
-                await compiling.wait()
+            compiling.kill()
+            compiling.wait()
+        if status:
+            logger.warning("choices of nodes are weighed in plain Python, which is slower: the process that compiles them ended with %d", status)
+            return
     await asyncio.to_thread(compiled.load, cache_dir)
+
+
+def _compiling() -> subprocess.Popen[bytes]:
+    """Not asyncio's, since uvloop forks, and what gRPC does at a fork kills some of these children; this one starts without a fork."""
+    return subprocess.Popen([sys.executable, "-m", compiled.__name__], start_new_session=True)
 
 
 async def _join(worker: Worker, me: Peer, parts: Parts, tasks: Tasks) -> FrontDoors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,35 @@ async def test_a_router_that_starts_takes_what_is_kept_or_compiles_it() -> None:
     await process.compile_choices()
     assert isinstance(compiled.in_use(), compiled.Compiled)
     assert compiled.is_kept(KERNEL_CACHE)
+
+
+async def test_what_is_not_kept_is_compiled_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which compiles into the same place; here it is there already, so that it only has to be started and waited for."""
+    monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: False)
+    await process.compile_choices()
+    assert isinstance(compiled.in_use(), compiled.Compiled)
+
+
+async def test_a_router_goes_on_in_python_when_that_process_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: False)
+    monkeypatch.setattr(process.sys, "executable", "/bin/false")
+    await process.compile_choices()
+    assert compiled.in_use() is compiled.PLAIN and "ended with 1" in caplog.text
+
+
+async def test_a_router_that_stops_leaves_no_process_that_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    endless = tmp_path / "endless"
+    endless.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    endless.chmod(0o755)
+    monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: False)
+    monkeypatch.setattr(process.sys, "executable", str(endless))
+    compiling = asyncio.create_task(process.compile_choices())
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        await asyncio.sleep(0.01)
+    compiling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await compiling
+    assert not Path(f"/proc/{int((tmp_path / 'pid').read_text())}").exists()
 
 
 def test_a_machine_without_numba_weighs_in_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
