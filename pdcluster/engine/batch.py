@@ -155,7 +155,8 @@ def _pages(row: Row, limits: Limits) -> NDArray[np.int32]:
 
 
 def _check_range(what: str, values: Ids, limit: int) -> None:
-    if np.maximum.reduce(values.view(np.uint64)) >= limit:  # negative ones are large, so that one look does
+    large = values.view(np.uint64)  # negative ones are large, so that one look does
+    if large.item(large.argmax()) >= limit:
         wrong = values[(values < 0) | (values >= limit)][0]
         raise IntegrityError(f"{what} {wrong} is not in 0…{limit - 1}")
 
