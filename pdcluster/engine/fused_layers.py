@@ -26,7 +26,7 @@ from pdcluster.engine.rope import RopeConfig, attention_scale, inverse_frequenci
 from pdcluster.engine.weights import LayerWeights, Weights
 
 MOST_TOKENS = 2048
-"""Of a step: scratch is kept, and grows with them (72 MiB at 0.5 B parameters)."""
+"""Of a step: scratch is kept, and grows with them (76 MiB at 0.5 B parameters), with prompts' contexts and with rows that draw (0.3 MiB each)."""
 LEAST_TOKENS, LEAST_BLOCKS, LEAST_WANTED = 32, 8, 1
 
 

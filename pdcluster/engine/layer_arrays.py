@@ -45,7 +45,8 @@ class LayerArrays(NamedTuple):
 
 class EndArrays(NamedTuple):
     """What stands before the layers and behind them. inverse, rope_scale: radians per position of each pair of dimensions, and what cos and sin are
-    multiplied by; head: as it is or in panels; head_bias: zeros, as many as tokens."""
+    multiplied by; head: as it is or in panels; head_bias: zeros, one for each token of the
+    vocabulary."""
 
     embedding: Array
     inverse: Array

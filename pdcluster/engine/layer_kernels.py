@@ -35,6 +35,8 @@ __all__ = [
 
 RUN = 256
 """Logits of which the best is found at once."""
+INFINITY, SIGN = 0x7F80, 0x8000
+"""As bits of a bfloat16; greater ones than of infinity are no number."""
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
@@ -97,15 +99,21 @@ def make_logits(hidden, ends, wanted, scratch, lo):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def find_best(logits):
-    """Where the first of the greatest stands."""
-    most, begin = ordered(logits[0]), 0
+    """Where the first of the greatest stands; as for torch, what is no number is greater than all that are."""
+    most, begin, bits = ordered(logits[0]), 0, np.uint16(0)
     for run in range(0, logits.shape[0], RUN):
         part = logits[run : run + RUN]
         best = ordered(part[0])
         for i in range(part.shape[0]):
             best = max(best, ordered(part[i]))
+            bits = max(bits, part[i])
         if best > most:
             most, begin = best, run
+    if most > INFINITY or bits > SIGN + INFINITY:
+        begin = 0
+        while logits[begin] & ~SIGN <= INFINITY:
+            begin += 1
+        return begin
     while ordered(logits[begin]) != most:
         begin += 1
     return begin
@@ -115,7 +123,7 @@ def find_best(logits):
 def ordered(bits):
     """A whole number for those of a bfloat16, in the same order; both zeros are one."""
     value = np.int32(bits)
-    return value if value < np.int32(0x8000) else np.int32(0x8000) - value
+    return value if value < np.int32(SIGN) else np.int32(SIGN) - value
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")

@@ -255,3 +255,16 @@ def test_the_best_of_a_row_is_the_first_of_equals(ops: CpuOps, logits: list[floa
 
     row = torch.tensor(logits, dtype=torch.bfloat16)
     assert find_best(native.as_array(row)) == row.argmax().item()
+
+
+@pytest.mark.parametrize(
+    "bits",
+    [(0x3F80, 0x7FC0, 0x7F80), (0x3F80, 0xFFC0, 0x7F80), (0xFFC0, 0x7FC0), (0x7FC0, 0x7FFF), (0xFF80, 0xFFC0), (*[0xFFC0] * 300, 0x3F80)],
+    ids=["plus", "minus", "both signs", "two kinds", "beside minus infinity", "many"],
+)
+def test_what_is_no_number_is_the_best_as_for_torch_whatever_its_sign(ops: CpuOps, bits: tuple[int, ...]) -> None:
+    """Else a greedy row would hide broken weights, which the same row with logprobs shows."""
+    from pdcluster.engine.layer_kernels import find_best
+
+    row = torch.tensor(bits, dtype=torch.uint16).view(torch.bfloat16)
+    assert find_best(native.as_array(row)) == row.float().argmax().item()
