@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+from pdcluster.errors import PeerUnreachable
 from pdcluster.transfer.base import Arrival, Handle, Peer, Permit, Region, Spans, Stamp, WriteStatus
 from pdcluster.transfer.runs import cover, span_table
 
@@ -23,6 +24,15 @@ def level_of_end(error: Exception, *work: object) -> int:
     """How the end of a connection is logged. work: what it still had to do, falsy when nothing: then nobody loses anything by the peer's ending it,
     as when a whole cluster is stopped. One that never came about had no time to get work, and the writes that come too late for it say no reason."""
     return logging.INFO if isinstance(error, ConnectionResetError) and not any(work) else logging.WARNING
+
+
+def start_or_release(thread: threading.Thread, peer: Peer, release: Callable[[], object]) -> None:
+    """Start a thread that writes to this peer. PeerUnreachable when the process gets none now; what the thread was to end with is released then."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        release()
+        raise PeerUnreachable(f"no thread for writes to {peer.node}: {error}; is this process at its limit of threads?") from error
 
 
 class Doorbell:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from pdcluster.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
 from pdcluster.transfer.inbox import Inbox
-from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, level_of_end
+from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, level_of_end, start_or_release
 from pdcluster.transfer.mapping import MappedMemory
 from pdcluster.transfer.moving import GilWaits, Payload, Table, copies_inside, native
 from pdcluster.transfer.pidfd import Processes
@@ -105,7 +105,7 @@ class _Mover:
         self._maps: dict[int, MappedMemory] = {}
         """By region id."""
         self.thread = threading.Thread(target=self._run, name=f"kv-copy-{peer.node}", daemon=True)
-        self.thread.start()
+        start_or_release(self.thread, peer, self._end)
 
     def table_of(self, runs: RunTable, source: Region, region: int, nbytes: int) -> Table | None:
         """Where the runs read and write; None when one of them is not inside, or the reader's memory is not mapped (yet)."""
@@ -121,8 +121,11 @@ class _Mover:
         except Exception:
             LOG.exception("the transfer thread to %s by shm failed", self._peer.node)
         finally:
-            self._sock.close()
-            self._settle_all()
+            self._end()
+
+    def _end(self) -> None:
+        self._sock.close()
+        self._settle_all()
 
     def _settle_all(self) -> None:
         """Copies run in this thread, so none is under way here: what is left is definitely not written."""

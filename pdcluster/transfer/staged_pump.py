@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pdcluster.errors import ProtocolError
 from pdcluster.transfer.base import Handle, Peer, Region, Stamp, WriteStatus
 from pdcluster.transfer.inbox import Inbox
-from pdcluster.transfer.ledger import level_of_end
+from pdcluster.transfer.ledger import level_of_end, start_or_release
 from pdcluster.transfer.links import Advert, Answers, Link, connect, sealed
 from pdcluster.transfer.moving import Payload
 from pdcluster.transfer.runs import RunTable
@@ -79,7 +79,7 @@ class Pump:
         self._awake_at = 0.0
         self._pace = Pace()
         self.thread = threading.Thread(target=self._run, name=f"kv-{name}-{peer.node}", daemon=True)
-        self.thread.start()
+        start_or_release(self.thread, peer, self.inbox.fail)
 
     def _run(self) -> None:
         link: Link | None = None

@@ -20,7 +20,7 @@ from functools import partial
 
 from pdcluster.errors import IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
-from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, level_of_end, memory_of
+from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, level_of_end, memory_of, start_or_release
 from pdcluster.transfer.links import BURST_BYTES, SEND_BYTES, Advert, Answers, Cursor, Link, Listener, connect, decode_advert, sealed
 from pdcluster.transfer.moving import GilWaits, Payload, native, reads, table_of
 from pdcluster.transfer.packing import Block, Packer, Unpacker, is_scattered
@@ -127,7 +127,7 @@ class _Lane:
         self._progress = 0.0
         self.block = Block()
         self.thread = threading.Thread(target=self._run, name=f"kv-send-{peer.node}", daemon=True)
-        self.thread.start()
+        start_or_release(self.thread, peer, self._doorbell.close)
 
     def add(self, write: _Write) -> bool:
         """Queue a write; False when the lane is over."""

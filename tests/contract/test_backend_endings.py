@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -328,4 +329,28 @@ def test_a_write_that_an_end_costs_is_a_warning(name: str, caplog: pytest.LogCap
         handle = ends.write(Run(0, 0, 64))
     assert ends.result(handle) is WriteStatus.FAILED
     eventually(lambda: any(record.levelno == logging.WARNING and "is over" in record.message for record in caplog.records), "a warning")
+    ends.close()
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_peer_for_which_there_is_no_thread_is_unreachable_and_nothing_of_the_try_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when strangers have used up the threads that this process may have; a ticket then goes by another medium, or is refused."""
+    ends, start_thread, refused = Ends(name), threading.Thread.start, []
+
+    def start_but_movers(thread: threading.Thread) -> None:
+        if thread.name in (f"kv-copy-{READER.node}", f"kv-send-{READER.node}", f"kv-{name}-{READER.node}") and len(refused) < 3:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start_thread(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_but_movers)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(PeerUnreachable, match="thread"):
+            ends.connect()
+    assert len(refused) == 3
+    eventually(lambda: len(os.listdir("/proc/self/fd")) == before, "no descriptor is left, when the reader saw them close, too")
+    ends.connect()
+    ends.permit()
+    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
     ends.close()
