@@ -36,18 +36,23 @@ class Watched(LocalCluster):
             send(to, message)
 
         self.router.send = count_sent
-        handlers = self.router._handlers
-        handlers[Reserved] = self._counted(handlers[Reserved])
-        handlers[Refused] = self._counted(handlers[Refused])
+        self.router._handlers[Refused] = self._keeping(self.router._handlers[Refused])
+        reader_of = self.router.ledger.reader_of
+        self.router.ledger.reader_of = lambda request: self._counting(reader_of(request))
 
-    def _counted(self, handle):
-        def count(state, message) -> None:
-            self.reserved += isinstance(message, Reserved)
-            if isinstance(message, Refused):
-                self.refused.append(message)
+    def _keeping(self, handle):
+        def keep(state, message) -> None:
+            self.refused.append(message)
             handle(state, message)
 
-        return count
+        return keep
+
+    def _counting(self, read):
+        def count(incarnation, message) -> None:
+            self.reserved += isinstance(message, Reserved)
+            read(incarnation, message)
+
+        return None if read is None else count
 
     def refusals(self, leg: str) -> list[Refused]:
         return [message for message in self.refused if message.leg == leg]
