@@ -53,12 +53,13 @@ class Spare:
     def take(self, argv: Sequence[str]) -> Spawned | None:
         """The process, which now runs `argv`; None when there is none that could. It is the caller's then."""
         line = json.dumps(argv).encode() + b"\n"
-        if self.pid is None or len(line) > MAX_LINE_BYTES:
+        if self._idle is None or self.pid is None or len(line) > MAX_LINE_BYTES:
             return None
         try:
             os.write(self._stdin, line)
-        except BrokenPipeError:
-            return None  # it dies at this moment
+        except BrokenPipeError:  # it is dead, even if its end was not reported yet: `prepare` is to start another all the same
+            self._drop(self._idle)
+            return None
         taken, self._idle = self._idle, None
         os.close(self._stdin)
         return taken
@@ -74,7 +75,10 @@ class Spare:
             return
         if self._idle.is_running:  # else its pid may be another's by now; it started nothing that could be left
             kill_group(self._idle.process.pid)
-        self._idle.close_pipes()
+        self._drop(self._idle)
+
+    def _drop(self, idle: Spawned) -> None:
+        idle.close_pipes()
         os.close(self._stdin)
         self._idle = None
 

@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -34,18 +36,28 @@ class Stage:
         pid, told = self.supervisor.pid(name), len(self.said)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        while not any("is back" in line for line in self.said[told:]):
-            await asyncio.sleep(0.01)
+        await self.until(lambda: any("is back" in line for line in self.said[told:]), f"{name} back")
         found = self.supervisor.pid(name)
         assert found is not None
         return found
 
     async def spare(self) -> int:
         """The pid of the idle process, waited for."""
-        while (idle := [child.pid for child in psutil.Process().children() if SPARE[1] in child.cmdline()]) == []:
-            await asyncio.sleep(0.01)
+        idle: list[int] = []
+
+        def is_there() -> bool:
+            idle[:] = [child.pid for child in psutil.Process().children() if SPARE[1] in child.cmdline()]
+            return bool(idle)
+
+        await self.until(is_there, "a spare")
         (pid,) = idle
         return pid
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, f"never: {what}; the supervisor said {self.said}, its children {self.output}"
+            await asyncio.sleep(0.01)
 
 
 async def test_the_spare_becomes_the_child_that_died_and_another_one_waits(tmp_path: Path) -> None:
@@ -73,6 +85,20 @@ async def test_without_a_spare_that_lives_a_child_is_started_afresh(tmp_path: Pa
     assert await stage.kill("a") != dead
     assert await stage.spare() != dead, "and there is a spare again"
     await stage.supervisor.stop([["a"]])
+
+
+async def test_a_spare_whose_end_was_not_reported_yet_is_replaced_all_the_same() -> None:
+    """The loop hears of an end from a thread, on a busy machine long after it."""
+    one = Spare(SPARE)
+    await one.prepare()
+    dead = one.pid
+    assert dead is not None
+    os.kill(dead, signal.SIGKILL)
+    os.waitid(os.P_PID, dead, os.WEXITED | os.WNOWAIT)  # it is over, and the loop had no turn to hear of it
+    assert one.pid == dead and one.take(["a"]) is None
+    await one.prepare()
+    assert one.pid not in (None, dead)
+    await one.close()
 
 
 async def test_the_pid_of_a_spare_that_died_is_not_killed_for_it_may_be_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
