@@ -45,6 +45,7 @@ from pdcluster_router import process
 from pdcluster_router.app import create_app
 from pdcluster_router.http_connection import Connection, Connections, LineLimits
 from pdcluster_router.kept_heap import keep_heap
+from pdcluster_router.plain import Plain
 from pdcluster_router.policy import compiled
 from pdcluster_router.server import http_settings
 
@@ -66,11 +67,17 @@ LIMITS = LineLimits(1 << 24, READY_S, READY_S)
 OK = b"HTTP/1.1 200 "
 STREAM_END = b"\r\n0\r\n\r\n"
 PARTS = (
-    ("HTTP and JSON", ("http_", "app.py", "answer.py", "prepare.py", "choices.py", "through.py", "places.py", "tenants.py", "/api/")),
+    (
+        "HTTP and JSON",
+        ("http_", "app.py", "answer.py", "prepare.py", "choices.py", "through.py", "places.py", "tenants.py", "/api/", "plain.py", "plain_kind.py"),
+    ),
     ("choice of nodes", ("policy/", "chooser.py", "stations.py", "view.py", "pull.py", "blend.py", "sent.py", "cost.py")),
     ("prefixes", ("index.py", "caches.py", "block_table.py", "holder_sets.py", "expected.py", "seen_blocks.py", "hashing.py", "shares.py")),
     ("gate", ("gate.py", "headroom.py", "waiting.py", "hold.py", "admission.py", "fairness.py", "drains.py")),
-    ("one request's life", ("run.py", "attempt.py", "job.py", "legs.py", "dispatch.py", "pending.py", "cluster.py", "alarms.py", "generation.py")),
+    (
+        "one request's life",
+        ("run.py", "attempt.py", "begun.py", "job.py", "legs.py", "dispatch.py", "pending.py", "cluster.py", "alarms.py", "general", "generation.py"),
+    ),
     ("wire", ("/wire/", "messages.py")),
     ("counted and explained", ("explain", "metrics", "tally.py", "open_requests.py")),
 )
@@ -125,7 +132,8 @@ class Router:
     def __init__(self, parts: process.Parts, config: RouterConfig) -> None:
         self._parts = parts
         front = parts.front
-        app, connections = create_app(front.dispatch, http_settings(config), front.metrics, front.places), Connections()
+        plain = Plain(front.dispatch.shared, front.metrics)
+        app, connections = create_app(front.dispatch, http_settings(config), front.metrics, front.places, plain=plain), Connections()
         self._connect: Connect = partial(Connection, app, LIMITS, connections)
 
     async def wait_ready(self, num_nodes: int) -> None:

@@ -21,7 +21,7 @@ from pdcluster.api.replies import PromptTokensDetails, RouteReport, Usage
 from pdcluster.errors import Cancelled, PdclusterError
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.choices import Choice, advance, told_to_client
-from pdcluster_router.generation import Chunk, Dispatcher, Done, Route, Running, Take, Timeline
+from pdcluster_router.generation import Chunk, Dispatcher, Done, Route, Running, Sink, Take, Timeline
 from pdcluster_router.http_errors import ClientLeft, fail
 from pdcluster_router.http_exchange import JSON, NO_BUFFERING, Exchange
 from pdcluster_router.open_requests import HANG_UP_S
@@ -52,8 +52,17 @@ class Writer(Protocol):
 
 def answer(exchange: Exchange, prepared: Prepared, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
     """Starts the generations; from then on they move the answer."""
-    writer = _Stream(exchange, prepared) if prepared.stream else _Whole(exchange, prepared)
-    Answer(exchange, prepared.choices, writer, metrics).start(dispatcher)
+    Answer(exchange, prepared.choices, _writer(exchange, prepared), metrics).start(dispatcher)
+
+
+def open_answer(exchange: Exchange, prepared: Prepared, metrics: RouterMetrics) -> tuple[Answer, Sink]:
+    """Of a request with one choice, whose generation runs already: what it is to be told, and the answer that is to adopt it."""
+    opened = Answer(exchange, prepared.choices, _writer(exchange, prepared), metrics)
+    return opened, _ChoiceSink(opened, prepared.choices[0], 0)
+
+
+def _writer(exchange: Exchange, prepared: Prepared) -> Writer:
+    return _Stream(exchange, prepared) if prepared.stream else _Whole(exchange, prepared)
 
 
 class Answer:
@@ -75,6 +84,12 @@ class Answer:
             self._start_all(dispatcher)
         except Exception as error:  # the top of what happens to an answer: generations that run must not write into one that failed
             self._end(error)
+
+    def adopt(self, running: Running) -> None:
+        """Its only generation, which runs already."""
+        self._exchange.on_gone = self._over
+        self._exchange.on_resume = self._read_on
+        self._running.append(running)
 
     def _start_all(self, dispatcher: Dispatcher) -> None:
         for index, choice in enumerate(self._choices):
@@ -292,11 +307,11 @@ class _Stream:
 
 def _headers(kind: bytes, route: Route | None) -> bytes:
     """With what was known at the first byte; a part that has no name yet or does not exist is left out."""
-    return kind if route is None else _named_headers(kind, route.mode, route.prefill, route.decode, route.backend)
+    return kind if route is None else named_headers(kind, route.mode, route.prefill, route.decode, route.backend)
 
 
 @lru_cache(maxsize=1024)
-def _named_headers(kind: bytes, mode: str, prefill: str | None, decode: str | None, backend: str) -> bytes:
+def named_headers(kind: bytes, mode: str, prefill: str | None, decode: str | None, backend: str) -> bytes:
     """Asked for with every request, and there are few pairs of nodes."""
     named = (("mode", mode), ("prefill", prefill), ("decode", decode), ("transfer", backend))
     return kind + b"".join(b"x-pdcluster-%b: %b\r\n" % (name.encode(), value.encode("latin-1", "replace")) for name, value in named if value)

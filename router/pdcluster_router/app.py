@@ -27,7 +27,21 @@ from pdcluster_router.http_connection import DISCARD_FACTOR
 from pdcluster_router.http_errors import ClientLeft, MethodNotAllowed, SlowRequest, UnsupportedMediaType, answer_error, fail, too_large
 from pdcluster_router.http_exchange import Exchange
 from pdcluster_router.places import Places
-from pdcluster_router.prepare import Prepared, Terms, deadline_of, encode, encode_chat, find_model, is_long, mode_of, prepare_chat, prepare_completion
+from pdcluster_router.plain import Plain
+from pdcluster_router.prepare import (
+    DEADLINE,
+    MODE,
+    Prepared,
+    Terms,
+    deadline_of,
+    encode,
+    encode_chat,
+    find_model,
+    is_long,
+    mode_of,
+    prepare_chat,
+    prepare_completion,
+)
 
 Handler = Callable[[Exchange], None]
 Exposition = Callable[[], Awaitable[bytes]]
@@ -38,8 +52,6 @@ MANY_TOKENS = 4096
 """More of them are made text in a thread."""
 MODELS_PREFIX = "/v1/models/"
 AUTHORIZATION = b"authorization"
-DEADLINE = b"x-request-deadline-s"
-MODE = b"x-pdcluster-mode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +69,31 @@ class HttpSettings:
 
 
 def create_app(
-    dispatcher: Dispatcher, settings: HttpSettings, metrics: RouterMetrics, places: Places | None = None, exposition: Exposition | None = None
+    dispatcher: Dispatcher,
+    settings: HttpSettings,
+    metrics: RouterMetrics,
+    places: Places | None = None,
+    exposition: Exposition | None = None,
+    plain: Plain | None = None,
 ) -> App:
-    """places: shared with other front doors; None for its own. exposition: what a scrape gets, None for this process's metrics."""
-    return App(dispatcher, settings, metrics, places or Places(settings.max_requests), exposition)
+    """places: shared with other front doors; None for its own. exposition: what a scrape gets, None for this process's metrics. plain: the short way
+    past the dispatcher; None: all requests go to it."""
+    return App(dispatcher, settings, metrics, places or Places(settings.max_requests), exposition, plain)
 
 
 class App:
     """Implements http_connection.Application. Lives in one event loop, as all its exchanges do."""
 
     def __init__(
-        self, dispatcher: Dispatcher, settings: HttpSettings, metrics: RouterMetrics, places: Places, exposition: Exposition | None = None
+        self,
+        dispatcher: Dispatcher,
+        settings: HttpSettings,
+        metrics: RouterMetrics,
+        places: Places,
+        exposition: Exposition | None = None,
+        plain: Plain | None = None,
     ) -> None:
+        self._plain = plain
         self._exposed = exposition
         self.settings = settings
         self._dispatcher = dispatcher
@@ -187,6 +212,8 @@ class App:
 
     def _completion(self, exchange: Exchange) -> None:
         request = openai.decode_completion(exchange.take_body())
+        if self._plain is not None and self._plain.take(exchange, request, self.settings.deadline_s):
+            return
         terms = self._terms(exchange)
         if is_long(request):
             self._prepare_later(exchange, partial(prepare_completion, request, self._dispatcher, terms), terms)

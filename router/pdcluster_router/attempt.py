@@ -14,11 +14,10 @@ What may happen, and what follows (P is the prefill leg, D the decode leg):
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from pdcluster import errors
 from pdcluster.messages import (
-    AnyMessage,
     Cancel,
     Deliver,
     Delivered,
@@ -37,26 +36,14 @@ from pdcluster.messages import (
     TokenRow,
     Work,
 )
+from pdcluster_router.begun import Begun, backend_of
 from pdcluster_router.chooser import Chooser
 from pdcluster_router.generation import Chunk, Route
 from pdcluster_router.job import Job, RetryAttempt
-from pdcluster_router.legs import Body, Ledger, Leg, Lost, Rewelcomed, Way, error_of, refusal
+from pdcluster_router.legs import Body, Cluster, Leg, Lost, Rewelcomed, Way, error_of, refusal
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.stages import Stage, StageDeadlines
-from pdcluster_router.view import ClusterView, NodeView
-
-
-class Cluster(Protocol):
-    """What an attempt needs of the cluster."""
-
-    ledger: Ledger
-
-    def view(self) -> ClusterView: ...
-
-    def send(self, to: Endpoint, message: AnyMessage) -> None:
-        """Queue a frame; raises NodeLost when the link is down."""
-        ...
-
+from pdcluster_router.view import NodeView
 
 QUEUE, ROOM, HANDSHAKE, TRANSFER, LIVENESS = Stage
 NO_TIMINGS = Timings()
@@ -111,6 +98,18 @@ class Attempt:
         self._send(self._prefill, Prefill(self._work(self._prefill), True, self._pull))
         if node is not None and node.has_slack and not job.busy_s(node.endpoint.incarnation, self._clock()):
             self._reserve(node)
+
+    def go_on(self, begun: Begun) -> None:
+        """From where it is, the first of its request."""
+        is_local, ticket = self._mode == "local", begun.ticket
+        self._prefill, self._decode, self._ticket, self._held, self._base = begun.prefill, begun.decode, ticket, begun.held, 0
+        self._has_token, self._is_delivered = begun.has_token, begun.delivered is not None
+        self._is_reserved, self._decode_spoke = is_local or ticket is not None, is_local or begun.decode_spoke
+        self._ticket_backend = "" if ticket is None else backend_of(ticket)
+        self.prefill_timings = begun.delivered or NO_TIMINGS
+        self.first_token_at, self.second_token_at = begun.first_token_at, begun.second_token_at
+        self._clocks = dict(begun.clocks)
+        self.next_deadline()
 
     def stop(self, reason: str) -> None:
         """Cancel what still runs. Idempotent; called however the attempt ended."""
@@ -305,7 +304,7 @@ class Attempt:
             return ()
         self._clocks.pop(HANDSHAKE, None)
         self._is_reserved = True
-        self._ticket_backend = message.ticket.reader.adverts[0][0] if message.ticket.reader.adverts else ""
+        self._ticket_backend = backend_of(message.ticket)
         self._route = None
         self._ticket = message.ticket
         self._deliver(message.ticket)

@@ -13,11 +13,11 @@ from prometheus_client import CollectorRegistry
 
 from pdcluster import errors
 from pdcluster.metrics import ExplainMetrics, HoldMetrics
-from pdcluster_router.attempt import Cluster
 from pdcluster_router.chooser import Chooser
 from pdcluster_router.explain import Explainer
 from pdcluster_router.gate import Gate
 from pdcluster_router.generation import Chunk, Done, Generation, ModelInfo, Running, Sink
+from pdcluster_router.legs import Cluster
 from pdcluster_router.open_requests import OpenRequests
 from pdcluster_router.retries import DispatchSettings
 from pdcluster_router.run import Run, Shared
@@ -58,25 +58,25 @@ class Dispatch:
         gate = Gate(settings.hold, settings.headroom, settings.slo)
         self.waiting = Waiting(gate, metrics or HoldMetrics(CollectorRegistry()), clock, settings.stages.hold_s)
         chooser.num_held = gate.queue.__len__
-        self._shared = Shared(cluster, models, chooser, settings, self.waiting, self.explainer, clock)
+        self.shared = Shared(cluster, models, chooser, settings, self.waiting, self.explainer, clock)
 
     @property
     def open(self) -> OpenRequests:
-        return self._shared.open
+        return self.shared.open
 
     def models(self) -> Sequence[ModelInfo]:
-        return self._shared.models.models()
+        return self.shared.models.models()
 
     def text(self, model: str) -> TextModel:
-        return self._shared.models.text(model)
+        return self.shared.models.text(model)
 
     def is_ready(self) -> bool:
-        return bool(self.models()) and any(node.accepts_work for node in self._shared.cluster.view().nodes)
+        return bool(self.models()) and any(node.accepts_work for node in self.shared.cluster.view().nodes)
 
     def start(self, generation: Generation, sink: Sink) -> Running:
         """Run one request to its one answer; see the contract in `generation`."""
         try:
-            run = Run(self._shared, generation, sink)
+            run = Run.of(self.shared, generation, sink)
         except errors.PdclusterError as error:
             sink.on_error(error)
             return Refused()

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from pdcluster import errors
-from pdcluster.messages import Delivered, Endpoint, Failed, Finished, Refused, Reserved, Scheduled, TokenRow
+from pdcluster.messages import AnyMessage, Delivered, Endpoint, Failed, Finished, Refused, Reserved, Scheduled, TokenRow
 from pdcluster_router.generation import Take
 from pdcluster_router.pending import PendingWork
+from pdcluster_router.view import ClusterView
 
 
 class Way(NamedTuple):
@@ -147,6 +148,18 @@ class Ledger:
         self.pending.lose(incarnation)
         for leg in list(self._legs.get(incarnation, {}).values()):
             self.deliver(leg.request, incarnation, Lost(reason))
+
+
+class Cluster(Protocol):
+    """What an attempt needs of the cluster."""
+
+    ledger: Ledger
+
+    def view(self) -> ClusterView: ...
+
+    def send(self, to: Endpoint, message: AnyMessage) -> None:
+        """Queue a frame; raises NodeLost when the link is down."""
+        ...
 
 
 def _goes_on(leg: Leg, way: Way, row: TokenRow, now: float) -> bool:

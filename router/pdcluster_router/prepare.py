@@ -35,6 +35,10 @@ from pdcluster_router.tenants import ANYBODY, Tenant
 
 SEED_BITS = 63
 
+DEADLINE = b"x-request-deadline-s"
+MODE = b"x-pdcluster-mode"
+"""Headers, see `deadline_of` and `mode_of`."""
+
 PART_CHARACTERS = 16
 """What a part of a message, or a call of a tool, counts besides its text."""
 
@@ -285,6 +289,11 @@ def _plan(request: openai.Common, model: Model) -> Plan:
 _plans = Plans()
 
 
+def find_plan(request: openai.Common, model: Model) -> Plan:
+    """Raises BadRequest for options that the model cannot honour."""
+    return _plans.of(request, model)
+
+
 def _head(request: openai.Common, reply_id: str, model: Model, *, logprobs: bool) -> Head:
     return Head(reply_id, int(time.time()), model.info.id, model.text.pieces, logprobs, bool(request.return_token_ids), _wants_usage(request))
 
@@ -303,7 +312,7 @@ class _Builder:
         self._at_start = at_start
         self._dialogue = dialogue
         self._num = request.n or 1
-        self._plan = _plans.of(request, model)
+        self._plan = find_plan(request, model)
         self._standing = terms.tenant.standing(request.priority)
 
     def check_number(self, num_prompts: int) -> None:

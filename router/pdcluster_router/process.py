@@ -39,6 +39,7 @@ from pdcluster_router.kept_heap import keep_heap
 from pdcluster_router.models import Models
 from pdcluster_router.node_metrics import NodeCollector
 from pdcluster_router.places import Places
+from pdcluster_router.plain import Plain
 from pdcluster_router.policy import compiled
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.pull import PullRule
@@ -226,7 +227,8 @@ async def _open(front: FrontDoors, config: RouterConfig) -> AsyncIterator[tuple[
     """HTTP and gRPC while the block runs; both drain at the same time."""
     dispatch, metrics, places, worker = front.dispatch, front.metrics, front.places, front.worker
     id_prefix, is_shared = (worker.id_prefix, True) if worker is not None else ("", False)
-    app = create_app(dispatch, replace(http_settings(config), id_prefix=id_prefix), metrics, places, front.exposition)
+    plain = Plain(dispatch.shared, metrics)
+    app = create_app(dispatch, replace(http_settings(config), id_prefix=id_prefix), metrics, places, front.exposition, plain)
     doors = [AsyncExitStack()]
     try:
         address = await doors[0].enter_async_context(listening(app, config.http, drain_s=config.drain_s, is_port_shared=is_shared))

@@ -19,14 +19,15 @@ from pdcluster import errors
 from pdcluster.messages import Finished, Timings, TokenRow
 from pdcluster_router.admission import check_fits
 from pdcluster_router.alarms import Alarms
-from pdcluster_router.attempt import Attempt, Cluster
+from pdcluster_router.attempt import Attempt
+from pdcluster_router.begun import Begun
 from pdcluster_router.chooser import Chooser, Decision
-from pdcluster_router.explain import Explainer
+from pdcluster_router.explain import Explainer, Record
 from pdcluster_router.fairness import Held
 from pdcluster_router.generation import Chunk, Done, Generation, Sink, Timeline
 from pdcluster_router.job import Job, Named, RetryAttempt
 from pdcluster_router.leaders import Leaders
-from pdcluster_router.legs import Body, Way
+from pdcluster_router.legs import Body, Cluster, Way
 from pdcluster_router.open_requests import OpenRequest, OpenRequests
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.retries import DispatchSettings, RetryBudget, Shut
@@ -85,9 +86,9 @@ class Run:
         "_started",
     )  # fmt: skip
 
-    def __init__(self, shared: Shared, generation: Generation, sink: Sink) -> None:
+    def __init__(self, shared: Shared, generation: Generation, sink: Sink, job: Job, record: Record, started: float) -> None:
         self._shared, self._generation, self._sink = shared, generation, sink
-        self._started = started = shared.clock()
+        self._job, self._record, self._started = job, record, started
         self._budget = RetryBudget(shared.settings)
         self._attempt: Attempt | None = None
         self._letters: deque[tuple[str, Body]] = deque()
@@ -100,32 +101,64 @@ class Run:
         self._alarm: int | None = None
         self._due = 0.0
         self._pause: asyncio.TimerHandle | None = None
+        self._choice: Choice | None = None
+
+    @classmethod
+    def of(cls, shared: Shared, generation: Generation, sink: Sink) -> Run:
+        """A request that comes now. Raises PdclusterError where nobody knows its model."""
+        started = shared.clock()
         chain = shared.models.chain(generation.model, generation.salt)
         packed, hashes = shared.named.of(generation.token_ids, chain)
         deadline = started + generation.deadline_s
-        self._job = job = Job(generation.request, generation.token_ids, generation.sampling, deadline, chain, generation.mode, generation.session)
+        job = Job(generation.request, generation.token_ids, generation.sampling, deadline, chain, generation.mode, generation.session)
         job.packed, job.hashes, job.num_hashed = packed, hashes, 0
         job.has_prompt_logprobs = generation.sampling.prompt_logprobs is None
-        self._choice: Choice | None = None
-        self._record = shared.explainer.open(generation.request, generation.standing, started, generation.client_id)
+        record = shared.explainer.open(generation.request, generation.standing, started, generation.client_id)
+        return cls(shared, generation, sink, job, record, started)
+
+    def enter(self) -> None:
+        """What nodes and operators say of the request comes here."""
+        shared, request = self._shared, self._job.request
+        shared.open.enter(request, self._told)
+        shared.cluster.ledger.open(request, self.read)
 
     def start(self) -> None:
-        generation, shared = self._generation, self._shared
-        leaders = shared.leaders
-        shared.open.enter(generation.request, self._told)
-        shared.cluster.ledger.open(generation.request, self.read)
+        self.enter()
+        generation, leaders = self._generation, self._shared.leaders
         if generation.leads:
             leaders.enter(generation.request)
         if generation.leader is None or not leaders.follow(generation.leader, self._led):
             self._step(self._place)
+
+    # ------------------------------------------------------------ what was begun elsewhere (`plain_run`)
+
+    def place(self) -> None:
+        """It has no nodes yet."""
+        self._step(self._place)
+
+    def hold(self, decision: Decision, now: float) -> None:
+        """It has none, and may not go where this would send it."""
+        self._step(self._hold, decision, now)
+
+    def go_on(self, choice: Choice, placed_at: float, begun: Begun | None) -> None:
+        """It has nodes. begun: None when nothing was sent to them."""
+        shared = self._shared
+        self._choice, self._placed_at, self._num_placed = choice, placed_at, 1
+        self._attempt = attempt = Attempt(self._job, choice, shared.cluster, shared.chooser, shared.settings.stages, shared.clock)
+        if begun is None:
+            self._step(attempt.start)
+            return
+        self._first_token_at = begun.first_token_at
+        attempt.go_on(begun)
+        self._watch(attempt.due)
+
+    # ------------------------------------------------------------ what moves it
 
     def _led(self, incarnation: str | None) -> None:
         """It is known where its leader decodes. Until then its leader's deadline is its own."""
         if not self._is_over:
             self._job.fork_of, self._job.fork_on = self._generation.leader, incarnation
             self._step(self._place)
-
-    # ------------------------------------------------------------ what moves it
 
     def read(self, incarnation: str, body: Body) -> None:
         """A node said something."""
@@ -145,7 +178,7 @@ class Run:
     def _told(self) -> OpenRequest:
         """For operators."""
         job, choice = self._job, self._choice
-        told = OpenRequest(job.request, self._generation.model, len(job.prompt), self._started, self._fail)
+        told = OpenRequest(job.request, self._generation.model, len(job.prompt), self._started, self.fail)
         if choice is None:
             return told
         prefill = choice.prefill.name if choice.prefill is not None else None
@@ -158,7 +191,7 @@ class Run:
             self._shared.chooser.note_end(len(self._job.prompt), num_output)
             self._close(None, "a stop string came")
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         if not self._is_over:
             self._close(error.code if isinstance(error, errors.PdclusterError) else "internal", str(error))
             self._sink.on_error(error)
@@ -185,7 +218,7 @@ class Run:
         except Exception as error:  # the top of what happens to a request: its sink hears of it
             if self._is_over:
                 logger.exception("request %s: something failed after its end", self._job.request)
-            self._fail(error)
+            self.fail(error)
         finally:
             self._is_at_work = False
 
@@ -205,10 +238,10 @@ class Run:
             take = self._sink.way()
             is_taken = take is not None and take(row.position, row.tokens)
         except Exception as error:  # the top of what happens to a request, as in `_step`
-            self._fail(error)
+            self.fail(error)
             return
         if take is not None and is_taken:
-            attempt.open_way(Way(take, self._fail))
+            attempt.open_way(Way(take, self.fail))
             self._has_way = True
         else:
             self._step(self._tell, attempt, Chunk(row.position, row.tokens, row.logprobs, (), attempt.route()))
@@ -246,6 +279,10 @@ class Run:
 
     def _ring(self) -> None:
         self._alarm = None
+        self.look()
+
+    def look(self) -> None:
+        """A clock may have run out."""
         if not self._is_over and self._attempt is not None:
             self._step(self._look)
 
@@ -277,17 +314,22 @@ class Run:
         going = waiting.at_once(decision, standing.tenant, is_paid=is_paid)
         if going is not None:
             self._begin(going, now)
-            return
+        else:
+            self._hold(decision, now)
+
+    def _hold(self, decision: Decision, now: float) -> None:
+        """Until it is its turn."""
+        job, standing = self._job, self._generation.standing
         size_bytes = BYTES_PER_TOKEN * len(job.prompt)
-        held = Held(job.request, standing.tenant, 0.0, size_bytes, now, job.deadline, standing.weight, standing.priority, is_paid)
-        waiting.hold(held, decision, self._decide, lambda answer: self._placed(answer, now))
+        held = Held(job.request, standing.tenant, 0.0, size_bytes, now, job.deadline, standing.weight, standing.priority, self._num_placed > 0)
+        self._shared.waiting.hold(held, decision, self._decide, lambda answer: self._placed(answer, now))
 
     def _placed(self, answer: Decision | errors.PdclusterError, asked: float) -> None:
         """The gate's answer to a request that waited."""
         if isinstance(answer, Decision):
             self._step(lambda: self._begin(answer, asked))
         else:
-            self._fail(answer)
+            self.fail(answer)
 
     def _begin(self, decision: Decision, asked: float) -> None:
         shared = self._shared

@@ -18,6 +18,16 @@ class StageDeadlines:
     transfer_s: float = 30.0
     hold_s: float = 0.05
 
+    @property
+    def local_s(self) -> float:
+        """The shortest stage of a request that one node serves."""
+        return min(self.queue_s, self.liveness_s)
+
+    @property
+    def remote_s(self) -> float:
+        """The shortest of one that two nodes serve."""
+        return min(self.queue_s, self.liveness_s, self.handshake_s, self.transfer_s)
+
 
 class Stage(IntEnum):
     """What an attempt may be waiting for; each has a clock of its own."""

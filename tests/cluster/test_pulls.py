@@ -37,7 +37,7 @@ async def first_turn(cluster: LocalCluster, seed: int = 0) -> list[int]:
     tokens, _ = await cluster.run(prompt, ANSWER)
     assert tokens == reference(prompt, ANSWER)
     second = prompt + tokens + words(NEXT, seed)
-    chain = cluster.dispatch._shared.models.chain("model", b"")
+    chain = cluster.dispatch.shared.models.chain("model", b"")
     hashes = extend(b"", second, root=chain.root, block_tokens=chain.block_tokens)
     await cluster.until(lambda: max(cluster.router.cached(hashes).values(), default=0) * chain.block_tokens == FIRST + PULLED)
     return second
@@ -196,7 +196,7 @@ async def test_the_puller_dies_and_another_node_takes_over() -> None:
 
 async def test_pulls_can_be_switched_off() -> None:
     async with LocalCluster(PAIR, force="remote") as cluster:
-        cluster.dispatch._shared.chooser._pulls = PullRule("never")
+        cluster.dispatch.shared.chooser._pulls = PullRule("never")
         second = await first_turn(cluster)
         tokens, done = await cluster.run(second, 12)
         assert tokens == reference(second, 12)

@@ -111,7 +111,7 @@ async def test_choices_outlive_the_node_that_they_share(moment: int) -> None:
         results = await running
         assert [tokens for tokens, _ in results] == [reference(given, 60, choice=number) for number in range(4)]
         await cluster.until_idle()
-        assert not cluster.dispatch._shared.leaders, "nobody waits for a leader"
+        assert not cluster.dispatch.shared.leaders, "nobody waits for a leader"
 
 
 async def test_a_leader_that_is_cancelled_leaves_its_followers_a_way() -> None:

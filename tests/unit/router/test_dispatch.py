@@ -468,9 +468,9 @@ async def test_a_policy_with_a_bug_answers_its_request_and_no_other() -> None:
             raise ZeroDivisionError("a bug of the policy's author")
 
     *_, dispatch = make_pair()
-    works, dispatch._shared.chooser.holder.live = dispatch._shared.chooser.holder.live, Broken()
+    works, dispatch.shared.chooser.holder.live = dispatch.shared.chooser.holder.live, Broken()
     with pytest.raises(errors.PdclusterError, match="routing policy failed"):
         await collect(dispatch, make_generation())
-    dispatch._shared.chooser.holder.live = works
+    dispatch.shared.chooser.holder.live = works
     tokens, _ = await collect(dispatch, make_generation("r2"))
     assert len(tokens) == 4

@@ -1,0 +1,90 @@
+"""The short way of a plain request, from its decoded body to a `PlainRun`.
+
+Plain is a completion of one prompt whose answer carries nothing but its text: no alternatives, stop strings, grammar, echo, and nothing asked of
+the router itself (a mode, a deadline, a priority, a salt). Anything else, and all that would be refused, goes the general way (`prepare`,
+`answer`), which says what is wrong. `plain_run` takes a plain request to its end, as long as nothing happens to it but what mostly does. Both ways
+say the same bytes to clients and to nodes, and leave the same in the books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic, time
+
+from pdcluster.api.openai import CompletionRequest
+from pdcluster.errors import PdclusterError
+from pdcluster.kv.hashing import extend
+from pdcluster.metrics import RouterMetrics
+from pdcluster_router.generation import ModelInfo, Standing
+from pdcluster_router.http_exchange import Exchange
+from pdcluster_router.job import Job
+from pdcluster_router.plain_kind import Kind, key_of, kind_of, packed, sampling_of
+from pdcluster_router.plain_run import PlainRun
+from pdcluster_router.prepare import DEADLINE, MODE
+from pdcluster_router.run import Shared
+
+MAX_KINDS = 256
+
+
+class Plain:
+    """Owned by the router's event loop."""
+
+    def __init__(self, shared: Shared, metrics: RouterMetrics) -> None:
+        self._shared, self._metrics = shared, metrics
+        self._kinds: dict[tuple[object, ...], Kind] = {}
+        self._infos: Sequence[ModelInfo] = ()
+        """The models that kinds are of."""
+        self._standings: dict[str, Standing] = {}
+        """By tenant, which do not change."""
+
+    def take(self, exchange: Exchange, request: CompletionRequest, deadline_s: float) -> bool:
+        """Whether it goes this way; its exchange is answered then. deadline_s: from its arrival on, at most."""
+        headers = exchange.headers
+        kind = self._kind_of(request)
+        if kind is None or DEADLINE in headers or MODE in headers:
+            return False
+        found = packed(request, kind)
+        if found is None:
+            return False
+        prompt, token_ids = found
+        sampling = sampling_of(request, kind, len(prompt))
+        tenant = exchange.tenant
+        if sampling is None or tenant is None:
+            return False
+        try:
+            chain = self._shared.models.chain(kind.info.id, tenant.salt)
+        except PdclusterError:
+            return False
+        standing = self._standings.get(tenant.name)
+        if standing is None:
+            standing = self._standings[tenant.name] = tenant.standing(None)
+        shared, session, name = self._shared, request.prompt_cache_key, exchange.id + "-0"
+        started = shared.clock()
+        left_s = deadline_s - (monotonic() - exchange.arrived)
+        hashes = extend(b"", token_ids, root=chain.root, block_tokens=chain.block_tokens)
+        job = Job(  # by position, which costs half; nothing was emitted, sent or refused
+            name, prompt, sampling, started + (left_s if left_s > 0.0 else 0.0), chain, None, session if isinstance(session, str) else "",
+            [], hashes, 0, 1, set(), {}, True, None, None, None, 0, token_ids,
+        )  # fmt: skip
+        record = shared.explainer.open(name, standing, started, exchange.client_id)
+        PlainRun(shared, self._metrics, exchange, kind, job, standing, tenant.salt, started, int(time()), record).start()
+        return True
+
+    def _kind_of(self, request: CompletionRequest) -> Kind | None:
+        """None: it is not plain, or is refused."""
+        infos = self._shared.models.models()
+        if infos is not self._infos:
+            self._infos = infos
+            self._kinds.clear()
+        key = key_of(request)
+        try:
+            found = self._kinds.get(key)
+        except TypeError:  # lists and objects
+            return None
+        if found is None:
+            found = kind_of(request, infos, self._shared.models.text)
+            if found is not None:
+                if len(self._kinds) >= MAX_KINDS:
+                    self._kinds.clear()
+                self._kinds[key] = found
+        return found

@@ -1,0 +1,105 @@
+"""Which completions are plain (`plain`), and what those with the same options to the same model have in common: options as nodes get them, and how
+tokens become text. Knows neither nodes nor HTTP."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
+import msgspec
+import numpy as np
+
+from pdcluster.api.detokenize import Detokenizer
+from pdcluster.api.limits import DEFAULT_COMPLETION_TOKENS, wire_seed
+from pdcluster.api.openai import CompletionRequest
+from pdcluster.api.segments import SHORT_CHARACTERS
+from pdcluster.api.text import TextModel
+from pdcluster.errors import PdclusterError
+from pdcluster.sampling import Sampling
+from pdcluster_router.drawn import draw_bits
+from pdcluster_router.generation import ModelInfo
+from pdcluster_router.prepare import OPTIONS, SEED_BITS, Model, find_plan
+
+SET_IN_PLAN = ("model", *OPTIONS, "skip_special_tokens", "n", "stream")
+FREE = (
+    "prompt", "max_tokens", "seed", "add_special_tokens",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+)  # fmt: skip
+"""Each request may have its own of these, or they are without effect."""
+NOT_PLAIN = tuple(name for name in CompletionRequest.__struct_fields__ if name not in (*SET_IN_PLAN, *FREE))
+"""None of these may be given."""
+
+key_of = attrgetter(*SET_IN_PLAN, *NOT_PLAIN)
+_largest = np.maximum.reduce
+
+
+class Kind(msgspec.Struct, frozen=True, eq=False):
+    """What plain requests with the same options to the same model have in common. sampling: but for length and seed; silent: ids that end a
+    generation; dropped: those, and others that are no text; skips: whether special tokens are none."""
+
+    info: ModelInfo
+    text: TextModel
+    sampling: Sampling
+    silent: frozenset[int]
+    dropped: frozenset[int]
+    skips: bool
+
+    def say(self, token_ids: Sequence[int]) -> str:
+        """Their text."""
+        pieces = self.text.pieces
+        if not self.dropped.isdisjoint(token_ids):
+            token_ids = [token_id for token_id in token_ids if token_id not in self.dropped]
+        try:
+            return "".join(map(pieces.texts.__getitem__, token_ids))  # type: ignore[arg-type]
+        except (TypeError, IndexError):  # parts of characters, ids of a padded vocabulary
+            detokenizer = Detokenizer(pieces, skip_special_tokens=self.skips, at_start=False)
+            return "".join(map(detokenizer.feed, token_ids)) + detokenizer.flush()
+
+
+def kind_of(request: CompletionRequest, infos: Sequence[ModelInfo], text_of: Callable[[str], TextModel]) -> Kind | None:
+    if any(getattr(request, name) is not None for name in NOT_PLAIN) or request.n not in (None, 1) or request.stop is not None or request.stream:
+        return None
+    info = next((info for info in infos if info.id == request.model), None)
+    if info is None:
+        return None
+    try:
+        text = text_of(info.id)
+        plan = find_plan(request, Model(info, text))
+    except PdclusterError:
+        return None
+    skip = request.skip_special_tokens is not False
+    return Kind(info, text, plan.sampling, plan.silent, plan.silent | text.pieces.special if skip else plan.silent, skip)
+
+
+def packed(request: CompletionRequest, kind: Kind) -> tuple[Sequence[int], bytes] | None:
+    """The prompt's tokens, also as nodes get them; None where it is refused, or takes long."""
+    prompt: object = request.prompt
+    if type(prompt) is list:
+        try:
+            told = struct.pack(f"{len(prompt)}i", *prompt)
+        except struct.error:
+            return None
+    elif type(prompt) is str:
+        if len(prompt) > SHORT_CHARACTERS:
+            return None
+        prompt = kind.text.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
+        return (prompt, prompt.tobytes()) if 0 < len(prompt) < kind.info.max_len else None
+    elif type(prompt) is array:
+        told = prompt.tobytes()
+    else:
+        return None
+    if not 0 < len(prompt) < kind.info.max_len or _largest(np.frombuffer(told, np.uint32)) >= kind.info.vocab_size:
+        return None  # without a sign, what is below 0 is above all others
+    return prompt, told
+
+
+def sampling_of(request: CompletionRequest, kind: Kind, num_prompt: int) -> Sampling | None:
+    """None where it is refused."""
+    left, max_tokens, planned, seed = kind.info.max_len - num_prompt, request.max_tokens, kind.sampling, request.seed
+    if max_tokens is None:
+        max_tokens = DEFAULT_COMPLETION_TOKENS if left > DEFAULT_COMPLETION_TOKENS else left
+    if max_tokens > left or max_tokens < planned.min_tokens:
+        return None
+    return msgspec.structs.replace(planned, max_tokens=max_tokens, seed=draw_bits(SEED_BITS) if seed is None else wire_seed(seed))

@@ -1,0 +1,490 @@
+"""One plain request's life in one machine: asks for nodes, sends it to them, takes in what they say in its usual order, and answers.
+
+What mostly happens is all that it knows. With anything else the request *becomes general* (`general`): `run`, `attempt` and `answer` are put
+together as they would be by then, hear what happened, and take it to its end. So this module has no rule of its own about nodes that refuse, fail or
+are lost, clocks that run out, clients that leave or do not read, and operators; and nothing here may leave out what the general way notes in the
+books.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from time import monotonic
+
+import msgspec
+
+from pdcluster import errors
+from pdcluster.api.replies import CompletionChoice, CompletionReply, PromptTokensDetails, RouteReport, Timeline, Usage
+from pdcluster.messages import (
+    Cancel,
+    Deliver,
+    Delivered,
+    Endpoint,
+    Finished,
+    Prefill,
+    Pull,
+    Reserve,
+    Reserved,
+    Scheduled,
+    Ticket,
+    Timings,
+    TokenRow,
+    Work,
+)
+from pdcluster.metrics import RouterMetrics
+from pdcluster_router import general
+from pdcluster_router.answer import named_headers
+from pdcluster_router.begun import Begun, backend_of
+from pdcluster_router.choices import FINISH_REASONS
+from pdcluster_router.chooser import Decision
+from pdcluster_router.explain import Record
+from pdcluster_router.generation import Route, Standing
+from pdcluster_router.http_errors import fail
+from pdcluster_router.http_exchange import JSON, Exchange
+from pdcluster_router.job import Job
+from pdcluster_router.legs import Body, Leg, Way
+from pdcluster_router.open_requests import OpenRequest
+from pdcluster_router.plain_kind import Kind
+from pdcluster_router.policy.base import Choice
+from pdcluster_router.run import Run, Shared
+from pdcluster_router.stages import Stage
+
+logger = logging.getLogger(__name__)
+
+_encode = msgspec.json.Encoder().encode
+
+
+class PlainRun(msgspec.Struct, eq=False):
+    """Owned by the router's event loop. started, placed_at, first_at, second_at, heard_at, reserved_at, carried_since: moments on the dispatcher's
+    clock, 0 before; heard_at: of the decode node's last word that was read here, carried_since: from which on the transfer may take its time.
+    first_seen, second_seen, last_seen: of tokens, on the client's. delivered: what the prefill node said of its part; held: its token, while no
+    decode node has reserved."""
+
+    shared: Shared
+    metrics: RouterMetrics
+    exchange: Exchange
+    kind: Kind
+    job: Job
+    standing: Standing
+    salt: bytes
+    started: float
+    created: int
+    record: Record
+    choice: Choice | None = None
+    prefill: Leg | None = None
+    decode: Leg | None = None
+    ticket: Ticket | None = None
+    held: TokenRow | None = None
+    delivered: Timings | None = None
+    is_scheduled: bool = False
+    has_token: bool = False
+    """From the prefill node."""
+    decode_spoke: bool = False
+    placed_at: float = 0.0
+    reserved_at: float = 0.0
+    carried_since: float = 0.0
+    heard_at: float = 0.0
+    first_at: float | None = None
+    second_at: float | None = None
+    first_seen: float | None = None
+    second_seen: float | None = None
+    last_seen: float | None = None
+    alarm: int | None = None
+    is_at_work: bool = False
+    is_over: bool = False
+    letters: list[tuple[str, Body]] = []
+    run: Run | None = None
+    """The machine that it has become."""
+
+    # ------------------------------------------------------------ start
+
+    def start(self) -> None:
+        shared, job = self.shared, self.job
+        self.exchange.on_gone = self._gone
+        shared.open.enter(job.request, self._told)
+        shared.cluster.ledger.open(job.request, self.read)
+        self.is_at_work = True
+        try:
+            self._place(self.started)
+            self._watch(self.placed_at)
+            if self.letters:
+                self._read_letters()
+        except Exception as error:  # the top of what happens to a request
+            self._fail(error)
+        finally:
+            self.is_at_work = False
+
+    def _place(self, now: float) -> None:
+        shared, job = self.shared, self.job
+        shared.shut.apply(job, now)
+        try:
+            decision = shared.chooser.choose(job, now)
+        except Exception:  # what is told of it is the general way's: asking again has no effect but the answer
+            self._become().place()
+            return
+        try:
+            going = shared.waiting.at_once(decision, self.standing.tenant, is_paid=False)
+        except errors.Overloaded as error:
+            self.record.consider(decision, now)
+            self._become().fail(error)
+            return
+        if going is not None:
+            self._send(going, now)
+            return
+        self.record.consider(decision, now)
+        self._become().hold(decision, now)
+
+    def _send(self, decision: Decision, asked: float) -> None:
+        shared, job, choice, query = self.shared, self.job, decision.choice, decision.query
+        first, is_remote = choice.first, choice.mode == "remote"
+        self.choice = choice
+        self.placed_at = now = shared.clock()
+        self.record.decided(decision, asked, now)
+        shared.chooser.note_sent(choice, query.num_tokens, query.cached_on(first), now)
+        pull = Pull(choice.pull.endpoint, choice.pull_tokens) if choice.pull is not None and choice.pull_tokens else None
+        leg = self._enter(first.endpoint)
+        try:
+            shared.cluster.send(first.endpoint, Prefill(self._work(leg, now), is_remote, pull))
+        except errors.NodeLost:
+            self._withdraw(leg)
+            self._become().go_on(choice, now, None)
+            return
+        if not is_remote:
+            self.decode = leg
+            return
+        self.prefill, decode = leg, choice.decode
+        if decode.has_slack and not (job.busy and job.busy_s(decode.endpoint.incarnation, now)) and not self._reserve(now):
+            self._become()
+
+    def _reserve(self, now: float) -> bool:
+        """False: the decode node is gone, and nothing was sent."""
+        choice, prefill = self.choice, self.prefill
+        assert choice is not None and prefill is not None  # it has nodes
+        leg = self._enter(choice.decode.endpoint)
+        try:
+            self.shared.cluster.send(leg.endpoint, Reserve(self._work(leg, now), prefill.endpoint))
+        except errors.NodeLost:
+            self._withdraw(leg)
+            return False
+        self.decode, self.reserved_at = leg, now
+        return True
+
+    def _enter(self, endpoint: Endpoint) -> Leg:
+        job = self.job
+        leg = Leg(job.request, job.attempts, endpoint, job.emitted)
+        job.attempts += 1
+        self.shared.cluster.ledger.enter(leg)
+        return leg
+
+    def _withdraw(self, leg: Leg) -> None:
+        """Of which no node knows."""
+        self.shared.cluster.ledger.leave(leg)
+        self.job.attempts -= 1
+
+    def _work(self, leg: Leg, now: float) -> Work:
+        """The prompt: nothing else was there when its first leg began."""
+        job = self.job
+        left_s = job.deadline - now
+        return Work(
+            job.request, leg.attempt, job.packed, len(job.prompt), job.hashes, job.sampling, left_s if left_s > 0.001 else 0.001, job.chain.root
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ what nodes say
+
+    def read(self, incarnation: str, body: Body) -> None:
+        """A node said something."""
+        if self.is_at_work:
+            self.letters.append((incarnation, body))
+            return
+        self.is_at_work = True
+        try:
+            self._hear(incarnation, body)
+            if self.letters:
+                self._read_letters()
+        except Exception as error:  # the top of what happens to a request
+            self._fail(error)
+        finally:
+            self.is_at_work = False
+
+    def _read_letters(self) -> None:
+        """What came while it was at work."""
+        while self.letters and not self.is_over:
+            self._hear(*self.letters.pop(0))
+
+    def _hear(self, incarnation: str, body: Body) -> None:
+        if self.run is not None:
+            self.run.read(incarnation, body)
+        elif not (self._takes_local if self.prefill is None else self._takes_remote)(incarnation, body):
+            self._become().read(incarnation, body)
+
+    def _takes_local(self, incarnation: str, body: Body) -> bool:
+        """False, with nothing changed: it is not what mostly happens."""
+        leg = self.decode
+        if leg is None or body.attempt != leg.attempt or incarnation != leg.endpoint.incarnation:
+            return False
+        if type(body) is TokenRow:
+            return self._takes_row(leg, body)
+        if type(body) is Finished:
+            if not self.job.emitted or body.num_output != len(self.job.emitted) or self.exchange.line.is_paused:
+                return False
+            self.job.note_cached(body.timings.cached_tokens)
+            self._finish(body, body.timings, "")
+            return True
+        return type(body) is Scheduled and self._takes_scheduled(body)
+
+    def _takes_remote(self, incarnation: str, body: Body) -> bool:
+        prefill, decode, attempt = self.prefill, self.decode, body.attempt
+        assert prefill is not None  # else it is local
+        if attempt == prefill.attempt and incarnation == prefill.endpoint.incarnation:
+            if type(body) is TokenRow:
+                return self._takes_first_row(body)
+            if type(body) is Scheduled:
+                return (decode is not None or (not self.job.busy and self._reserve(self.shared.clock()))) and self._takes_scheduled(body)
+            if type(body) is Finished:
+                return self._takes_early_end(body)
+            return type(body) is Delivered and self._takes_delivered(prefill, body)
+        if decode is None or attempt != decode.attempt or incarnation != decode.endpoint.incarnation:
+            return False
+        if type(body) is TokenRow:
+            return self.ticket is not None and self._takes_row(decode, body)
+        if type(body) is Reserved:
+            return self.ticket is None and self._takes_ticket(prefill, body.ticket)
+        if type(body) is not Finished or self.delivered is None or not body.num_output == len(self.job.emitted) > 0 or self.exchange.line.is_paused:
+            return False
+        self._finish(body, self.delivered, self._backend())
+        return True
+
+    def _takes_scheduled(self, message: Scheduled) -> bool:
+        self.is_scheduled = True
+        self.job.note_cached(message.cached_tokens)
+        return True
+
+    def _takes_row(self, leg: Leg, row: TokenRow) -> bool:
+        """Of the leg that decodes."""
+        emitted, tokens = self.job.emitted, row.tokens
+        seen = len(emitted) - row.position
+        if seen < 0 or not tokens or row.logprobs or row.prompt_logprobs or max(tokens) >= self.kind.info.vocab_size:
+            return False
+        now = self.heard_at = self.shared.clock()
+        self.decode_spoke, self.carried_since = True, 0.0
+        if seen < len(tokens):
+            self._emit(tokens[seen:] if seen else tokens, now)
+            if leg.way is None and len(emitted) > 1:
+                leg.way = Way(self._take, self._fail)
+        return True
+
+    def _take(self, position: int, token_ids: tuple[int, ...]) -> bool:
+        """Implements generation.Take."""
+        if len(token_ids) != 1 or not 0 <= token_ids[0] < self.kind.info.vocab_size:
+            return False
+        self.last_seen = monotonic()
+        return True
+
+    def _takes_first_row(self, row: TokenRow) -> bool:
+        """Of the prefill node."""
+        tokens = row.tokens
+        if row.position or not tokens or self.has_token or self.decode is None or row.logprobs or row.prompt_logprobs:
+            return False
+        if max(tokens) >= self.kind.info.vocab_size:
+            return False
+        self.has_token = True
+        if self.ticket is None:
+            self.held = row
+        elif not self.decode_spoke:
+            now = self.shared.clock()
+            if self.delivered is None:
+                self.carried_since = now
+            self._emit(tokens, now)
+        return True
+
+    def _takes_ticket(self, prefill: Leg, ticket: Ticket) -> bool:
+        try:
+            self.shared.cluster.send(prefill.endpoint, Deliver(ticket))
+        except errors.NodeLost:
+            return False
+        self.ticket = ticket
+        if self.held is not None:
+            now = self.carried_since = self.shared.clock()
+            row, self.held = self.held, None
+            self._emit(row.tokens, now)
+        return True
+
+    def _takes_delivered(self, prefill: Leg, message: Delivered) -> bool:
+        if self.ticket is None or self.delivered is not None:
+            return False
+        self.delivered, self.carried_since = message.timings, 0.0
+        if not self.decode_spoke:
+            self.heard_at = self.shared.clock()
+        self.shared.cluster.ledger.leave(prefill)  # the node is done with it: what decodes elsewhere is not its load
+        return True
+
+    def _takes_early_end(self, finished: Finished) -> bool:
+        """The prefill node's token was the last one."""
+        held = self.held
+        num_output = len(self.job.emitted) + (len(held.tokens) if held is not None else 0)
+        if not num_output or finished.num_output != num_output or self.delivered is not None or self.exchange.line.is_paused:
+            return False
+        self.job.note_cached(finished.timings.cached_tokens)
+        if held is not None:
+            self._emit(held.tokens, self.shared.clock())
+        if self.decode is not None:
+            with suppress(errors.NodeLost):  # a node that is gone holds nothing
+                self.shared.cluster.send(self.decode.endpoint, Cancel(self.job.request, self.decode.attempt, "done"))
+        self._finish(finished, finished.timings, self._backend(finished.timings))
+        return True
+
+    def _backend(self, timings: Timings | None = None) -> str:
+        timings = timings or self.delivered
+        return (timings.backend if timings is not None else "") or ("" if self.ticket is None else backend_of(self.ticket))
+
+    def _emit(self, tokens: tuple[int, ...], now: float) -> None:
+        emitted = self.job.emitted
+        self.last_seen = seen = monotonic()
+        if not emitted:
+            self.first_at, self.first_seen = now, seen
+            self.record.first_token(now)
+        emitted += tokens
+        if self.second_at is None and len(emitted) > 1:
+            self.second_at, self.second_seen = now, seen
+
+    # ------------------------------------------------------------ the end
+
+    def _finish(self, finished: Finished, prefill: Timings, backend: str) -> None:
+        """The one answer. prefill: what the node says that computed the prompt."""
+        shared, job, choice, exchange, first_at = self.shared, self.job, self.choice, self.exchange, self.first_at
+        assert choice is not None and first_at is not None  # there is a token
+        num_prompt, num_output, started, second_at = len(job.prompt), len(job.emitted), self.started, self.second_at
+        shared.chooser.note_end(num_prompt, num_output)
+        decoded, name = finished.timings, choice.prefill.endpoint.node if choice.prefill is not None else None
+        timeline = Timeline(  # by position, which costs half
+            prefill.queue_s, prefill.prefill_s, prefill.transfer_s, prefill.exposed_s,
+            first_at - started, None if second_at is None else second_at - started,
+            decoded.decode_s, decoded.decode_tokens, prefill.transfer_bytes, prefill.pulled_tokens, self.placed_at - started,
+        )  # fmt: skip
+        self._close()
+        reason, mode, decode, cached = FINISH_REASONS[finished.reason], choice.mode, choice.decode.endpoint.node, job.cached_tokens or 0
+        report = RouteReport(mode, name, decode, backend, 1, timeline)
+        usage = Usage(num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(cached), report)
+        said = CompletionChoice(0, self.kind.say(job.emitted), reason, None)
+        body = _encode(CompletionReply("cmpl-" + exchange.id, self.created, self.kind.info.id, [said], usage))
+        exchange.reply(200, body, named_headers(JSON, mode, name, decode, backend))
+        self._count(reason, timeline, backend)
+
+    def _close(self) -> None:
+        """Nothing of it is left in the books."""
+        shared, request, record = self.shared, self.job.request, self.record
+        self.is_over = True
+        self.exchange.on_gone = None
+        self._drop_alarm()
+        ledger = shared.cluster.ledger
+        if self.prefill is not None:
+            ledger.leave(self.prefill)
+        if self.decode is not None:
+            self.decode.way = None
+            ledger.leave(self.decode)
+        ledger.close(request)
+        shared.open.leave(request)
+        record.attempts, record.cached_tokens = 1, self.job.cached_tokens
+        shared.explainer.close(record, None, "done")
+        shared.waiting.poke()
+
+    def _count(self, reason: str, timeline: Timeline, backend: str) -> None:
+        """Times to tokens as the client saw them."""
+        job, first, second, last, arrived = self.job, self.first_seen, self.second_seen, self.last_seen, self.exchange.arrived
+        assert self.choice is not None and first is not None and last is not None  # there is a token
+        num_output = len(job.emitted)
+        noted = (
+            len(job.prompt), num_output, job.cached_tokens or 0, 1,
+            first - arrived, None if second is None else second - arrived, None if num_output <= 1 else (last - first) / (num_output - 1),
+            timeline.queue_s, timeline.transfer_s, timeline.transfer_bytes,
+        )  # fmt: skip
+        self.metrics.note((self.choice.mode, reason, backend), noted)
+
+    # ------------------------------------------------------------ clocks
+
+    def _watch(self, now: float) -> None:
+        """Have an alarm before any clock runs out that may be started until then."""
+        if self.run is not None or self.is_over:
+            return
+        seconds, stages = self.job.deadline - now, self.shared.settings.stages
+        longest = stages.local_s if self.prefill is None else stages.remote_s
+        self.alarm = self.shared.alarms.set((seconds if seconds > 0.0 else 0.0) if seconds < longest else longest, self._ring)
+
+    def _ring(self) -> None:
+        self.alarm = None
+        if self.is_over or self.run is not None:
+            return
+        now, due = self.shared.clock(), min((self.job.deadline, *self.clocks().values()))
+        if now < due:
+            self._watch(now)
+        else:
+            self._become().look()
+
+    def clocks(self) -> dict[Stage, float]:
+        """What an attempt would wait for now, and until when."""
+        stages, running = self.shared.settings.stages, {}
+        if not (self.is_scheduled or self.has_token or self.decode_spoke):
+            running[Stage.QUEUE] = self.placed_at + stages.queue_s
+        if self.prefill is not None and self.decode is not None and self.ticket is None:
+            running[Stage.HANDSHAKE] = self.reserved_at + stages.handshake_s
+        if self.carried_since:
+            running[Stage.TRANSFER] = self.carried_since + stages.transfer_s
+        if self.heard_at:
+            heard_at = self.decode.heard_at if self.decode is not None else 0.0  # of rows that were not read here
+            running[Stage.LIVENESS] = max(self.heard_at, heard_at) + stages.liveness_s
+        return running
+
+    def _drop_alarm(self) -> None:
+        if self.alarm is not None:
+            self.shared.alarms.drop(self.alarm, self._ring)
+            self.alarm = None
+
+    # ------------------------------------------------------------ what else happens
+
+    def begun(self) -> Begun:
+        """For the attempt that goes on."""
+        return Begun(
+            self.prefill, self.decode, self.clocks(), self.has_token, self.ticket, self.held, self.delivered, self.decode_spoke,
+            self.first_at, self.second_at,
+        )  # fmt: skip
+
+    def route(self) -> Route:
+        """Of what was emitted so far."""
+        choice = self.choice
+        assert choice is not None  # it has nodes
+        prefill = choice.prefill.name if choice.prefill is not None else None
+        return Route(choice.mode, prefill, choice.decode.name, self._backend(), self.job.cached_tokens)
+
+    def _become(self) -> Run:
+        """The general machine, as it would be by now; everything comes there from now on."""
+        self._drop_alarm()
+        if self.decode is not None:
+            self.decode.way = None
+        self.run = general.become(self)
+        return self.run
+
+    def _gone(self, error: errors.PdclusterError) -> None:
+        """Its client left, or the router stops."""
+        self._become()
+        if self.exchange.on_gone is not None:
+            self.exchange.on_gone(error)
+
+    def _told(self) -> OpenRequest:
+        """For operators."""
+        job, choice, info = self.job, self.choice, self.kind.info
+        if choice is None:
+            return OpenRequest(job.request, info.id, len(job.prompt), self.started, self._fail)
+        prefill = choice.prefill.name if choice.prefill is not None else None
+        return OpenRequest(
+            job.request, info.id, len(job.prompt), self.started, self._fail, 1, choice.mode, prefill, choice.decode.name, len(job.emitted)
+        )  # fmt: skip
+
+    def _fail(self, error: Exception) -> None:
+        """The error as its answer, unless it has one."""
+        if self.is_over:
+            logger.error("request %s: something failed after its end", self.job.request, exc_info=error)
+            if not self.exchange.finished:
+                fail(self.exchange, error, self.metrics)
+            return
+        (self.run or self._become()).fail(error)

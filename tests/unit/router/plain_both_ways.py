@@ -1,0 +1,268 @@
+"""A script of what nodes, clients and operators do, played to a plain request on its short way and on the general one, and all that others see of it.
+
+Moments, names and dates are taken out of what is compared; the dispatcher's clock moves when the script says so, and every alarm rings then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+from answer_by_hand import Line
+from prometheus_client import generate_latest
+from scripted_cluster import EMPTY_LOAD, FakeCluster, make_chooser, make_node, settle
+from scripted_dispatcher import EOS, TEXT, VOCAB
+
+from pdcluster import messages as m
+from pdcluster.errors import UnknownModel
+from pdcluster.kv.hashing import chain_root
+from pdcluster_router.app import HttpSettings, create_app
+from pdcluster_router.dispatch import Dispatch
+from pdcluster_router.generation import ModelInfo
+from pdcluster_router.http_errors import ClientLeft
+from pdcluster_router.http_exchange import Asked, Exchange
+from pdcluster_router.job import HashChain
+from pdcluster_router.places import Places
+from pdcluster_router.plain import Plain
+from pdcluster_router.policy.base import Force
+from pdcluster_router.retries import DispatchSettings
+from pdcluster_router.server import router_metrics
+from pdcluster_router.stages import StageDeadlines
+from pdcluster_router.view import NodeView
+
+MODEL = "tiny"
+BUSY_LOAD = msgspec.structs.replace(EMPTY_LOAD, waiting=50, running=8, slots_used=8, waiting_tokens=10**7, rows=8)
+NO_SLACK = msgspec.structs.replace(EMPTY_LOAD, pages_free=10)
+
+CLUSTERS: dict[str, Callable[[], list[NodeView]]] = {
+    "one node": lambda: [make_node("m0", "mixed")],
+    "two nodes": lambda: [make_node("m0", "mixed"), make_node("m1", "mixed")],
+    "a pair": lambda: [make_node("p0", "prefill"), make_node("d0", "decode")],
+    "no slack": lambda: [make_node("p0", "prefill"), make_node("d0", "decode", NO_SLACK)],
+    "two pairs": lambda: [make_node("p0", "prefill"), make_node("p1", "prefill"), make_node("d0", "decode"), make_node("d1", "decode")],
+    "busy": lambda: [make_node("m0", "mixed", BUSY_LOAD)],
+    "no node": list,
+}
+
+
+class Models:
+    def models(self) -> tuple[ModelInfo, ...]:
+        return INFOS
+
+    def text(self, model: str) -> object:
+        if model != MODEL:
+            raise UnknownModel(model)
+        return TEXT
+
+    def chain(self, model: str, salt: bytes) -> HashChain:
+        return HashChain(chain_root(block_tokens=4, salt=salt), 4)
+
+
+INFOS = (ModelInfo(MODEL, 1, 256, VOCAB, (EOS,)),)
+
+
+class AlarmsByHand:
+    """Implements alarms.Alarms: they ring when the test says so."""
+
+    def __init__(self) -> None:
+        self._set: dict[int, Callable[[], None]] = {}
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._set)
+
+    def set(self, seconds: float, ring: Callable[[], None]) -> int:
+        number = next(self._numbers)
+        self._set[number] = ring
+        return number
+
+    def drop(self, tick: int, ring: Callable[[], None]) -> None:
+        self._set.pop(tick, None)
+
+    def ring(self) -> None:
+        rings, self._set = list(self._set.values()), {}
+        for ring in rings:
+            ring()
+
+
+@dataclass
+class Scene:
+    """One router with one request."""
+
+    is_plain: bool
+    cluster: FakeCluster
+    moment: float = 100.0
+    alarms: AlarmsByHand = field(default_factory=AlarmsByHand)
+    told: list[object] = field(default_factory=list)
+    """All that was to be seen after each step."""
+
+    def __post_init__(self) -> None:
+        stages = StageDeadlines(queue_s=20.0, liveness_s=10.0, handshake_s=3.0, transfer_s=5.0, hold_s=60.0)
+        self.chooser = make_chooser(self.cluster, force=self.force)
+        dispatch = Dispatch(self.cluster, Models(), self.chooser, DispatchSettings(stages=stages, hold_s=0.3), lambda: self.moment)  # type: ignore[arg-type]
+        dispatch.shared = dataclasses.replace(dispatch.shared, alarms=self.alarms)  # type: ignore[arg-type]
+        self.dispatch, self.metrics, self.places = dispatch, router_metrics(), Places(4)
+        plain = Plain(dispatch.shared, self.metrics) if self.is_plain else None
+        self.app = create_app(dispatch, HttpSettings(), self.metrics, self.places, plain=plain)
+        self.line = Line()
+
+    @property
+    def force(self) -> Force:
+        return "remote" if any(node.role == "prefill" for node in self.cluster.nodes) else "auto"
+
+    def ask(self, headers: dict[bytes, bytes] | None = None, **fields: object) -> None:
+        asked = Asked("POST", "/v1/completions", {b"content-type": b"application/json", **(headers or {})}, True, False)
+        self.exchange = Exchange(self.line, asked, "")
+        self.line.end = self.app.over  # type: ignore[method-assign]
+        body = json.dumps({"model": MODEL, "seed": 5, **fields}).encode()
+        self.app.begin(self.exchange)
+        if not self.exchange.finished:
+            self.exchange.keep(body)
+            self.app.complete(self.exchange)
+
+    # ------------------------------------------------------------ what happens
+
+    def leg(self, *kinds: type) -> tuple[str, m.Work] | None:
+        """The last one of these that was sent."""
+        return next(((node, message.work) for node, message in reversed(self.cluster.sent) if isinstance(message, kinds)), None)
+
+    def says(self, leg: tuple[str, m.Work] | None, body: Callable[[m.Work], object], boot: str = "boot") -> None:
+        if leg is not None:
+            self.cluster.ledger.deliver(leg[1].request, f"{leg[0]}-{boot}", body(leg[1]))  # type: ignore[arg-type]
+
+    def row(self, leg: tuple[str, m.Work] | None, tokens: tuple[int, ...], shift: int, boot: str = "boot") -> None:
+        if leg is None:
+            return
+        node, work = leg
+        row = m.TokenRow(work.request, work.attempt, max(self.num_output + shift, 0), tokens)
+        self.cluster.ledger.deliver_rows(f"{node}-{boot}", [row], self.moment)
+
+    @property
+    def num_output(self) -> int:
+        return next((entry.num_output for entry in self.dispatch.open.all()), 0)
+
+    def step(self, what: str, number: int, tokens: tuple[int, ...]) -> None:
+        first, decode = self.leg(m.Prefill), self.leg(m.Reserve) or self.leg(m.Prefill)
+        reserve = self.leg(m.Reserve)
+        leg = (first, decode)[number % 2]
+        timings = m.Timings(0.25, 0.5, 0.1, 0.05, 4096, 0.75, 3, number % 5, ("shm", "")[number % 2], number % 3)
+        match what:
+            case "scheduled":
+                self.says(first, lambda work: m.Scheduled(work.request, work.attempt, number % 7))
+            case "token":
+                self.row(first, tokens[:1], -self.num_output)
+            case "row":
+                self.row(decode, tokens, 0)
+            case "again":
+                self.row(decode, tokens, -1)
+            case "early":
+                self.row(decode, tokens, 1)
+            case "empty":
+                self.row(decode, (), 0)
+            case "wrong token":
+                self.row(decode, (VOCAB,), 0)
+            case "stranger":
+                self.row(decode, tokens, 0, "other")
+            case "reserved" if reserve is not None:
+                work = reserve[1]
+                adverts = ((("shm", b""),), ())[number % 2]
+                reader = m.Endpoint(reserve[0], f"{reserve[0]}-boot", "x:1", adverts)
+                ticket = m.Ticket(7, work.request, work.attempt, reader, reader, 0, b"", 32, 4096, 8, 0, 60.0)
+                self.says(reserve, lambda _: m.Reserved(ticket))
+            case "delivered" if reserve is not None:
+                self.says(first, lambda work: m.Delivered(work.request, work.attempt, timings))
+            case "finished":
+                total = self.num_output + (0, 0, 0, 1)[number % 4]
+                reason = ("length", "eos", "stop")[number % 3]
+                self.says(decode, lambda work: m.Finished(work.request, work.attempt, reason, total, timings))  # type: ignore[arg-type]
+            case "ended early" if reserve is not None:
+                self.says(first, lambda work: m.Finished(work.request, work.attempt, "length", 1, timings))
+            case "refused" if leg is first or reserve is not None:
+                kind = "prefill" if leg is first else "reserve"
+                self.says(leg, lambda work: m.Refused(work.request, work.attempt, kind, "full", 0.01, number % 3 > 0))  # type: ignore[arg-type]
+            case "failed":
+                self.says(leg, lambda work: m.Failed(work.request, work.attempt, ("node_lost", "bad_request")[number % 2], "broke", number % 3 > 0))
+            case "lost" if leg is not None:
+                node = next(node for node in self.cluster.nodes if node.name == leg[0])
+                self.cluster.kill(node)
+            case "rewelcomed" if leg is not None:
+                self.cluster.ledger.rewelcome(f"{leg[0]}-boot")
+            case "dead" if leg is not None:
+                self.cluster.dead.add(leg[0])  # only who sends finds out
+            case "pause" | "resume":
+                self.line.is_paused = what == "pause"
+                if not self.line.is_paused and self.exchange.on_resume is not None:
+                    self.exchange.on_resume()
+            case "gone" if not self.exchange.finished:
+                self.app.gone(self.exchange)
+            case "stopping" if not self.exchange.finished:
+                self.app.stopping(self.exchange)
+            case "cancelled":
+                self.dispatch.open.cancel(self.exchange.id, "enough")
+            case "time":
+                self.moment += (0.5, 3.0, 5.0, 10.0)[number % 4]
+                self.alarms.ring()
+
+    # ------------------------------------------------------------ what is to be seen
+
+    def look(self) -> object:
+        ledger, request = self.cluster.ledger, self.exchange.id
+        open_ones = [
+            (o.model, o.num_prompt, o.started, o.attempts, o.mode, o.prefill, o.decode, o.num_output, o.state) for o in self.dispatch.open.all()
+        ]
+        legs = {node.name: ledger.open_attempts(node.endpoint.incarnation) for node in self.cluster.nodes}
+        sent = [(node, plain(message)) for node, message in self.cluster.sent]
+        explained = [plain({**msgspec.to_builtins(told), "arrived": 0}) for told in self.dispatch.explainer.explain_all(request)]
+        seen = (
+            re.sub(rb"date: [^\r]*|\"created\":\d+", b"", self.line.sent).decode(),
+            self.line.is_cut, self.exchange.status, self.exchange.finished, self.places.num_taken,
+            open_ones, legs, sent, explained, ledger.num_requests(), self.dispatch.waiting.num_held,
+            (self.chooser._num_ended, self.chooser._usual_output, self.chooser._usual_prompt, self.chooser._counter),
+        )  # fmt: skip
+        return json.loads(json.dumps(seen, default=str).replace(request, "REQUEST"))
+
+    def counted(self) -> list[str]:
+        """Metrics, but for seconds that are measured."""
+        lines = generate_latest(self.metrics.registry).decode().splitlines()
+        return [line for line in lines if line.startswith("pdcluster_") and not re.search(r"_seconds_(sum|bucket)|_created", line)]
+
+
+def plain(value: object) -> object:
+    """Plain values; seconds that are left, rounded."""
+    if isinstance(value, msgspec.Struct):
+        if isinstance(value, m.Work):
+            value = msgspec.structs.replace(value, deadline_s=round(value.deadline_s))
+        elif isinstance(value, m.Prefill | m.Reserve):
+            value = msgspec.structs.replace(value, work=msgspec.structs.replace(value.work, deadline_s=float(round(value.work.deadline_s))))
+        return repr(value)
+    return json.loads(json.dumps(value, default=str))
+
+
+async def play(is_plain: bool, nodes: str, steps: list[tuple[str, int, tuple[int, ...]]], fields: dict[str, object]) -> Scene:
+    """Each step with what comes of it; then the client leaves, if it has no answer."""
+    scene = Scene(is_plain, FakeCluster(CLUSTERS[nodes]()))
+    scene.ask(**fields)
+    scene.told.append(scene.look())
+    for what, number, tokens in steps:
+        scene.step(what, number, tokens)
+        await settle()
+        scene.told.append((what, scene.look()))
+    if not scene.exchange.finished:
+        scene.line.is_paused = False
+        scene.app._end(scene.exchange, ClientLeft("the test is over"))
+    scene.told.append(scene.look())
+    scene.told.append(scene.counted())
+    scene.told.append((len(scene.alarms), len(scene.dispatch.open)))
+    await settle()
+    return scene
+
+
+def told(is_plain: bool, nodes: str, steps: list[tuple[str, int, tuple[int, ...]]], fields: dict[str, object]) -> list[object]:
+    return asyncio.run(play(is_plain, nodes, steps, fields)).told
+
