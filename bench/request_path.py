@@ -69,7 +69,7 @@ STREAM_END = b"\r\n0\r\n\r\n"
 PARTS = (
     (
         "HTTP and JSON",
-        ("http_", "app.py", "answer.py", "prepare.py", "choices.py", "through.py", "places.py", "tenants.py", "/api/", "plain.py", "plain_kind.py"),
+        ("http_", "app.py", "answer.py", "prepare.py", "choices.py", "through.py", "places.py", "tenants.py", "/api/", "/plain.py", "/plain_kind.py"),
     ),
     ("choice of nodes", ("policy/", "chooser.py", "stations.py", "view.py", "pull.py", "blend.py", "sent.py", "cost.py")),
     ("prefixes", ("index.py", "caches.py", "block_table.py", "holder_sets.py", "expected.py", "seen_blocks.py", "hashing.py", "shares.py")),
