@@ -81,6 +81,11 @@ class ChoiceText:
         self.num_tokens += 1
         return NOTHING if token_id in self._silent else self._detokenizer.say(token_id)
 
+    def known(self) -> Detokenizer:
+        """Whose known texts are also those of the choice: tokens that end it are not among them."""
+        self._detokenizer.ask_for(self._silent)
+        return self._detokenizer
+
     def finish(self, piece: Piece) -> None:
         """The generation ended: releases what was held back. An incomplete character may still complete a stop string."""
         if self.is_plain:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,14 +44,14 @@ class Pieces:
     """What each token id stands for. `special` ids vanish from text unless asked for; `strips_lead`: one leading space is not part of the text.
 
     texts: the same as text, where a token's bytes are whole characters; most are, and need no decoder. said: those texts as JSON, of ids that were
-    said; at most the vocabulary.
+    said and are not special, each as the tuple in which a step's only token of a row comes; at most the vocabulary.
     """
 
     table: Sequence[bytes]
     texts: Sequence[str | None]
     special: frozenset[int]
     strips_lead: bool
-    said: dict[int, bytes] = field(default_factory=dict)
+    said: dict[tuple[int, ...], bytes] = field(default_factory=dict)
 
     def of(self, token_id: int) -> bytes:
         """b"" for ids the tokenizer does not know: models have padded vocabularies."""
@@ -119,10 +119,15 @@ def _sentencepiece_table(vocabulary: Mapping[str, int]) -> list[bytes]:
     return table
 
 
-class Detokenizer:
-    """One stream of tokens. at_start: the text starts here, so a leading space that only marks a word is dropped; a continuation keeps it."""
+NONE_KNOWN: Mapping[tuple[int, ...], bytes] = {}
 
-    __slots__ = ("_decoder", "_is_whole", "_pieces", "_said", "_skip", "_strip", "_texts")
+
+class Detokenizer:
+    """One stream of tokens. at_start: the text starts here, so a leading space that only marks a word is dropped; a continuation keeps it.
+
+    known: what `say` would give for these tokens now, and be the same after it; where one is not in it, it has to be asked."""
+
+    __slots__ = ("_decoder", "_is_whole", "_knows", "_pieces", "_said", "_skip", "_strip", "_texts", "known")
 
     def __init__(self, pieces: Pieces, *, skip_special_tokens: bool, at_start: bool) -> None:
         self._pieces = pieces
@@ -133,6 +138,13 @@ class Detokenizer:
         """Made for the first piece that is no whole text."""
         self._is_whole = not self._strip
         """No incomplete character is pending, and no leading space to look for."""
+        self._knows = True
+        self.known = self._said if self._is_whole else NONE_KNOWN
+
+    def ask_for(self, token_ids: Set[int]) -> None:
+        """These are never among the known, since they are no text to who asks. Special ones are not anyway; with others nothing is known."""
+        if not self._pieces.special.issuperset(token_ids):
+            self._knows, self.known = False, NONE_KNOWN
 
     def show(self, token_ids: frozenset[int]) -> None:
         """These are text, though they are special."""
@@ -150,11 +162,11 @@ class Detokenizer:
         """The same as JSON."""
         if not self._is_whole or token_id in self._skip:
             return _encode(self.feed(token_id))
-        said = self._said.get(token_id)
+        said = self._said.get((token_id,))
         if said is None:
             said = _encode(self.feed(token_id))
-            if 0 <= token_id < len(self._texts) and self._texts[token_id] is not None:
-                self._said[token_id] = said
+            if 0 <= token_id < len(self._texts) and self._texts[token_id] is not None and token_id not in self._pieces.special:
+                self._said[token_id,] = said
         return said
 
     def _feed_bytes(self, piece: bytes) -> str:
@@ -165,6 +177,7 @@ class Detokenizer:
             self._decoder = DECODER("replace")
         text = self._decoder.decode(piece)
         self._is_whole = not self._strip and not self._decoder.getstate()[0]
+        self.known = self._said if self._is_whole and self._knows else NONE_KNOWN
         return text
 
     def flush(self) -> str:

@@ -91,18 +91,20 @@ class Connections(set["Connection"]):
         super().__init__()
         self.heads = Heads()
         self._none: Event | None = None
-        self._posting: list[Connection] = []
+        self.posted: dict[Connection, bytes] = {}
+        """What is to be sent when this turn of the loop ends."""
+        self.is_flush_due = False
 
-    def posts(self, connection: Connection) -> None:
-        """It has something to send when this turn of the loop ends."""
-        if not self._posting:
-            get_running_loop().call_soon(self._flush)
-        self._posting.append(connection)
+    def flush_soon(self) -> None:
+        self.is_flush_due = True
+        get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        posting, self._posting = self._posting, []
-        for connection in posting:
-            connection.flush()
+        self.is_flush_due, posted = False, self.posted
+        while posted:
+            connection, data = posted.popitem()
+            if (transport := connection._transport) is not None:
+                transport.write(data)
 
     def ended(self, connection: Connection) -> None:
         self.discard(connection)
@@ -142,7 +144,7 @@ class Connection(Protocol):
         self._ends_soon = self._is_deaf = False
         self._is_reading = True
         self._is_settling = False
-        self._posted = b""
+        self._posted = open_ones.posted
         self.is_paused = False
         self.deadline = math.inf
 
@@ -158,7 +160,7 @@ class Connection(Protocol):
         self._open_ones.ended(self)
         self._early.clear()
         self._ahead.clear()
-        self._posted = b""
+        self._posted.pop(self, None)
         current = self._current
         if current is not None and not current.finished:
             self._application.gone(current)
@@ -384,28 +386,30 @@ class Connection(Protocol):
 
     def send(self, data: bytes) -> None:
         """Implements Line."""
-        if self._posted:
-            data, self._posted = self._posted + data, b""
+        if self in self._posted:
+            data = self._posted.pop(self) + data
         if self._transport is not None:
             self._transport.write(data)
 
     def post(self, data: bytes) -> None:
         """Implements Line."""
-        if not self._posted:
-            self._open_ones.posts(self)
-        self._posted += data  # few parts come in one turn
-        if len(self._posted) > MOST_POSTED_BYTES:
-            self.flush()
+        posted = self._posted
+        if self in posted:
+            data = posted[self] + data  # few parts come in one turn
+        posted[self] = data
+        if len(data) > MOST_POSTED_BYTES:
+            self._flush()
+        elif not self._open_ones.is_flush_due:
+            self._open_ones.flush_soon()
 
-    def flush(self) -> None:
-        """What was posted is sent. Idempotent."""
-        data, self._posted = self._posted, b""
-        if data and self._transport is not None:
-            self._transport.write(data)
+    def _flush(self) -> None:
+        """What was posted is sent."""
+        if self in self._posted:
+            self.send(b"")
 
     def close(self) -> None:
         """After what was sent, as far as the client reads it in time."""
-        self.flush()
+        self._flush()
         self.deadline = monotonic() + self._limits.stall_s
         if self._transport is not None:
             self._transport.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from email.utils import formatdate
-from functools import lru_cache
 from http import HTTPStatus
 from time import monotonic, time
 from typing import NamedTuple, Protocol
@@ -23,6 +22,9 @@ NO_BUFFERING = b"content-type: text/event-stream; charset=utf-8\r\ncache-control
 
 MAX_PARTS = 256
 """Of a body, as they came."""
+
+MAX_SIZES = 64
+"""Of texts in a stream for which the size of their event is kept."""
 
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus} | {499: b"HTTP/1.1 499 \r\n"}
 
@@ -57,6 +59,23 @@ class Asked(NamedTuple):
     headers: Mapping[bytes, bytes]
     keeps_alive: bool
     is_http_1_0: bool
+
+
+class Befores(dict[int, bytes]):
+    """What is posted before a middle of so many bytes, made when it is first asked for: most are of few sizes. around: bytes of a chunk beside its
+    middle, None where an answer has no chunks."""
+
+    __slots__ = ("_around", "_before")
+
+    def __init__(self, before: bytes, around: int | None) -> None:
+        super().__init__()
+        self._before, self._around = before, around
+
+    def __missing__(self, size: int) -> bytes:
+        before = self._before if self._around is None else b"%x\r\n%b" % (self._around + size, self._before)
+        if len(self) < MAX_SIZES:
+            self[size] = before
+        return before
 
 
 class Exchange:
@@ -151,13 +170,12 @@ class Exchange:
         self.finished = True
         self.line.end(self)
 
-    def framing(self, before: bytes, after: bytes) -> tuple[Callable[[int], bytes], bytes]:
+    def framing(self, before: bytes, after: bytes) -> tuple[Mapping[int, bytes], bytes]:
         """For parts that differ only in what stands between these: what is posted before a middle of that many bytes, and after it. The answer has
         started."""
         if not self._is_chunked:
-            return (lambda size: before), after
-        around = len(before) + len(after)
-        return lru_cache(maxsize=64)(lambda size: b"%x\r\n%b" % (around + size, before)), after + b"\r\n"  # most are of few sizes
+            return Befores(before, None), after
+        return Befores(before, len(before) + len(after)), after + b"\r\n"
 
     def abandon(self) -> None:
         """There is nobody to answer, and nobody reads what was written."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -20,7 +20,7 @@ from pdcluster_router.pending import PendingWork
 from pdcluster_router.view import ClusterView
 
 
-class Way(NamedTuple):
+class Way(msgspec.Struct, frozen=True, eq=False):
     """A short way to the client for rows that just go on. fail: hears what `take` raised, which ends the request."""
 
     take: Take
@@ -128,11 +128,18 @@ class Ledger:
 
     def deliver_rows(self, incarnation: str, rows: Sequence[TokenRow], now: float) -> int:
         """Nearly all that nodes say: rows that just go on take their short way, the others are read. How many nobody waits for."""
-        legs, reader_of, num_unread = self._legs.get(incarnation, NO_LEGS), self.reader_of, 0
+        leg_of, reader_of, num_unread = self._legs.get(incarnation, NO_LEGS).get, self.reader_of, 0
         for row in rows:
-            leg = legs.get(row.request)
-            if leg is not None and (way := leg.way) is not None and _goes_on(leg, way, row, now):
-                continue
+            leg = leg_of(row.request)
+            if leg is not None and (way := leg.way) is not None and row.position == len(leg.emitted) and row.attempt == leg.attempt:
+                try:
+                    if way.take(row.position, row.tokens):
+                        leg.emitted += row.tokens
+                        leg.heard_at = now
+                        continue
+                except Exception as error:  # the top of what happens to a request: the rows of others come behind its own
+                    way.fail(error)
+                    continue
             read = reader_of(row.request)
             if read is not None:
                 read(incarnation, row)
@@ -160,21 +167,6 @@ class Cluster(Protocol):
     def send(self, to: Endpoint, message: AnyMessage) -> None:
         """Queue a frame; raises NodeLost when the link is down."""
         ...
-
-
-def _goes_on(leg: Leg, way: Way, row: TokenRow, now: float) -> bool:
-    """False: it is still to be read."""
-    if row.position != len(leg.emitted) or row.attempt != leg.attempt:
-        return False
-    try:
-        if not way.take(row.position, row.tokens):
-            return False
-    except Exception as error:  # the top of what happens to a request: the rows of others come behind its own
-        way.fail(error)
-        return True
-    leg.emitted += row.tokens
-    leg.heard_at = now
-    return True
 
 
 def refusal(message: Refused) -> errors.PdclusterError:

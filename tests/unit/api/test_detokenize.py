@@ -43,6 +43,42 @@ def test_what_is_said_as_json_is_what_is_fed(model: TextModel, data: st.DataObje
     assert said.flush() == fed.flush()
 
 
+@pytest.mark.parametrize("model", [BYTE_LEVEL, SENTENCEPIECE])
+@given(data=st.data(), skip=st.booleans(), at_start=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_what_is_known_need_not_be_asked_for(model: TextModel, data: st.DataObject, skip: bool, at_start: bool) -> None:
+    asked, known = (model.detokenizer(skip_special_tokens=skip, at_start=at_start) for _ in range(2))
+    for token_id in data.draw(some_ids(model)):
+        said, text = asked.say(token_id), known.known.get((token_id,))
+        assert said == (known.say(token_id) if text is None else text)
+    assert asked.flush() == known.flush()
+
+
+def test_what_was_said_is_known_but_for_special_tokens_and_inside_of_a_character() -> None:
+    a, half = (BYTE_LEVEL.encode(text, add_special_tokens=False)[0] for text in ("a", "\u4e16"))
+    special = min(BYTE_LEVEL.pieces.special)
+    stream = BYTE_LEVEL.detokenizer(skip_special_tokens=False)
+    for token_id in (a, special):
+        stream.say(token_id)
+    assert stream.known[a,] == b'"a"' and (special,) not in stream.known
+    stream.say(half)
+    assert not stream.known
+    stream.say(a)
+    assert stream.known[a,] == b'"a"'
+
+
+def test_nothing_is_known_where_a_word_ends_the_text() -> None:
+    a, half = (BYTE_LEVEL.encode(text, add_special_tokens=False)[0] for text in ("a", "\u4e16"))
+    stream = BYTE_LEVEL.detokenizer()
+    stream.ask_for(BYTE_LEVEL.pieces.special)
+    stream.say(a)
+    assert (a,) in stream.known
+    stream.ask_for({a})
+    for token_id in (a, half, a):
+        stream.say(token_id)
+        assert not stream.known
+
+
 def byte_runs_are_valid(ids: list[int]) -> bool:
     """`tokenizers` replaces the whole of a byte-fallback run that is not UTF-8; only there may texts differ."""
     run = b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from pdcluster_router.http_connection import MOST_POSTED_BYTES, Application, Connection, Connections, LineLimits
 from pdcluster_router.http_exchange import NO_BUFFERING, Exchange
@@ -11,13 +12,17 @@ ASKED = b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 class Wire:
-    """A transport that keeps each write apart."""
+    """A transport that keeps each write apart. on_write: happens with the next one, before it."""
 
     def __init__(self) -> None:
         self.writes: list[bytes] = []
         self.is_closed = False
+        self.on_write: Callable[[], object] | None = None
 
     def write(self, data: bytes) -> None:
+        if self.on_write is not None:
+            happens, self.on_write = self.on_write, None
+            happens()
         self.writes.append(data)
 
     def close(self) -> None:
@@ -51,9 +56,9 @@ class Streaming(Application):
         pass
 
 
-def opened() -> tuple[Connection, Wire, Exchange]:
+def opened(open_ones: Connections | None = None) -> tuple[Connection, Wire, Exchange]:
     app, wire = Streaming(), Wire()
-    connection = Connection(app, LineLimits(1 << 20), Connections())
+    connection = Connection(app, LineLimits(1 << 20), Connections() if open_ones is None else open_ones)
     connection.connection_made(wire)  # type: ignore[arg-type]
     connection.data_received(ASKED)
     assert app.exchange is not None
@@ -80,6 +85,51 @@ async def test_parts_of_one_turn_are_one_write_and_those_of_the_next_another() -
     exchange.write(b"c")
     await turn()
     assert wire.writes[1:] == [b"1\r\na\r\n1\r\nb\r\n", b"1\r\nc\r\n"]
+
+
+async def test_each_connection_sends_its_own_parts() -> None:
+    open_ones = Connections()
+    streams = [opened(open_ones) for _ in range(3)]
+    await turn()
+    for number, (_, _, exchange) in enumerate([*streams, *streams[:2]]):
+        exchange.write(b"%d" % number)
+    streams[1][0].connection_lost(None)
+    await turn()
+    assert [wire.writes[1:] for _, wire, _ in streams] == [[b"1\r\n0\r\n1\r\n3\r\n"], [], [b"1\r\n2\r\n"]]
+
+
+async def test_what_is_said_while_another_writes_comes_behind_what_was_posted() -> None:
+    open_ones = Connections()
+    streams = [opened(open_ones) for _ in range(3)]
+    await turn()
+    for _, _, exchange in streams:
+        exchange.write(b"a")
+    streams[2][1].on_write = lambda: [exchange.write(b"b") for _, _, exchange in streams]
+    await turn()
+    await turn()
+    assert [b"".join(wire.writes[1:]) for _, wire, _ in streams] == [b"1\r\na\r\n1\r\nb\r\n"] * 3
+
+
+async def test_a_write_that_fails_keeps_nobody_elses_parts() -> None:
+    def fail() -> None:
+        raise RuntimeError("the handler is closed")
+
+    open_ones = Connections()
+    streams = [opened(open_ones) for _ in range(3)]
+    await turn()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
+    failures: list[BaseException] = []
+    streams[1][1].on_write = fail
+    for _, _, exchange in streams:
+        exchange.write(b"a")
+    await turn()
+    for _ in range(2):
+        streams[0][2].write(b"b")
+        await turn()
+    assert len(failures) == 1
+    assert streams[0][1].writes[1:] == [b"1\r\na\r\n1\r\nb\r\n", b"1\r\nb\r\n"]
+    assert streams[2][1].writes[1:] == [b"1\r\na\r\n"]
 
 
 async def test_the_last_part_goes_at_once_behind_what_was_posted() -> None:

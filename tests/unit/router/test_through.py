@@ -21,6 +21,16 @@ LETTERS = TEXT.encode("stop this, \u00e9\u4e16 \U0001f642 END", add_special_toke
 TOKENS = st.one_of(st.sampled_from([*LETTERS]), st.integers(0, VOCAB - 1), st.just(EOS))
 ROWS = st.lists(TOKENS, min_size=1, max_size=3).map(tuple)
 STEPS = st.lists(st.one_of(ROWS, ROWS, ROWS, st.sampled_from(["pause", "resume"])), max_size=30)
+FIELDS: list[dict[str, object]] = [
+    {},
+    {},
+    {"n": 2},
+    {"stop": ["s", "END"]},
+    {"stop_token_ids": [LETTERS[0], LETTERS[-1]]},
+    {"skip_special_tokens": False},
+    {"return_token_ids": True},
+    {"stream_options": {"include_usage": True}},
+]
 ENDS = st.sampled_from(["done", "error", "left", "wrong token"])
 
 
@@ -85,7 +95,7 @@ class Player:
     end=ENDS,
     is_chat=st.booleans(),
     is_http_1_0=st.booleans(),
-    fields=st.sampled_from([{}, {}, {"n": 2}, {"stop": ["s", "END"]}, {"return_token_ids": True}, {"stream_options": {"include_usage": True}}]),
+    fields=st.sampled_from(FIELDS),
 )
 def test_both_ways_say_the_same(steps: list[tuple[int, ...] | str], end: str, is_chat: bool, is_http_1_0: bool, fields: dict[str, object]) -> None:
     long, short = (Player(is_short).tell(steps, end, is_chat=is_chat, is_http_1_0=is_http_1_0, **fields) for is_short in (False, True))
