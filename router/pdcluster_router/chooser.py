@@ -43,6 +43,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 NO_NODES: frozenset[str] = frozenset()
+NOTHING_HELD: dict[str, int] = {}
 
 FORK = "fork"
 """Stands for the policy where none is asked, since another choice of the prompt was placed."""
@@ -54,6 +55,7 @@ PRIOR = 10
 """Answers that this guess counts for."""
 
 NEWEST = 0.02
+FEW = 1 / NEWEST
 """Least weight of the answer that ended last; while there were few, all of them weigh the same."""
 
 
@@ -84,12 +86,13 @@ class Chooser:
         self._fallback = fallback
         self._itl_s = itl_s
         self._usual_output = USUAL_OUTPUT
+        self._most_output = round(USUAL_OUTPUT)
         self._usual_prompt = 0.0
         self._num_ended = 0
         self._counter = 0
         self._previous: Mode | None = None
-        self._sent = {True: SentWork(), False: SentWork()}
-        """To decode nodes, and to others."""
+        self._sent_serving, self._sent_decoding = SentWork(), SentWork()
+        """To nodes that compute prompts for others, and to decode nodes."""
 
     def choose(self, job: Job, now: float) -> Decision:
         """Raises Unavailable when no node may take it."""
@@ -122,32 +125,38 @@ class Chooser:
     def note_sent(self, choice: Choice, num_tokens: int, cached_tokens: int, now: float) -> None:
         """The prompt goes as chosen; choices are also made that are not acted upon. What is fetched, or shared with another choice of the prompt, is
         not computed there. At least one token is."""
-        node = choice.first
+        node = choice.prefill or choice.decode
         known = num_tokens if choice.policy == FORK else max(cached_tokens, choice.pull_tokens)
-        known = min(known, num_tokens - 1)
-        self._sent[node.role == "decode"].add(node, num_tokens - known, known, now)
+        if known >= num_tokens:
+            known = num_tokens - 1
+        sent = self._sent_decoding if node.role == "decode" else self._sent_serving
+        sent.add(node, num_tokens - known, known, now)
 
     def note_end(self, num_prompt: int, num_output: int) -> None:
         """An answer ended. Its length is what most will take, far fewer tokens than clients allow."""
-        self._num_ended += 1
-        self._usual_output += max(1 / (self._num_ended + PRIOR), NEWEST) * (num_output - self._usual_output)
-        self._usual_prompt += max(1 / self._num_ended, NEWEST) * (num_prompt - self._usual_prompt)
+        self._num_ended = num = self._num_ended + 1
+        weight, prompt_weight = (NEWEST, NEWEST) if num > FEW else (max(1 / (num + PRIOR), NEWEST), max(1 / num, NEWEST))
+        self._usual_output += weight * (num_output - self._usual_output)
+        self._usual_prompt += prompt_weight * (num_prompt - self._usual_prompt)
+        self._most_output = round(self._usual_output)
 
     def query(self, job: Job, now: float, view: ClusterView) -> Query:
         """What a policy is asked for this request; also for dry runs, since asking has no effect."""
-        hashes, block_tokens = job.hashes_so_far(), job.chain.block_tokens
-        held = {incarnation: depth * block_tokens for incarnation, depth in self._held(hashes).items()}
+        hashes, block_tokens, num_emitted = job.hashes_so_far(), job.chain.block_tokens, len(job.emitted)
+        depths = self._held(hashes)
+        held = {incarnation: depth * block_tokens for incarnation, depth in depths.items()} if depths else NOTHING_HELD
         expected = self._expected(hashes) if self._expected is not None else None
         cached = _with(held, expected, block_tokens) if expected else held
-        num_emitted = len(job.emitted)
-        output, usual = job.sampling.max_tokens - num_emitted, round(self._usual_output)
+        output, usual = job.sampling.max_tokens - num_emitted, self._most_output
+        if output > usual:
+            output = usual
         return Query(  # by position, which costs half
             len(job.prompt) + num_emitted,
             hashes,
             cached,
             frozenset(job.excluded) if job.excluded else NO_NODES,
             frozenset(node for node, until in job.busy.items() if until > now) if job.busy else NO_NODES,
-            max(output if output < usual else usual, 1),
+            output if output > 1 else 1,
             job.session,
             job.force or self._force,
             self._fallback,
@@ -157,12 +166,12 @@ class Chooser:
             self._itl_s,
             self.num_held(),
             self._usual_prompt,
-            self._sent[False].per_second(now),
-            self._sent[True].per_second(now),
+            self._sent_serving.per_second(now),
+            self._sent_decoding.per_second(now),
         )
 
 
-def _with(held: dict[str, int], expected: Mapping[str, int], block_tokens: int) -> dict[str, int]:
+def _with(held: Mapping[str, int], expected: Mapping[str, int], block_tokens: int) -> Mapping[str, int]:
     """Tokens by node, what is expected too where that is more. `held` itself where nothing is."""
     more = {node: depth * block_tokens for node, depth in expected.items() if depth * block_tokens > held.get(node, 0)}
     return {**held, **more} if more else held

@@ -323,8 +323,12 @@ class Cluster:
         if not self._is_view_whole:
             self._view = ClusterView([self._view_of(state) for state in self._nodes.values() if state.is_up and state.load is not None])
             self._is_view_whole, self._typical_until = True, 0.0
-        elif changed or self._reported:
-            self._view = self._view.replaced(self._replacements(changed), self._view.typical, is_told=True)
+        else:
+            if self._reported:
+                self._view = self._view.replaced(self._replacements(), self._view.typical, is_told=True)
+                changed -= self._reported
+            if changed:
+                self._view = self._view.sent(changed, self.ledger.counts)
         self._reported.clear()
         if time.monotonic() >= self._typical_until:
             self._look_at_costs()
@@ -337,17 +341,10 @@ class Cluster:
         if found != self._view.typical:
             self._view = self._view.replaced({}, found, is_told=True)
 
-    def _replacements(self, changed: set[str]) -> dict[str, NodeView]:
-        found, reported, ledger = {}, self._reported, self.ledger
-        nodes, row_of = self._view.nodes, self._view.roster.row_of
-        for incarnation in changed | reported if reported else changed:
-            if incarnation not in row_of:
-                continue  # a leg on a node that left, or one whose link stands no longer
-            if incarnation in reported:
-                found[incarnation] = self._view_of(self._nodes[incarnation])
-            else:
-                found[incarnation] = nodes[row_of[incarnation]].sent(ledger.in_flight(incarnation), ledger.pending.of(incarnation))
-        return found
+    def _replacements(self) -> dict[str, NodeView]:
+        """Of nodes whose link stands, those that reported."""
+        row_of = self._view.roster.row_of
+        return {incarnation: self._view_of(self._nodes[incarnation]) for incarnation in self._reported if incarnation in row_of}
 
     def _view_of(self, state: NodeState) -> NodeView:
         card, load = state.card, state.load

@@ -368,7 +368,7 @@ class Explainer:
             choice.pull.endpoint.node if choice.pull is not None else None,
             choice.pull_tokens,
         )
-        kept = candidates if len(decision.view.nodes) <= MAX_CANDIDATES else _worth_keeping(candidates)
+        kept = candidates if decision.view.size <= MAX_CANDIDATES else _worth_keeping(candidates)
         return self._noted(decided, kept, query, {first.endpoint.incarnation: estimate_s})
 
     def count(self, shadow: ShadowRecord) -> None:

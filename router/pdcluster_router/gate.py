@@ -133,10 +133,11 @@ class Gate:
 
     def _why_held(self, decision: Decision, waited_s: float, *, is_paid: bool) -> Reason | None:
         """Why a request can not go now; None: it can."""
-        choice, query = decision.choice, decision.query
+        choice, query, may_slow = decision.choice, decision.query, is_paid or self._slo.ttft_s is not None
+        if self._headroom.goes(choice, query, decision.view, waited_s, may_slow=may_slow):
+            return None
         if not self._headroom.has_open(choice, query, decision.view):
             return choice.mode
-        may_slow = self._slo.ttft_s is not None or is_paid
         return None if may_slow or self._headroom.keeps_pace(choice, query, waited_s) else PACE
 
     def _still_wished(self, held: Held, full: Set[Reason], now: float) -> Wish | None:

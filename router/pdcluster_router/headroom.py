@@ -15,18 +15,14 @@ from dataclasses import dataclass
 from itertools import chain
 
 from pdcluster_router.generation import Mode
+from pdcluster_router.policy import compiled
 from pdcluster_router.policy.base import Choice, Query
 from pdcluster_router.policy.estimates import COMFORT, PATIENCE
+from pdcluster_router.policy.passing import AHEAD, HALF
 from pdcluster_router.policy.pools import why_not
 from pdcluster_router.view import ClusterView, NodeView
 
 MODES: tuple[Mode, ...] = ("remote", "local")
-AHEAD = 4
-"""Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's pool."""
-
-HALF = 0.5
-"""The other half is for the prompts before it on the node, and for what was predicted wrongly."""
-
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
@@ -43,8 +39,11 @@ class Headroom:
 
     def own_s(self, node: NodeView, query: Query) -> float:
         """The request's prompt on the node, as far as it is not cached there."""
-        cached = query.cached_on(node)
-        return self.prefill_s(node, max(query.num_tokens - cached, 1), cached)
+        cached = query.cached_on(node) if query.cached else 0
+        new, cost = query.num_tokens - cached, node.cost
+        if new < 1:
+            new = 1
+        return self.cold_token_s * new if cost is None else cost.prefill.seconds(new, cached)
 
     def ttft_s(self, node: NodeView, query: Query) -> float:
         """Estimated time to first token of a request that goes to the node now."""
@@ -75,6 +74,28 @@ class Headroom:
         if mode == "local":
             return self.takes_row(node)
         return has_row or node.load is None or node.load.pages_parked * AHEAD < node.load.pages_total
+
+    def goes(self, choice: Choice, query: Query, view: ClusterView, waited_s: float, *, may_slow: bool) -> bool:
+        """Whether it is plain from the numbers of the chosen nodes that `has_open` and, unless it may_slow rows, `keeps_pace`, as mostly. False:
+        they have to be asked."""
+        if query.busy or not view.has_table:
+            return False
+        functions, row_of, is_local = compiled.in_use(), view.roster.row_of, choice.prefill is None
+        decode = row_of[choice.decode.endpoint.incarnation]
+        return functions.goes(
+            functions.table(view),
+            decode if choice.prefill is None else row_of[choice.prefill.endpoint.incarnation],
+            decode,
+            is_local,
+            may_slow,
+            query.num_tokens,
+            query.expected_output,
+            round(query.usual_tokens),
+            query.itl_s,
+            choice.predicted.ttft_s or 0.0,
+            waited_s,
+            self.backlog_s,
+        )
 
     def has_open(self, choice: Choice, query: Query, view: ClusterView) -> bool:
         """Whether some node is open that could compute this request's prompt in the mode that was chosen; if not, it must wait. The chosen nodes are

@@ -17,7 +17,7 @@ from pdcluster import errors
 from pdcluster.messages import AnyMessage, Delivered, Endpoint, Failed, Finished, Refused, Reserved, Scheduled, TokenRow
 from pdcluster_router.generation import Take
 from pdcluster_router.pending import PendingWork
-from pdcluster_router.view import ClusterView
+from pdcluster_router.view import ClusterView, Pending
 
 
 class Way(msgspec.Struct, frozen=True, eq=False):
@@ -110,6 +110,10 @@ class Ledger:
 
     def in_flight(self, incarnation: str) -> int:
         return len(self._legs.get(incarnation, ()))
+
+    def counts(self, incarnation: str) -> tuple[int, Pending]:
+        """Of a node: requests in flight, and what its last report does not count."""
+        return len(self._legs.get(incarnation, ())), self.pending.of(incarnation)
 
     def num_requests(self) -> int:
         return len(self._readers)

@@ -8,6 +8,7 @@ zero. Owned by the router's event loop.
 from __future__ import annotations
 
 from collections import defaultdict
+from operator import add, sub
 
 import msgspec
 
@@ -99,7 +100,7 @@ class PendingWork:
                 total = _plus(total, sent.work)
                 if self.find(incarnation, request, sent.attempt) is not sent:
                     raise IntegrityError(f"request {request} is pending on {incarnation}, but has no leg there")
-            if total != self.of(incarnation):
+            if min(total) < 0 or total != self.of(incarnation):
                 raise IntegrityError(f"{self.of(incarnation)} is pending on {incarnation}, its parts make {total}")
         if set(self._totals) != set(self._uncounted):
             raise IntegrityError("a node has a sum of pending work without parts, or parts without a sum")
@@ -109,37 +110,20 @@ def work_of(message: Prefill | Reserve, cached_tokens: int) -> Pending:
     """What the message will make of its node's load, when it holds so much of the prompt already. Only what decodes there takes a row for long."""
     num_tokens = len(message.work.token_ids) // TOKEN_BYTES
     if isinstance(message, Reserve):
-        return Pending(requests=1, rows=1, context_tokens=num_tokens)
-    cached = num_tokens - 1 if message.fork_of is not None else min(cached_tokens, num_tokens - 1)
+        return Pending(1, 0, 0, 1, num_tokens)
+    cached = cached_tokens if cached_tokens < num_tokens and message.fork_of is None else num_tokens - 1
     uncached = num_tokens - cached
-    is_local = not message.remote
-    return Pending(
-        requests=1,
-        prefill_tokens=uncached,
-        prefill_pairs=round(num_pairs(uncached, cached)),
-        rows=int(is_local),
-        context_tokens=num_tokens if is_local else 0,
-        prompts=1,
-    )
+    pairs = round(num_pairs(uncached, cached))
+    return Pending(1, uncached, pairs, 0, 0, 1) if message.remote else Pending(1, uncached, pairs, 1, num_tokens, 1)
 
 
 def _plus(total: Pending, work: Pending) -> Pending:
-    return Pending(
-        total.requests + work.requests,
-        total.prefill_tokens + work.prefill_tokens,
-        total.prefill_pairs + work.prefill_pairs,
-        total.rows + work.rows,
-        total.context_tokens + work.context_tokens,
-        total.prompts + work.prompts,
-    )
+    return _new(Pending, map(add, total, work))
 
 
 def _minus(total: Pending, work: Pending) -> Pending:
-    return Pending(
-        total.requests - work.requests,
-        total.prefill_tokens - work.prefill_tokens,
-        total.prefill_pairs - work.prefill_pairs,
-        total.rows - work.rows,
-        total.context_tokens - work.context_tokens,
-        total.prompts - work.prompts,
-    )
+    return _new(Pending, map(sub, total, work))
+
+
+_new = tuple.__new__
+"""Of a tuple's kind, without a frame of its own."""

@@ -27,15 +27,18 @@ class PullRule:
 
     def apply(self, choice: Choice, query: Query, view: ClusterView) -> Choice:
         """The choice with its pull, the policy's own where it made one, and how much that is."""
-        holder = choice.pull or (self.holder(choice.first, query, view) if self.mode == "always" else None)
-        if self.mode == "never" or holder is None or (choice.pull is None and _was_weighed(choice, holder)):
-            return choice if choice.pull is None else replace(choice, pull=None)
+        own, always = choice.pull, self.mode == "always"
+        if own is None and (not always or _has_nobody_more(choice, query)):
+            return choice
+        holder = own or (self.holder(choice.first, query, view) if always else None)
+        if self.mode == "never" or holder is None or (own is None and _was_weighed(choice, holder)):
+            return choice if own is None else replace(choice, pull=None)
         return replace(choice, pull=holder, pull_tokens=query.held_on(holder))
 
     def holder(self, node: NodeView, query: Query, view: ClusterView) -> NodeView | None:
         """Who has most beyond what `node` holds; None when nobody has enough."""
         held = query.cached if query.held is None else query.held
-        if not held or (len(held) == 1 and node.incarnation in held):
+        if not held:
             return None
         worth, own = max(self.min_tokens, node.block_tokens), query.cached_on(node)
         if max(held.values()) - own < worth:
@@ -50,6 +53,12 @@ class PullRule:
 
 BY_TOKENS = PullRule()
 """Pulls whenever a hash block is saved."""
+
+
+def _has_nobody_more(choice: Choice, query: Query) -> bool:
+    """As mostly: nobody has anything, or the computing node alone."""
+    held = query.cached if query.held is None else query.held
+    return not held or (len(held) == 1 and (choice.prefill or choice.decode).endpoint.incarnation in held)
 
 
 def _was_weighed(choice: Choice, holder: NodeView) -> bool:

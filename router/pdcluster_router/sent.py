@@ -24,14 +24,15 @@ class SentWork:
 
     def add(self, node: NodeView, new_tokens: int, cached_tokens: int, now: float) -> None:
         """A prompt was sent to the node. What is not known yet costs nothing."""
-        if node.cost is None:
-            return
-        self._work_s = self._left_s(now) + node.cost.prefill.seconds(new_tokens, cached_tokens)
-        self._moment = now
+        cost = node.cost
+        if cost is not None:
+            self._work_s = self._left_s(now) + cost.prefill.seconds(new_tokens, cached_tokens)
+            self._moment = now
 
     def per_second(self, now: float) -> float:
         """Nodes that this keeps busy."""
         return self._left_s(now) / self._lately_s if self._work_s else 0.0
 
     def _left_s(self, now: float) -> float:
-        return self._work_s * exp(-max(now - self._moment, 0.0) / self._lately_s)
+        since_s = now - self._moment
+        return self._work_s * exp(-since_s / self._lately_s) if since_s > 0.0 else self._work_s

@@ -1,12 +1,12 @@
-"""What a policy needs of each node in numbers: worked out once when a node reports or is sent something, not with every choice.
+"""What a policy needs of each node in numbers, and which nodes may take a leg. Values only: what follows from a report is worked out by
+`policy.settling`, what it means for a request by `policy.estimates`.
 
-Values only; what they mean for a request is the policy's (`policy.estimates`). All nodes of a view stand in one table, a row a node, as compiled code
-takes them.
+All nodes of a view stand in one table, a row a node, as compiled code takes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 import msgspec
@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Column = NDArray[np.float64]
+Table = NDArray[np.float64]
 
 
 class Station(msgspec.Struct, frozen=True, gc=False):
-    """One node. Its fields in this order are the columns of a table (`policy.estimates` names them).
+    """One node. Its fields in this order are the first columns of a table (`policy.estimates` names them).
 
     is_server: 1 on nodes that compute prompts for others, 0 on decode nodes. chunk_tokens: inf when a prompt is one step. each_row_s: what a row adds
     to a step, beside context_s for each token that it attends to; added_s: what the rows that run add together. itl_s, prompt_step_s,
@@ -52,10 +53,6 @@ class Station(msgspec.Struct, frozen=True, gc=False):
     doubt: float
 
 
-def row_of(station: Station) -> tuple[float, ...]:
-    return msgspec.structs.astuple(station)
-
-
 class Pool:
     """Rows of nodes that may take a leg, ascending. Not changed once made; kept as long as these nodes are the same."""
 
@@ -88,29 +85,3 @@ class Pool:
         if part is None:
             part = self._parts[name] = self.only(is_in)
         return part
-
-
-class Stations:
-    """All nodes of a view, as rows of a table that is not changed any more."""
-
-    def __init__(self, table: NDArray[np.float64]) -> None:
-        self.table = table
-
-    @classmethod
-    def of(cls, stations: Sequence[Station]) -> Stations:
-        return cls(np.array([row_of(station) for station in stations], np.float64).reshape(len(stations), len(Station.__struct_fields__)))
-
-    @cached_property
-    def rows(self) -> list[list[float]]:
-        """The same, for code that is not compiled."""
-        rows: list[list[float]] = self.table.tolist()
-        return rows
-
-    def one(self, row: int) -> Station:
-        return Station(*self.table[row].tolist())
-
-    def replaced(self, changed: Mapping[int, Station]) -> Stations:
-        table = self.table.copy()
-        for row, station in changed.items():
-            table[row] = row_of(station)
-        return Stations(table)

@@ -1,13 +1,15 @@
 """What the router believes about the cluster at one moment, as immutable values for the policy. No sockets, no clocks.
 
-A view is mostly the view before it: `replaced` keeps all that did not change, so that a report costs its own node's row. Nodes have row numbers, by
+A view is mostly the view before it: `replaced` keeps all that did not change, so that a report costs its own node's row, and what was sent to a node
+(`sent`) some numbers of that row. Of a node that was only sent something no NodeView is made before somebody asks for it. Nodes have row numbers, by
 name, so that the order in which they came changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,10 +18,13 @@ from pdcluster.cost import NodeCost
 from pdcluster.messages import Endpoint, Load, Role
 from pdcluster_router.once import once
 from pdcluster_router.pace import Pace, Work, completed, is_known, pace, typical_cost
-from pdcluster_router.stations import Column, Pool, Station, Stations
+from pdcluster_router.policy import compiled
+from pdcluster_router.policy.estimates import NUM_STATION
+from pdcluster_router.policy.settling import IN_FLIGHT, IS_OWN, NUM_COLUMNS, settle
+from pdcluster_router.stations import Column, Pool, Station, Table
 
 
-class Pending(msgspec.Struct, frozen=True, gc=False):
+class Pending(NamedTuple):
     """What this router sent that the node's last report does not count yet; added to the report. prefill_tokens and prefill_pairs: prompt work that
     is not cached there; context_tokens: KV of the rows, when they decode; prompts: requests whose prompt is to be computed there."""
 
@@ -57,8 +62,7 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
     kv_bytes_per_token: int = 0
 
     def sent(self, in_flight: int, pending: Pending) -> NodeView:
-        """The same node and report, after this router sent it something or heard of the end of it. Written out, since it is done for every leg of
-        every request."""
+        """The same node and report, after this router sent it something or heard of the end of it."""
         return NodeView(
             self.endpoint,
             self.role,
@@ -141,6 +145,11 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
         """Requests that wait for their prompt to be computed, or whose prompt is being computed."""
         return self.pending.prompts + (self.load.waiting if self.load is not None else 0) + (self.prefill_tokens > 0)
 
+    @property
+    def has_own_cost(self) -> bool:
+        """Whether its own steps say what they cost."""
+        return self.cost is not None and is_known(self.cost)
+
     @once
     def own_station(self) -> Station | None:
         """None while the node's own cost model is not known."""
@@ -148,61 +157,35 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
         return self.station(cost) if cost is not None and is_known(cost) else None
 
     def station(self, cost: NodeCost) -> Station:
-        """The node in numbers, when steps cost that: its `pace` and its room, written out, since it is done for every leg of every request."""
-        load, pending, prefill, decode = self.load, self.pending, cost.prefill, cost.decode
-        in_flight, prompts, requests = self.in_flight, pending.prompts, pending.requests
-        tokens, pairs, rows, context_tokens = pending.prefill_tokens, pending.prefill_pairs, pending.rows, pending.context_tokens
-        itl_s = missing_rows = tight = spare_pages = 0.0
+        """The node in numbers, when steps cost that."""
+        numbers = self.numbers(cost)
+        settle(numbers)
+        return Station(*numbers[:NUM_STATION])
+
+    def numbers(self, cost: NodeCost) -> list[float]:
+        """A row of a table, as far as it does not follow from other numbers of the row (`policy.settling`)."""
+        load, prefill, decode, pending = self.load, cost.prefill, cost.decode, self.pending
+        told = (0.0,) * 13
+        tight = 0.0
         if load is not None:
             left, total = load.pages_free + load.pages_cached, load.pages_total
-            missing = load.slots_used + rows - load.slots + 1
-            if missing > 0 and load.slots:
-                missing_rows = missing / load.slots
             if left < total // 4:
                 tight = 1.0 / max(total - left, 1)
-            spare_pages = left - context_tokens / self.block_tokens
-            tokens, pairs, itl_s = tokens + load.waiting_tokens, pairs + load.waiting_pairs, load.itl_s
-            rows, context_tokens = rows + load.rows, context_tokens + load.context_tokens
-            prompts, requests = prompts + load.waiting, requests + load.waiting + load.running
-        chunk, fixed_s, token_s, pair_s = prefill.chunk_tokens, prefill.fixed_s, prefill.token_s, prefill.pair_s
-        depth = pairs / tokens if tokens > 0 else context_tokens / rows / 2 if rows > 0 else 0.0
-        if depth < chunk / 2:
-            depth = chunk / 2
-        added_s = decode.row_s * rows + decode.context_s * context_tokens
-        backlog_s = step_s = 0.0
-        if chunk > 0:
-            step_s = fixed_s + token_s * chunk + pair_s * (chunk * depth)
-        if tokens > 0:
-            backlog_s = fixed_s * (tokens / chunk if tokens > chunk > 0 else 1.0) + token_s * tokens + pair_s * pairs
-        stretch = 1.0 + added_s / step_s if step_s > 0 else 1.0
-        tpot_s = decode.fixed_s + added_s
-        return Station(
-            0.0 if self.role == "decode" else 1.0,
-            float(prompts + (tokens > 0)),
-            float(in_flight if in_flight > requests else requests),
-            backlog_s * stretch,
-            backlog_s,
-            stretch,
-            fixed_s,
-            token_s,
-            pair_s,
-            chunk or inf,
-            decode.fixed_s,
-            decode.row_s,
-            decode.context_s,
-            rows,
-            context_tokens,
-            added_s,
-            tpot_s,
-            itl_s if rows and itl_s > tpot_s else tpot_s,
-            (step_s if step_s > decode.fixed_s else decode.fixed_s) + added_s,
-            missing_rows,
-            tight,
-            spare_pages,
-            self.block_tokens,
-            self.kv_bytes_per_token,
-            prefill.error.doubt,
+            prompts = load.waiting, load.waiting + load.running, load.waiting_tokens, load.waiting_pairs
+            told = (1.0, *prompts, load.rows, load.context_tokens, load.itl_s, load.slots, load.slots_used, left, load.pages_parked, total)
+        follows = 0.0
+        columns = (
+            self.role != "decode",
+            *(follows,) * 5,
+            *(prefill.fixed_s, prefill.token_s, prefill.pair_s, prefill.chunk_tokens or inf),
+            *(decode.fixed_s, decode.row_s, decode.context_s),
+            *(follows,) * 7,
+            *(tight, follows, self.block_tokens, self.kv_bytes_per_token, prefill.error.doubt),
+            *told,
+            *(self.has_own_cost, self.max_len if self.accepts_work else -1),
+            *(self.in_flight, *pending),
         )
+        return [*map(float, columns)]
 
 
 class Groups:
@@ -218,7 +201,7 @@ class Roster:
     """Who is in a view, and which legs each node may take: all that stays as it is when nodes only report loads. Kept from view to view.
 
     row_of: by incarnation. prefill, decode: nodes that may take such a leg; decode_only: those that compute no prompts for others. is_split: whether
-    both legs have nodes, and some node is there for one of them alone."""
+    both legs have nodes, and some node is there for one of them alone. plans: what `policy.scales` made of all this."""
 
     def __init__(self, nodes: Sequence[NodeView]) -> None:
         size = len(nodes)
@@ -235,6 +218,7 @@ class Roster:
         for row, name in enumerate(self.names):
             self.rows_of_name[name] = (*self.rows_of_name.get(name, ()), row)
         self._media = tuple(frozenset(node.backends) for node in nodes)
+        self.plans: dict[object, Any] = {}
         self._paths: dict[int, tuple[Mapping[str, float], Column]] = {}
 
     def partners(self, pool: Pool, node: NodeView) -> Pool:
@@ -254,16 +238,16 @@ class Roster:
 
     def paths(self, node: NodeView) -> Column:
         """Bytes a second from the node to each of the others, 0 where it is not known; not to be written to."""
-        row = self.row_of.get(node.incarnation, -1)
+        row, bandwidth = self.row_of.get(node.endpoint.incarnation, -1), node.bandwidth
         kept = self._paths.get(row)
-        if kept is not None and kept[0] is node.bandwidth:
+        if kept is not None and kept[0] is bandwidth:
             return kept[1]
         found = np.zeros(len(self.names))
-        for name, bytes_s in node.bandwidth.items():
+        for name, bytes_s in bandwidth.items():
             for other in self.rows_of_name.get(name, ()):
                 found[other] = bytes_s
         if row >= 0:
-            self._paths[row] = node.bandwidth, found
+            self._paths[row] = bandwidth, found
         return found
 
     @staticmethod
@@ -275,66 +259,141 @@ class Roster:
         return is_alike and former.accepts_work == now.accepts_work
 
 
+Counts = Callable[[str], tuple[int, Pending]]
+"""By incarnation: requests that this router has there, and what the last report does not count."""
+
+
 class ClusterView:
-    """All nodes that can be reached and have reported; never changed once made.
+    """All nodes that can be reached and have reported; never changed once made, as far as anybody can tell.
 
     nodes: by name, so that the order of reports changes nothing; a node's place is its row. typical: what a step costs where a node has not run
     enough of its kind; None: told from the nodes, or, where is_told, known by nobody."""
 
     def __init__(self, nodes: Iterable[NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> None:
-        self.nodes = tuple(sorted(nodes, key=_by_name))
+        self._reported: list[NodeView] = sorted(nodes, key=_by_name)
+        self._nodes: list[NodeView | None] = list(self._reported)
+        """None: it was only sent something since it is in `_reported`; the table says what."""
+        self._table: Table | None = None
         self.typical = typical
         self._is_told = is_told
-        self._stations: Stations | None = None
 
     def replaced(self, changed: Mapping[str, NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> ClusterView:
         """The same nodes, some of which changed, by incarnation. What was worked out for the others is kept."""
-        nodes, roster, rows = list(self.nodes), self.roster, []
-        is_same = True
-        for incarnation, node in changed.items():
-            row = roster.row_of[incarnation]
-            is_same = is_same and roster.holds_for(nodes[row], node)
-            nodes[row] = node
-            rows.append(row)
-        view = ClusterView.__new__(ClusterView)
-        view.nodes, view.typical, view._is_told = tuple(nodes), typical, is_told
-        if is_same:
-            view.__dict__["roster"] = roster
+        keeps_table = self._table is not None and typical is not None and typical is self.typical
+        nodes: Sequence[NodeView | None] = self._nodes if keeps_table else self.nodes
+        view, roster, is_same = self._like(nodes, typical, is_told=is_told), self.roster, True
+        view._reported = list(self._reported if keeps_table else self.nodes)
         if typical is not None:
             view.__dict__["typical_cost"] = typical
-        view._stations = None
-        if self._stations is not None and typical is not None and typical is self.typical:
-            view._stations = self._stations.replaced({row: view._station(nodes[row]) for row in rows})
+        if self._table is not None and keeps_table:
+            view._table = self._table.copy()
+        for incarnation, node in changed.items():
+            row = roster.row_of[incarnation]
+            is_same = is_same and roster.holds_for(self._reported[row], node)
+            view._reported[row] = view._nodes[row] = node
+            if view._table is not None:
+                view._table[row] = view._numbers(node)
+        if is_same:
+            view.__dict__["roster"] = roster
         return view
+
+    def sent(self, changed: Iterable[str], counts: Counts) -> ClusterView:
+        """The same nodes and reports, after this router sent some of the nodes something, or heard of the end of it."""
+        if self._table is None:
+            known = {name: row for name in changed if (row := self.roster.row_of.get(name)) is not None}
+            return self.replaced({name: self.node(row).sent(*counts(name)) for name, row in known.items()}, self.typical, is_told=self._is_told)
+        view, row_of = self._like(self._nodes, self.typical, is_told=self._is_told), self.roster.row_of
+        view._reported, view.__dict__["roster"], view.__dict__["typical_cost"] = self._reported, self.roster, self.typical_cost
+        view._table = table = self._table.copy()
+        note_sent, nodes = compiled.in_use().note_sent, view._nodes
+        for incarnation in changed:
+            row = row_of.get(incarnation)
+            if row is not None:  # else a leg on a node that left, or one whose link stands no longer
+                nodes[row] = None
+                in_flight, pending = counts(incarnation)
+                note_sent(table, row, in_flight, *pending)
+        return view
+
+    @staticmethod
+    def _like(nodes: Sequence[NodeView | None], typical: NodeCost | None, *, is_told: bool) -> ClusterView:
+        view = ClusterView.__new__(ClusterView)
+        view._nodes, view._table, view.typical, view._is_told = list(nodes), None, typical, is_told
+        return view
+
+    @property
+    def size(self) -> int:
+        return len(self._nodes)
+
+    @once
+    def nodes(self) -> tuple[NodeView, ...]:
+        return tuple([self.node(row) for row in range(len(self._nodes))])
+
+    def reported(self, row: int) -> NodeView:
+        """The node as it was when it last reported, or was sent something after that: for what only reports change."""
+        return self._reported[row]
+
+    def node(self, row: int) -> NodeView:
+        found = self._nodes[row]
+        if found is None:
+            found = self._nodes[row] = self._sent_node(row)
+        return found
+
+    def _sent_node(self, row: int) -> NodeView:
+        """Of a node that was sent something since it reported."""
+        assert self._table is not None  # only a table can know more than the reports
+        numbers = self._table[row].tolist()
+        in_flight, *pending = map(int, numbers[IN_FLIGHT:])
+        node = self._reported[row].sent(in_flight, Pending(*pending))
+        if numbers[IS_OWN]:
+            node.__dict__["own_station"] = Station(*numbers[:NUM_STATION])
+        return node
 
     @once
     def roster(self) -> Roster:
         return Roster(self.nodes)
 
     @property
-    def stations(self) -> Stations:
-        """For a view that has a typical cost: every node has a pace then."""
-        if self._stations is None:
-            self._stations = Stations.of([self._station(node) for node in self.nodes])
-        return self._stations
+    def has_table(self) -> bool:
+        """Whether somebody asked for it, of this view or of one that it was made from."""
+        return self._table is not None
+
+    @property
+    def table(self) -> Table:
+        """A row a node, in the columns of `policy.estimates` and `policy.settling`; not to be written to. For a view that has a typical cost: every
+        node has a pace then."""
+        if self._table is None:
+            rows = [self._numbers(node) for node in self.nodes]
+            self._table = np.array(rows, np.float64).reshape(len(rows), NUM_COLUMNS)
+        return self._table
+
+    @once
+    def rows(self) -> list[list[float]]:
+        """The same, for code that is not compiled."""
+        rows: list[list[float]] = self.table.tolist()
+        return rows
 
     def station_of(self, node: NodeView) -> Station:
         """Of one that may have left the view since."""
         row = self.roster.row_of.get(node.incarnation)
-        return self._station(node) if row is None else self.stations.one(row)
+        return node.station(self._cost_of(node)) if row is None else self.station(row)
 
-    def _station(self, node: NodeView) -> Station:
-        own = node.own_station
-        if own is not None:
-            return own
+    def station(self, row: int) -> Station:
+        return Station(*self.table[row, :NUM_STATION].tolist())
+
+    def _numbers(self, node: NodeView) -> list[float]:
+        numbers = node.numbers(self._cost_of(node))
+        settle(numbers)
+        return numbers
+
+    def _cost_of(self, node: NodeView) -> NodeCost:
         cost = completed(node.cost, self.typical_cost)
         assert cost is not None  # it is asked for where a typical one is known
-        return node.station(cost)
+        return cost
 
     @once
     def accepting(self) -> tuple[NodeView, ...]:
         """Nodes that take work."""
-        return tuple(self.nodes[row] for row in self.roster.accepting.rows)
+        return tuple([self.node(row) for row in self.roster.accepting.rows])
 
     @once
     def typical_cost(self) -> NodeCost | None:
@@ -345,7 +404,7 @@ class ClusterView:
 
     def find(self, incarnation: str) -> NodeView | None:
         row = self.roster.row_of.get(incarnation)
-        return None if row is None else self.nodes[row]
+        return None if row is None else self.node(row)
 
     def pace_of(self, node: NodeView) -> Pace | None:
         """None while nothing is known of steps of some kind, anywhere."""

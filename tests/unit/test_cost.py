@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from pdcluster.cost import CostError, DecodeCost, NodeCost, PrefillCost, num_pairs
 
+TOKENS = st.integers(0, 100_000)
+
 
 @given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=20), cached=st.integers(0, 10_000))
 def test_the_pairs_of_chunks_add_up_to_those_of_the_prompt(lengths: list[int], cached: int) -> None:
@@ -61,3 +63,10 @@ def test_coefficients_that_err_in_opposite_ways_leave_their_sum_well_known() -> 
     cost = PrefillCost(1.0, 0.1, error=error)
     assert cost.error_s(10) == pytest.approx(0.0)
     assert cost.error_s(100) == pytest.approx(9.0)
+
+
+@given(new=TOKENS, cached=TOKENS, chunk=st.sampled_from([0, -1, 1, 512]), costs=st.tuples(*[st.floats(0, 1)] * 3))
+def test_a_prompts_seconds_are_those_of_a_backlog_of_it_to_the_last_bit(new: int, cached: int, chunk: int, costs: tuple[float, float, float]) -> None:
+    cost = PrefillCost(*costs, chunk_tokens=chunk)
+    assert cost.seconds(new, cached) == cost.work_s(new, num_pairs(new, cached))
+    assert cost.seconds(-new, cached) == 0.0

@@ -92,7 +92,8 @@ class Predicted(msgspec.Struct, frozen=True, gc=False):
 
 
 Record = Callable[[], tuple[Candidate, ...]]
-"""Tells what was compared and why others were not. Asked when somebody reads it, if ever, so it holds only what never changes."""
+"""Tells what was compared and why others were not. Asked when somebody reads it, if ever, so it holds only what never changes; the whole view may be
+behind it until then."""
 
 
 Suits = Callable[[NodeView], bool]

@@ -11,23 +11,26 @@ import importlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from pdcluster.config import cache_directory
-from pdcluster_router.policy import estimates, weighing
+from pdcluster_router.policy import estimates, passing, settling, weighing
 from pdcluster_router.policy.estimates import NUM_ASKED, Numbers, bears
 from pdcluster_router.policy.weighing import NUM_FOUND, Found, Rows, Table
-from pdcluster_router.stations import Pool, Stations
-from pdcluster_router.view import NodeView, Roster
+from pdcluster_router.stations import Pool
+from pdcluster_router.stations import Table as Array
+
+if TYPE_CHECKING:
+    from pdcluster_router.view import ClusterView, NodeView, Roster
 
 log = logging.getLogger(__name__)
 
-SOURCES = (estimates, weighing)
+SOURCES = (estimates, settling, weighing, passing)
 
 KEPT = "choice"
-WHOLE = ("first_leg", "pair", "parked")
+WHOLE = ("first_leg", "pair", "parked", "note_sent", "goes")
 """What is called from Python only."""
 
 
@@ -38,14 +41,18 @@ class Weighing(Protocol):
     pair: Callable[..., None]
     parked: Callable[..., int]
     bears: Callable[..., bool]
+    note_sent: Callable[..., None]
+    goes: Callable[..., bool]
 
-    def table(self, stations: Stations) -> Table: ...
+    def table(self, view: ClusterView) -> Table: ...
 
     def rows(self, pool: Pool) -> Rows: ...
 
-    def paths(self, roster: Roster, node: NodeView | None) -> Numbers:
-        """None: of nobody, all 0."""
+    def nothing(self, roster: Roster) -> Numbers:
+        """A zero for each node."""
         ...
+
+    def paths(self, roster: Roster, node: NodeView) -> Numbers: ...
 
     def groups(self, roster: Roster) -> tuple[Rows, Table]: ...
 
@@ -56,6 +63,13 @@ class Weighing(Protocol):
     def part(self, found: Numbers, start: int, end: int) -> list[float]: ...
 
 
+def _note_sent(table: Array, row: int, *counts: int) -> None:
+    """On a list, since what arrays give are numbers that are slow."""
+    numbers = table[row].tolist()
+    settling.note_sent((numbers,), 0, *counts)
+    table[row] = numbers
+
+
 class Plain:
     """Implements Weighing."""
 
@@ -63,15 +77,20 @@ class Plain:
     pair = staticmethod(weighing.pair)
     parked = staticmethod(weighing.parked)
     bears = staticmethod(bears)
+    note_sent = staticmethod(_note_sent)
+    goes = staticmethod(passing.goes)
 
-    def table(self, stations: Stations) -> Table:
-        return stations.rows
+    def table(self, view: ClusterView) -> Table:
+        return view.rows
 
     def rows(self, pool: Pool) -> Rows:
         return pool.rows
 
-    def paths(self, roster: Roster, node: NodeView | None) -> Numbers:
-        found: list[float] = (roster.nothing if node is None else roster.paths(node)).tolist()
+    def nothing(self, roster: Roster) -> Numbers:
+        return [0.0] * len(roster.names)
+
+    def paths(self, roster: Roster, node: NodeView) -> Numbers:
+        found: list[float] = roster.paths(node).tolist()
         return found
 
     def groups(self, roster: Roster) -> tuple[Rows, Table]:
@@ -95,22 +114,27 @@ class Compiled:
         try:
             for each in _parts():
                 extending.register_jitable(each)
-            made = {name: numba.njit(signature, cache=True)(getattr(Plain, name)) for name, signature in _signatures(numba.types).items()}
+            made = {name: numba.njit(signature, cache=True)(_source(name)) for name, signature in _signatures(numba.types).items()}
         except errors.NumbaError as error:
             raise RuntimeError(str(error)) from error
         self.first_leg: Callable[..., int] = made["first_leg"]
         self.pair: Callable[..., None] = made["pair"]
         self.parked: Callable[..., int] = made["parked"]
         self.bears: Callable[..., bool] = made["bears"]
+        self.note_sent: Callable[..., None] = made["note_sent"]
+        self.goes: Callable[..., bool] = made["goes"]
 
-    def table(self, stations: Stations) -> Any:
-        return stations.table
+    def table(self, view: ClusterView) -> Any:
+        return view.table
 
     def rows(self, pool: Pool) -> Any:
         return pool.index
 
-    def paths(self, roster: Roster, node: NodeView | None) -> Any:
-        return roster.nothing if node is None else roster.paths(node)
+    def nothing(self, roster: Roster) -> Any:
+        return roster.nothing
+
+    def paths(self, roster: Roster, node: NodeView) -> Any:
+        return roster.paths(node)
 
     def groups(self, roster: Roster) -> Any:
         groups = roster.groups
@@ -125,6 +149,10 @@ class Compiled:
     def part(self, found: Any, start: int, end: int) -> list[float]:
         numbers: list[float] = found[start:end].tolist()
         return numbers
+
+
+def _source(name: str) -> Any:
+    return next(vars(module)[name] for module in SOURCES if name in vars(module))
 
 
 def _parts() -> Sequence[Any]:
@@ -144,6 +172,8 @@ def _signatures(types: Any) -> dict[str, Any]:
         "pair": types.void(table, row, row, rows, rows, table, asked, row),
         "parked": whole(table, row, row, rows, rows, rows, rows, table, number, asked, row),
         "bears": types.boolean(row, number, asked, number),
+        "goes": types.boolean(table, whole, whole, types.boolean, types.boolean, whole, whole, whole, number, number, number, number),
+        "note_sent": types.void(table, whole, *(whole,) * 7),
     }
 
 

@@ -47,7 +47,7 @@ Market = tuple[float, float, float]
 """What holds for all nodes at one moment: the price, seconds that later prompts lose for each second of work; and of the time in which prompts are
 computed, the share on a node that does so for others, and on a decode node."""
 
-# Columns of a table of stations: the fields of `stations.Station`, in their order.
+# Columns of a table of nodes: the fields of `stations.Station`, in their order. What they follow from stands behind them (`settling`).
 (
     IS_SERVER,
     NUM_PROMPTS,
@@ -75,6 +75,7 @@ computed, the share on a node that does so for others, and on a decode node."""
     KV_BYTES,
     DOUBT,
 ) = range(25)
+NUM_STATION = 25
 
 # What is asked of each node: the request, the policy's own numbers, and what the router knows beside the nodes (`base.Query`).
 # PREVIOUS: the mode of the last choice: 1 local, 2 remote, 0 none.

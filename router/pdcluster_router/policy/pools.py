@@ -99,7 +99,7 @@ def no_partner(prefill: NodeView) -> Unavailable:
 def rejected(query: Query, view: ClusterView) -> tuple[Candidate, ...]:
     """The nodes that could not be chosen, and why."""
     usable = _usable(query, view)
-    if len(usable.rows) == len(view.nodes):
+    if len(usable.rows) == view.size:
         return ()
     nodes = (node for row, node in enumerate(view.nodes) if row not in usable.members)
     return tuple(Candidate(node, "local", query.cached_on(node), rejected_by=why_not(node, query.num_tokens)) for node in nodes)

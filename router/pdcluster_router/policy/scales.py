@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
+from pdcluster_router.policy import pools as filters
 from pdcluster_router.policy import weighing as numbers
 from pdcluster_router.policy.base import Candidate, LegName, Query
 from pdcluster_router.policy.compiled import Weighing
 from pdcluster_router.policy.estimates import DECODE_TERMS, LOCAL_TERMS, PREFILL_TERMS, Numbers
-from pdcluster_router.policy.weighing import Table
+from pdcluster_router.policy.weighing import Rows, Table
+from pdcluster_router.stations import Pool
 from pdcluster_router.view import ClusterView, NodeView, Roster
 
 NOWHERE = -1
+NO_NODES = Pool((), 0)
 PREVIOUS = {None: numbers.NO_MODE, "local": numbers.LOCAL, "remote": numbers.REMOTE}
 LEGS: tuple[tuple[LegName, tuple[str, ...]], ...] = (
     ("prefill", PREFILL_TERMS),
@@ -23,56 +26,93 @@ LEGS: tuple[tuple[LegName, tuple[str, ...]], ...] = (
 """By the numbers of `weighing`."""
 
 
-class Holder(msgspec.Struct, frozen=True, gc=False):
-    """The node that takes work from which most of a prompt can be fetched. row: NOWHERE when nobody has anything."""
+class Plan(msgspec.Struct, frozen=True, gc=False):
+    """What the calls take of the nodes that a request may go to. serving: those that compute prompts for others; decoding: those that only decode;
+    then those of each leg, and who can exchange KV. wants_local: mode local is weighed though a pair is possible; may_be_local: one node may take the
+    request where no pair is."""
 
-    row: int = NOWHERE
-    tokens: float = 0.0
-
-
-NOBODY = Holder()
-
-
-def holder(query: Query, roster: Roster) -> Holder:
-    """The first one, when several have as much."""
-    by_node = query.cached if query.held is None else query.held
-    if not by_node:
-        return NOBODY
-    found, most, limit = NOWHERE, 0, query.num_tokens
-    row_of, members = roster.row_of, roster.accepting.members
-    for incarnation, tokens in by_node.items():
-        tokens = tokens if tokens < limit else limit
-        if tokens < most or tokens <= 0:
-            continue
-        row = row_of.get(incarnation, NOWHERE)
-        if row in members and (tokens > most or row < found):
-            found, most = row, tokens
-    return Holder(found, float(most)) if found >= 0 else NOBODY
+    serving: Rows
+    decoding: Rows
+    prefill: Rows
+    decode: Rows
+    local: Rows
+    groups: Rows
+    exchange: Table
+    wants_local: bool
+    may_be_local: bool
 
 
-def cached_tokens(query: Query, roster: Roster, weighing: Weighing) -> Numbers:
-    """By row."""
-    if not query.cached:
-        return weighing.paths(roster, None)
-    row_of, limit, found = roster.row_of, query.num_tokens, weighing.zeros(len(roster.names))
-    for incarnation, tokens in query.cached.items():
+def planned(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
+    """Kept with the roster for requests that may go to any node that takes work, as nearly all may. Raises as `pools` does."""
+    roster = view.roster
+    if query.excluded or query.busy or query.num_tokens > roster.shortest_max_len:
+        return _plan(query, view, weighing)
+    key = query.force, query.fallback, weighing
+    plan = roster.plans.get(key)
+    if plan is None:
+        plan = roster.plans[key] = _plan(query, view, weighing)
+    return plan
+
+
+def _plan(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
+    roster, pools, rows = view.roster, filters.pools(query, view), weighing.rows
+    prefill = filters.ready(pools.prefill, query, view) if query.force != "local" else NO_NODES
+    return Plan(
+        rows(roster.prefill),
+        rows(roster.decode_only),
+        rows(prefill),
+        rows(pools.decode),
+        rows(filters.ready(pools.local, query, view)),
+        *weighing.groups(roster),
+        query.force == "auto" and (query.fallback == "conditional" or not pools.is_split),
+        query.force == "local" or filters.may_be_local(query, pools),
+    )
+
+
+def known(query: Query, roster: Roster, weighing: Weighing) -> tuple[Numbers, int, float]:
+    """Tokens of the prompt that each node has cached, by row; which of those that take work holds most of it, NOWHERE for none, the first one where
+    several have as much; and how much that is."""
+    cached, held = query.cached, query.held
+    if not cached and not held:
+        return weighing.nothing(roster), NOWHERE, 0.0
+    row_of, members, limit = roster.row_of, roster.accepting.members, query.num_tokens
+    found, source, most = weighing.zeros(len(roster.names)), NOWHERE, 0
+    for incarnation, tokens in cached.items():
         row = row_of.get(incarnation)
         if row is not None:
-            found[row] = tokens if tokens < limit else limit
-    return found
+            tokens = tokens if tokens < limit else limit
+            found[row] = tokens
+            if (tokens > most or (tokens == most and row < source)) and row in members:
+                source, most = row, tokens
+    if held is None:
+        return found, source, float(most)
+    source, most = NOWHERE, 0
+    for incarnation, tokens in held.items():
+        row = row_of.get(incarnation)
+        tokens = tokens if tokens < limit else limit
+        if row is not None and (tokens > most or (tokens == most and row < source)) and row in members:
+            source, most = row, tokens
+    return found, source, float(most)
 
 
-class Compared(msgspec.Struct, frozen=True):
-    """The record of a choice, in bare numbers until somebody reads it."""
+class Compared:
+    """The record of a choice, in bare numbers until somebody reads it, which lets go of them and of the view: a choice is kept as long as its request
+    runs."""
 
-    weighing: Weighing
-    found: Numbers
-    nodes: Sequence[NodeView]
-    legs: tuple[int, ...]
-    rejected: tuple[Candidate, ...]
+    __slots__ = ("_told", "_view", "found", "legs", "query", "weighing")
+
+    def __init__(self, weighing: Weighing, found: Numbers, legs: tuple[int, ...], query: Query, view: ClusterView) -> None:
+        self.weighing, self.found, self.legs, self.query = weighing, found, legs, query
+        self._view: ClusterView | None = view
+        self._told: tuple[Candidate, ...] = ()
 
     def __call__(self) -> tuple[Candidate, ...]:
-        part, found, nodes = self.weighing.part, self.found, self.nodes
+        if self._view is not None:
+            self._told, self._view, self.found = self._candidates(self._view), None, ()
+        return self._told
+
+    def _candidates(self, view: ClusterView) -> tuple[Candidate, ...]:
+        part, found, node = self.weighing.part, self.found, view.node
         head = part(found, 0, numbers.HEADER)
         candidates: list[Candidate] = []
         for leg in self.legs:
@@ -82,9 +122,8 @@ class Compared(msgspec.Struct, frozen=True):
             for rank in range(int(head[numbers.SKIPPED]) if leg == numbers.PREFILL_LEG else 0, int(head[numbers.NUM_LEG + leg])):
                 at = numbers.start_of(leg, rank)
                 row, cost, _, cached, *values = part(found, at, at + numbers.ENTRY_VALUES + len(terms))
-                candidates.append(Candidate(nodes[int(row)], name, int(cached), terms, tuple(values), cost, rejected_by))
-        candidates += self.rejected
-        return tuple(candidates)
+                candidates.append(Candidate(node(int(row)), name, int(cached), terms, tuple(values), cost, rejected_by))
+        return (*candidates, *filters.rejected(self.query, view))
 
 
 class Suiting(msgspec.Struct, frozen=True):

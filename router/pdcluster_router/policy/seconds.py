@@ -33,12 +33,10 @@ from pdcluster_router.policy import pools as filters
 from pdcluster_router.policy import weighing as numbers
 from pdcluster_router.policy.base import Choice, Predicted, Query
 from pdcluster_router.policy.product import Product
-from pdcluster_router.policy.scales import Compared, Suiting, asked_of, cached_tokens, holder
+from pdcluster_router.policy.scales import Compared, Suiting, asked_of, known, planned
 from pdcluster_router.policy.scored import Scored
-from pdcluster_router.stations import Pool
 from pdcluster_router.view import ClusterView, NodeView
 
-NO_NODES = Pool((), 0)
 ALONE = (numbers.LOCAL_LEG,)
 APART = (numbers.PREFILL_LEG, numbers.DECODE_LEG)
 EITHER = (*APART, numbers.LOCAL_LEG)
@@ -58,37 +56,35 @@ class Seconds:
     def choose(self, query: Query, view: ClusterView) -> Choice:
         if view.typical_cost is None:
             return replace(self._cold.choose(query, view), policy=self.name)
-        pools, may_be_remote = filters.pools(query, view), query.force != "local"
-        local = filters.ready(pools.local, query, view)
-        wants_local = query.force == "auto" and (query.fallback == "conditional" or not pools.is_split)
         weighing, roster, asked = compiled.in_use(), view.roster, asked_of(query, self._own)
-        cached, table, found = cached_tokens(query, roster, weighing), weighing.table(view.stations), weighing.blank()
-        source, (groups, exchange) = holder(query, roster), weighing.groups(roster)
+        plan, table, found = planned(query, view, weighing), weighing.table(view), weighing.blank()
+        cached, source, held = known(query, roster, weighing)
         first = weighing.first_leg(
             table,
             cached,
-            source.tokens,
-            source.row,
-            weighing.paths(roster, view.nodes[source.row] if source.row >= 0 else None),
-            weighing.rows(roster.prefill),
-            weighing.rows(roster.decode_only),
-            weighing.rows(filters.ready(pools.prefill, query, view) if may_be_remote else NO_NODES),
-            weighing.rows(pools.decode),
-            weighing.rows(local),
-            groups,
-            exchange,
-            wants_local,
+            held,
+            source,
+            weighing.paths(roster, view.reported(source)) if source >= 0 else weighing.nothing(roster),
+            plan.serving,
+            plan.decoding,
+            plan.prefill,
+            plan.decode,
+            plan.local,
+            plan.groups,
+            plan.exchange,
+            plan.wants_local,
             asked,
             found,
         )
-        nodes, rejected = view.nodes, filters.rejected(query, view)
         if first < 0:
-            if may_be_remote and not filters.may_be_local(query, pools):
-                raise filters.no_partner(nodes[filters.ready(pools.prefill, query, view).rows[0]])
-            return self._choice(Compared(weighing, found, nodes, ALONE, rejected), source.row)
-        decode = filters.ready(filters.partners(pools.decode, nodes[first], view), query, view) if query.busy else pools.decode
-        weighing.pair(table, cached, weighing.paths(roster, nodes[first]), weighing.rows(decode), groups, exchange, asked, found)
-        choice = self._choice(Compared(weighing, found, nodes, EITHER if wants_local else APART, rejected), source.row)
+            if not plan.may_be_local:
+                raise filters.no_partner(view.node(filters.ready(filters.pools(query, view).prefill, query, view).rows[0]))
+            return self._choice(Compared(weighing, found, ALONE, query, view), view, source)
+        partner, decode = view.reported(first), plan.decode
+        if query.busy:
+            decode = weighing.rows(filters.ready(filters.partners(filters.pools(query, view).decode, partner, view), query, view))
+        weighing.pair(table, cached, weighing.paths(roster, partner), decode, plan.groups, plan.exchange, asked, found)
+        choice = self._choice(Compared(weighing, found, EITHER if plan.wants_local else APART, query, view), view, source)
         if choice.mode == "remote":
             return choice
         return replace(choice, suits=Suiting(query, view, weighing.bears, table, asked, float(found[numbers.BEARABLE])))
@@ -101,8 +97,8 @@ class Seconds:
             return None
         weighing, roster = compiled.in_use(), view.roster
         row = weighing.parked(
-            weighing.table(view.stations),
-            cached_tokens(query, roster, weighing),
+            weighing.table(view),
+            known(query, roster, weighing)[0],
             weighing.paths(roster, prefill),
             weighing.rows(roster.prefill),
             weighing.rows(roster.decode_only),
@@ -112,12 +108,11 @@ class Seconds:
             asked_of(query, self._own),
             weighing.blank(),
         )
-        return view.nodes[row]
+        return view.node(row)
 
-    def _choice(self, record: Compared, source: int) -> Choice:
-        nodes = record.nodes
+    def _choice(self, record: Compared, view: ClusterView, source: int) -> Choice:
         mode, first, row, ttft_s, tpot_s, is_fetched = record.weighing.part(record.found, 0, numbers.SKIPPED)
-        pull, predicted = nodes[source] if is_fetched else None, Predicted(ttft_s, tpot_s)
+        pull, predicted, decode = view.node(source) if is_fetched else None, Predicted(ttft_s, tpot_s), view.node(int(row))
         if mode == numbers.LOCAL:
-            return Choice("local", None, nodes[int(row)], record, predicted, self.name, pull)
-        return Choice("remote", nodes[int(first)], nodes[int(row)], record, predicted, self.name, pull)
+            return Choice("local", None, decode, record, predicted, self.name, pull)
+        return Choice("remote", view.node(int(first)), decode, record, predicted, self.name, pull)

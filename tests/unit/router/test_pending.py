@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 from policy_cases import make_node
 
+from pdcluster.errors import IntegrityError
 from pdcluster.messages import Endpoint, Prefill, Reserve, Sampling, Work, pack_tokens
 from pdcluster_router.pending import PendingWork, Sent, work_of
 from pdcluster_router.view import NOTHING_PENDING, Pending
@@ -76,6 +78,23 @@ class PendingMachine(RuleBasedStateMachine):
 
 TestPending = PendingMachine.TestCase
 TestPending.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.parametrize("wrong", [Pending(1), Pending(1, -5), Pending(2, 7)])
+def test_sums_that_are_not_those_of_their_parts_are_found(wrong: Pending) -> None:
+    pending = PendingWork()
+    pending.enter("a", "r1", Sent(0, 1, Pending(1, 7), b""))
+    pending.check_integrity()
+    pending._totals["a"] = wrong
+    with pytest.raises(IntegrityError, match="its parts make"):
+        pending.check_integrity()
+
+
+def test_a_part_below_zero_is_found_though_the_sum_is_right() -> None:
+    pending = PendingWork()
+    pending.enter("a", "r1", Sent(0, 1, Pending(1, -7), b""))
+    with pytest.raises(IntegrityError):
+        pending.check_integrity()
 
 
 def test_a_reservation_is_a_row_to_come_and_no_prompt() -> None:

@@ -68,6 +68,18 @@ def test_a_cordoned_node_still_gives_what_it_has() -> None:
     assert PullRule().holder(P0, query(d0=24), ClusterView((P0, replace(D0, is_cordoned=True)))) is not None
 
 
+@given(
+    cached=st.dictionaries(st.sampled_from(["p0", "d0", "d1", "gone"]), st.integers(0, 40), max_size=3),
+    held=st.none() | st.dictionaries(st.sampled_from(["p0", "d0", "d1", "gone"]), st.integers(0, 40), max_size=3),
+    choice=st.sampled_from([CHOICE, Choice("local", None, D0)]),
+)
+def test_what_needs_no_look_at_the_nodes_is_what_looking_would_say(cached: dict[str, int], held: dict[str, int] | None, choice: Choice) -> None:
+    asked = query(**cached) if held is None else replace(query(**cached), held={f"{name}-boot": tokens for name, tokens in held.items()})
+    holder = PullRule().holder(choice.first, asked, VIEW)
+    applied = PullRule().apply(choice, asked, VIEW)
+    assert applied.pull is holder and applied.pull_tokens == (asked.held_on(holder) if holder is not None else 0)
+
+
 def test_never_means_never_and_a_policy_that_chose_is_left_alone() -> None:
     chosen = replace(CHOICE, pull=D2)
     assert PullRule("never").apply(chosen, query(d1=24), VIEW).pull is None

@@ -11,7 +11,7 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from policy_cases import clusters, queries
+from policy_cases import COST, clusters, queries
 from seconds_oracle import PlainSeconds
 
 from pdcluster.config import cache_directory
@@ -20,7 +20,7 @@ from pdcluster_router.policy import compiled
 from pdcluster_router.policy.base import Candidate, Choice, Policy, Query
 from pdcluster_router.policy.compiled import Weighing
 from pdcluster_router.policy.seconds import Seconds
-from pdcluster_router.view import ClusterView
+from pdcluster_router.view import ClusterView, Pending
 
 UNHURRIED = settings(max_examples=examples(40, 300), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 CLOSE = 1e-9
@@ -134,3 +134,35 @@ def test_compiled_choices_are_the_plain_ones_to_the_last_bit(by_compiler: Weighi
         parked = [Seconds().choose_decode(query, cluster, node) for node in cluster.nodes]
         found.append((choice, None if choice is None else choice.candidates, suited, parked))
     assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("way")
+@UNHURRIED
+@given(cluster=clusters(max_nodes=8), data=st.data())
+def test_what_was_sent_makes_the_view_that_a_new_one_would_be(cluster: ClusterView, data: st.DataObject) -> None:
+    """Reports and legs in any order; rows to the last bit, nodes when somebody asks for them, and earlier views as they were."""
+    view = ClusterView(cluster.nodes, cluster.typical_cost or COST)
+    counted = {node.incarnation: (node.in_flight, node.pending) for node in view.nodes}
+    incarnations = st.lists(st.sampled_from([*counted, "left-boot"]), unique=True)
+    if data.draw(st.booleans()):
+        assert view.table is not None  # else nobody has asked for numbers yet
+    for _ in range(3):
+        former, told = view, (view.nodes, view.table.tolist()) if data.draw(st.booleans()) else None
+        changed = data.draw(incarnations)
+        if data.draw(st.booleans()):
+            counted |= {name: (data.draw(st.integers(0, 9)), Pending(*data.draw(st.tuples(*[st.integers(0, 10**6)] * 6)))) for name in changed}
+            view = view.sent(changed, counted.__getitem__)
+        else:
+            donors = data.draw(clusters(max_nodes=8)).nodes
+            named = {node.incarnation: node for node in view.nodes}
+            reports = {name: replace(new, endpoint=named[name].endpoint) for name, new in zip(changed, donors, strict=False) if name in named}
+            counted |= {name: (node.in_flight, node.pending) for name, node in reports.items()}
+            view = view.replaced(reports, view.typical)
+        afresh = ClusterView([view.reported(row).sent(*counted[name]) for name, row in view.roster.row_of.items()], view.typical)
+        rows = data.draw(st.permutations(range(view.size)))
+        assert [view.node(row) for row in rows[:2]] == [afresh.nodes[row] for row in rows[:2]]
+        if data.draw(st.booleans()):
+            assert view.nodes == afresh.nodes and view.table.tolist() == afresh.table.tolist() == view.rows
+            assert [node.own_station for node in view.nodes] == [node.own_station for node in afresh.nodes]
+            assert [view.station_of(node) for node in view.nodes] == [afresh.station(row) for row in range(view.size)]
+        assert told is None or told == (former.nodes, former.table.tolist())
