@@ -65,8 +65,7 @@ class Peer(NamedTuple):
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
+class Stamp(msgspec.Struct, frozen=True):
     """Travels with every write and is verified at the reader: whose permit, which chunk of it (and which try), how many bytes."""
 
     nonce: int
@@ -75,8 +74,7 @@ class Stamp:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True):
     """A stamp that landed. digest, spans: what the medium says of the payload in memory, xxh3-64 over the spans (offset, nbytes) in wire order,
     taken when all of it had landed; None where it does not, or where a write may land again after its stamp did."""
 
@@ -99,8 +97,7 @@ Runs = Sequence[Run]
 """A tuple, or many of them as a table (`runs`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Permit:
+class Permit(msgspec.Struct, frozen=True):
     """What the holder of `nonce` may write into `region`: byte ranges (offset, nbytes), sorted and disjoint. digests: wanted on arrival."""
 
     nonce: int

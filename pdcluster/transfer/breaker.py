@@ -132,4 +132,8 @@ class Breakers:
         self._breakers = {key: breaker for key, breaker in self._breakers.items() if key[0] != peer}
 
     def _at(self, peer: Peer, backend: str) -> Breaker:
-        return self._breakers.setdefault((peer, backend), Breaker(self._settings))
+        key = (peer, backend)
+        breaker = self._breakers.get(key)
+        if breaker is None:
+            breaker = self._breakers[key] = Breaker(self._settings)
+        return breaker

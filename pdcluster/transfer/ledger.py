@@ -52,10 +52,16 @@ class Doorbell:
                 os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        with self._lock:
+        """Not while it is being rung: whoever rings wakes the one who clears, and should not be waited for by him. It rings on, and the next wait is
+        over at once."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             if self._rings and self.fd >= 0:
                 self._rings = False
                 os.eventfd_read(self.fd)
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         with self._lock:

@@ -110,7 +110,7 @@ class Paths:
         rates = self._rates.pop(peer, {})
         self._rates[peer] = rates  # the last one met comes last
         for name in backends:
-            rates.setdefault(name, _Rate())
+            self._rate(peer, name)
         while len(self._rates) > self._settings.max_peers:
             self.forget(next(iter(self._rates)))
 
@@ -209,7 +209,11 @@ class Paths:
     # ------------------------------------------------------------ measuring
 
     def _rate(self, peer: Peer, backend: str) -> _Rate:
-        return self._rates.setdefault(peer, {}).setdefault(backend, _Rate())
+        rates = self._rates.setdefault(peer, {})
+        rate = rates.get(backend)
+        if rate is None:
+            rate = rates[backend] = _Rate()
+        return rate
 
     def _sample(self, peer: Peer, rate: _Rate, nbytes: int, seconds: float | None) -> None:
         rate.writes += 1

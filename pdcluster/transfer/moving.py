@@ -86,6 +86,10 @@ class _Native:
         kernel, libc = importlib.import_module("pdcluster.transfer.moving_kernel"), ctypes.CDLL(None)
         self.move: Any = kernel.move
         self.tabulate: Any = kernel.tabulate
+        pages = importlib.import_module("pdcluster.transfer.page_kernel")
+        self.are_distinct: Any = pages.are_distinct
+        self.are_below: Any = pages.are_below
+        self.pair: Any = pages.pair
         self.new_state: Callable[[], Words] = kernel.new_state
         self.finished: Callable[[Words], int] = kernel.finished
         memmove, clock = (ctypes.cast(each, ctypes.c_void_p).value for each in (libc.memmove, libc.clock_gettime))
@@ -138,7 +142,8 @@ class Payload:
             return
         self._native.move(self._table, self._cursor, nbytes, self._native.calls, self._state, self._past_caches)  # holds no GIL
         if self._waits is not None:
-            self._waits.seconds.append(time.monotonic() - int(self._cursor[2]) - int(self._cursor[3]) * 1e-9)
+            _, _, seconds, nanoseconds = self._cursor.tolist()
+            self._waits.seconds.append(time.monotonic() - seconds - nanoseconds * 1e-9)
 
     def _advance_slowly(self, nbytes: int) -> None:
         row, offset = int(self._cursor[0]), int(self._cursor[1])

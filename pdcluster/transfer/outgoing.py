@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +15,21 @@ from pdcluster.errors import TransferError
 from pdcluster.lifecycle import Writing
 from pdcluster.messages import ChunkEntry, Leg, Ticket, TokenLogprobs
 from pdcluster.transfer.base import Peer
-from pdcluster.transfer.chunks import page_slice
-from pdcluster.transfer.geometry import Course, PageShape, Part, join_runs_in_parts, offsets, piece_of, pieces_per_block
+from pdcluster.transfer.geometry import (
+    Course,
+    PageShape,
+    Part,
+    Piece,
+    common_block,
+    join_runs_in_parts,
+    offsets,
+    piece_of,
+    pieces_per_block,
+    plan_courses,
+)
+from pdcluster.transfer.pairing import Row, TicketPages, are_distinct, paired, unpack_pages
 from pdcluster.transfer.runs import RunTable
-from pdcluster.transfer.session import Settings, peer_of
+from pdcluster.transfer.session import Settings
 
 
 @dataclass(slots=True)
@@ -69,19 +80,29 @@ class Flight:
     is_unknown: bool = False
 
 
+class Fit(NamedTuple):
+    """What readers with pages of one kind have in common: `theirs`, their pages; `block_tokens`: see geometry; `pieces`: of each course, the largest
+    that is contiguous at both ends."""
+
+    theirs: PageShape
+    page_bytes: int
+    block_tokens: int
+    courses: tuple[Course, ...]
+    pieces: tuple[Piece, ...]
+
+
 @dataclass(slots=True)
 class Outgoing:
-    """One ticket. `backends`: what both ends have, best first; a chunk may go by any of them. `theirs`: the reader's pages; `block_tokens`: see
-    geometry."""
+    """One ticket. `adverts`: of the media that both ends have, best first, as the reader gave them with this ticket; a chunk may go by any of
+    them."""
 
     ticket: Ticket
     peer: Peer
-    pages: NDArray[np.int64]
+    pages: TicketPages
+    adverts: dict[str, bytes]
     backends: list[str]
     deadline: float
-    theirs: PageShape
-    block_tokens: int
-    courses: tuple[Course, ...]
+    fit: Fit
     next_token: int
     """Tokens before it were pushed with all their layers."""
     layered_end: int = 0
@@ -106,11 +127,6 @@ class Outgoing:
     last_write: float = 0.0
     finish_time: float = 0.0
 
-    @property
-    def adverts(self) -> dict[str, bytes]:
-        """By backend, as the reader gave them with this ticket."""
-        return dict(self.ticket.reader.adverts)
-
     def main_path(self) -> str:
         """The backend that carried most of it."""
         if len(self.backends) == 1:
@@ -122,31 +138,43 @@ class Outgoing:
 
     def legs(self) -> tuple[Leg, ...]:
         """What the Commit says: every leg with its chunks."""
-        chunks: dict[Course, list[ChunkEntry]] = {course: [] for course in self.courses}
+        courses = self.fit.courses
+        chunks: dict[Course, list[ChunkEntry]] = {course: [] for course in courses}
         for chunk in self.chunks:
             chunks[chunk.course].append(chunk.entry())
-        return tuple(
-            Leg(course.writer_rank, course.reader_rank, course.first_head, course.end_head - course.first_head, tuple(entries))
-            for course, entries in chunks.items()
-        )
+        return tuple([
+            Leg(each.writer_rank, each.reader_rank, each.first_head, each.end_head - each.first_head, tuple(chunks[each])) for each in courses
+        ])  # fmt: skip
 
 
-def cut(ours: PageShape, outgoing: Outgoing, course: Course, push: Push, settings: Settings) -> Iterator[tuple[Part, RunTable]]:
-    """One leg of a push, in parts of bounded bytes and runs."""
-    block, theirs = outgoing.block_tokens, outgoing.theirs
+def cut(ours: PageShape, outgoing: Outgoing, leg: int, push: Push, settings: Settings) -> list[tuple[Part, RunTable]]:
+    """One leg of a push, in parts of bounded bytes and runs. leg: number of the course."""
+    fit = outgoing.fit
+    course, piece, block = fit.courses[leg], fit.pieces[leg], fit.block_tokens
     first, end = push.start // block, -(-push.end // block)
     whole = Part(block, first, end, push.first_layer, push.end_layer, course.first_head, course.end_head)
-    piece = min(piece_of(ours, course.writer_rank, whole), piece_of(theirs, course.reader_rank, whole))
-    starts, nbytes = offsets(ours, course.writer_rank, push.pages, push.first_page, whole, piece)
-    targets, _ = offsets(theirs, course.reader_rank, outgoing.pages, 0, whole, piece)
-    pieces_each = pieces_per_block(ours, whole, piece)
-    ends = _ends(end - first, pieces_each * nbytes, pieces_each, settings)
-    runs = join_runs_in_parts(starts, targets, nbytes, [each * pieces_each for each in ends])
+    if piece is Piece.LAYERS:
+        layer_bytes = fit.page_bytes // ours.num_layers
+        nbytes = (push.end_layer - push.first_layer) * layer_bytes
+        ends = _ends(end - first, nbytes, 1, settings)
+        runs = paired(Row(push.pages, first - push.first_page, outgoing.pages, first), fit.page_bytes, push.first_layer * layer_bytes, nbytes, ends)
+    else:
+        ends, runs = _cut_inside(ours, outgoing, course, push, whole, piece, settings)
     if len(ends) == 1:
-        yield whole, runs[0]
-        return
-    for start, stop, each in zip((0, *ends), ends, runs, strict=False):
-        yield whole._replace(first_block=first + start, end_block=first + stop), each
+        return [(whole, runs[0])]
+    parts = [whole._replace(first_block=first + start, end_block=first + stop) for start, stop in pairwise((0, *ends))]
+    return list(zip(parts, runs, strict=True))
+
+
+def _cut_inside(
+    ours: PageShape, outgoing: Outgoing, course: Course, push: Push, whole: Part, piece: Piece, settings: Settings
+) -> tuple[list[int], list[RunTable]]:
+    """Of pieces that are no whole layers of pages: where the chunks end, in blocks, and the runs of each."""
+    starts, nbytes = offsets(ours, course.writer_rank, push.pages, push.first_page, whole, piece)
+    targets, _ = offsets(outgoing.fit.theirs, course.reader_rank, outgoing.pages.astype(np.int64), 0, whole, piece)
+    pieces_each = pieces_per_block(ours, whole, piece)
+    ends = _ends(whole.end_block - whole.first_block, pieces_each * nbytes, pieces_each, settings)
+    return ends, join_runs_in_parts(starts, targets, nbytes, [each * pieces_each for each in ends])
 
 
 def _ends(blocks: int, block_bytes: int, block_runs: int, settings: Settings) -> list[int]:
@@ -178,10 +206,22 @@ def checked_shape(ticket: Ticket, shape: PageShape, block_tokens: int) -> PageSh
     return theirs
 
 
-def checked_pages(ticket: Ticket, me: Peer) -> NDArray[np.int64]:
+def fit_of(ticket: Ticket, shape: PageShape, block_tokens: int) -> Fit:
+    """block_tokens: what pages of readers must be multiples of. TransferError as by `checked_shape`."""
+    theirs = checked_shape(ticket, shape, block_tokens)
+    block, courses = common_block(shape, theirs.page_tokens), plan_courses(theirs.heads, shape.ranks, theirs.ranks)
+    return Fit(theirs, theirs.page_bytes, block, courses, tuple(_piece(shape, theirs, block, course) for course in courses))
+
+
+def _piece(ours: PageShape, theirs: PageShape, block_tokens: int, course: Course) -> Piece:
+    some = Part(block_tokens, 0, 1, 0, 1, course.first_head, course.end_head)  # tokens and layers do not matter to it
+    return min(piece_of(ours, course.writer_rank, some), piece_of(theirs, course.reader_rank, some))
+
+
+def checked_pages(ticket: Ticket, me: Peer) -> TicketPages:
     """The ticket's page ids, or TransferError when anything about it is wrong."""
     nonce, tokens = ticket.nonce, ticket.page_tokens
-    if peer_of(ticket.writer) != me:
+    if (ticket.writer.node, ticket.writer.incarnation) != me:
         raise TransferError(f"ticket {nonce:x} is for boot {ticket.writer.incarnation} of {ticket.writer.node}, this is {me.incarnation}")
     if not (ticket.num_tokens > 0 and 0 <= ticket.cached_tokens <= ticket.num_tokens and ticket.cached_tokens % tokens == 0):
         raise TransferError(f"ticket {nonce:x} asks for tokens {ticket.cached_tokens}…{ticket.num_tokens}; the first must start a page")
@@ -189,8 +229,7 @@ def checked_pages(ticket: Ticket, me: Peer) -> NDArray[np.int64]:
         raise TransferError(f"ticket {nonce:x} has {ticket.deadline_s} s left")
     if len(ticket.pages) % 4 or len(ticket.pages) // 4 < -(-ticket.num_tokens // tokens):
         raise TransferError(f"ticket {nonce:x} has {len(ticket.pages) / 4:g} pages, too few for {ticket.num_tokens} tokens")
-    pages = np.frombuffer(ticket.pages, dtype=np.int32).astype(np.int64)
-    writable = pages[page_slice(ticket.cached_tokens, ticket.num_tokens - ticket.cached_tokens, tokens)].tolist()
-    if min(writable, default=0) < 0 or len(set(writable)) < len(writable):
+    pages = unpack_pages(ticket.pages)
+    if not are_distinct(pages, ticket.cached_tokens // tokens, -(-ticket.num_tokens // tokens)):
         raise TransferError(f"ticket {nonce:x} names a page twice or a negative page")
     return pages

@@ -32,6 +32,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, TokenLogprobs
 from pdcluster.transfer.base import Peer
 
@@ -64,8 +66,7 @@ class Settings:
     max_lost_tickets: int = 16384
 
 
-@dataclass(frozen=True, slots=True)
-class TransferStats:
+class TransferStats(msgspec.Struct, frozen=True):
     """transfer_s: first write submitted → last write done; busy_s: the part of it in which a write was under way; exposed_s: `finish` → Commit
     answered (0 at the reader). Bytes without resends."""
 
@@ -78,39 +79,34 @@ class TransferStats:
     busy_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send `message` to that boot. An empty address means: on the link its message came by."""
 
     to: Endpoint
     message: Commit | CommitAck | Abort | AbortAck
 
 
-@dataclass(frozen=True, slots=True)
-class Acked:
+class Acked(msgspec.Struct, frozen=True):
     """Writer: the reader verified and took the KV."""
 
     nonce: int
     stats: TransferStats
 
 
-@dataclass(frozen=True, slots=True)
-class GaveUp:
+class GaveUp(msgspec.Struct, frozen=True):
     """Writer: the ticket is dead; tell the router. The source pages may still be read until Drained."""
 
     nonce: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
+class Drained(msgspec.Struct, frozen=True):
     """Writer: the source pages may be unpinned. Follows Acked or GaveUp once for each opened ticket."""
 
     nonce: int
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(msgspec.Struct, frozen=True):
     """Reader: the KV is verified and the pages belong to the row alone. first_token: None when the KV was pulled."""
 
     nonce: int
@@ -119,16 +115,14 @@ class Landed:
     stats: TransferStats
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """Reader: the ticket is dead, its pages are in quarantine until Reclaimed."""
 
     nonce: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reclaimed:
+class Reclaimed(msgspec.Struct, frozen=True):
     """Reader: proof came that nothing can land any more; the pages may be reused. Follows Failed once."""
 
     nonce: int

@@ -54,7 +54,7 @@ MAX_LINKS = 1024
 MAX_BARRED = 1024
 UCRED = struct.Struct("3i")
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
-BURST_BYTES, TOLD_BYTES = 8 << 20, 2 << 20
+BURST_BYTES, TOLD_BYTES = 16 << 20, 2 << 20
 """Copied in one go; and when the reader is told, so that it digests at the same time. What is left to digest at the end is one such piece. Of a copy
 that is longer, and not digested, it hears before and after: it looks at where the copy goes while the bytes go there."""
 ANYWHERE = (0, MOST_BYTES)
@@ -163,7 +163,7 @@ class _Mover:
                 self.inbox.take()
             ready = poller.poll(0 if self._populate_more() else None)
             self.inbox.was_heard()
-            if any(fd == sock.fileno() for fd, _ in ready):
+            if len(ready) > 1 or (ready and ready[0][0] != self.inbox.fd):
                 raise ConnectionResetError("the reader closed it")  # it never sends after the hello
 
     def _populate_more(self) -> bool:

@@ -13,14 +13,18 @@ from pdcluster.lifecycle import WRITING, Writing, advance
 from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Ticket, TokenLogprobs
 from pdcluster.transfer.base import Backend, Handle, Peer, Stamp, WriteStatus
 from pdcluster.transfer.chunks import digest
-from pdcluster.transfer.geometry import Course, PageShape, common_block, part_bytes, plan_courses
+from pdcluster.transfer.geometry import PageShape, part_bytes
 from pdcluster.transfer.ladder import Ladder
 from pdcluster.transfer.measure import Paths
-from pdcluster.transfer.outgoing import Chunk, Flight, Outgoing, Push, checked_pages, checked_shape, cut
-from pdcluster.transfer.session import Acked, Clock, Drained, GaveUp, Send, Settings, TransferStats, WriterEvent, earliest, peer_of, reply_to
+from pdcluster.transfer.moving import native
+from pdcluster.transfer.outgoing import Chunk, Fit, Flight, Outgoing, Push, checked_pages, cut, fit_of
+from pdcluster.transfer.pairing import are_below
+from pdcluster.transfer.session import Acked, Clock, Drained, GaveUp, Send, Settings, TransferStats, WriterEvent, peer_of, reply_to
 
 __all__ = ["Acked", "Drained", "GaveUp", "Send", "TransferStats", "Writer", "WriterEvent"]
 
+MAX_FITS = 64
+"""Kinds of pages that are remembered."""
 NO_WAKEUP_S = 0.05
 """Writes in flight are looked at this often even when no doorbell rang."""
 
@@ -45,6 +49,7 @@ class Writer:
         """region: id of rank 0's region, those of other ranks follow; memories: their bytes (for digests), in the order of ranks; order: backend
         names, best first; block_tokens: what pages of readers must be multiples of; paths: which of them carries what; default: as measured, with
         the usual settings."""
+        native()  # loaded now and not during the first transfer
         self._me = me
         self._backends = backends
         self._order = tuple(order)
@@ -64,6 +69,8 @@ class Writer:
         """Tickets that ended: reader, by which media writes were lost (R5), until when we remember; for ever where any was."""
         self._lost_before: set[str] = set()
         """Media of the lost writes of tickets that had to be forgotten all the same."""
+        self._fits: dict[tuple[int, int, int], Fit] = {}
+        """By page_tokens, page_bytes and ranks of tickets."""
         self._turns: dict[Peer, deque[int]] = {}
         self._events: list[WriterEvent] = []
         self._poll_now = False
@@ -80,13 +87,11 @@ class Writer:
             raise TransferError(f"ticket {ticket.nonce:x} was aborted by its reader before it came; a new attempt needs a new ticket")
         if ticket.nonce in self._open or ticket.nonce in self._answers:
             raise TransferError(f"ticket {ticket.nonce:x} was opened before; a ticket is used once")
-        theirs, pages = checked_shape(ticket, self._shape, self._block_tokens), checked_pages(ticket, self._me)
-        peer = peer_of(ticket.reader)
-        backends = self._connect(peer, ticket)
+        fit, pages = self._fit(ticket), checked_pages(ticket, self._me)
+        peer, adverts = peer_of(ticket.reader), dict(ticket.reader.adverts)
+        backends = self._connect(peer, adverts)
         deadline = self._clock() + ticket.deadline_s
-        courses = plan_courses(theirs.heads, self._shape.ranks, theirs.ranks)
-        block_tokens = common_block(self._shape, theirs.page_tokens)
-        self._open[ticket.nonce] = Outgoing(ticket, peer, pages, backends, deadline, theirs, block_tokens, courses, ticket.cached_tokens)
+        self._open[ticket.nonce] = Outgoing(ticket, peer, pages, adverts, backends, deadline, fit, ticket.cached_tokens)
         self._turns.setdefault(peer, deque()).append(ticket.nonce)
         self.paths.meet(peer, backends)
         return self.paths.best(peer, backends)
@@ -100,15 +105,15 @@ class Writer:
         outgoing = self._open.get(nonce)
         if outgoing is None or outgoing.state is not Writing.OPEN:
             return
-        end, pages = first_token + num_tokens, np.array(source_pages, dtype=np.int64)
+        end, pages = first_token + num_tokens, np.fromiter(source_pages, np.int64, len(source_pages))
         self._check_push(outgoing, pages, first_token, end)
         start = max(first_token, outgoing.next_token)
         if end <= start:
             return
         first_layer, end_layer = self._check_layers(outgoing, end, layers)
         push = Push(pages, first_token // self._shape.page_tokens, start, end, first_layer, end_layer)
-        for course in outgoing.courses:
-            self._cut(outgoing, course, push)
+        for leg in range(len(outgoing.fit.courses)):
+            self._cut(outgoing, leg, push)
         outgoing.layered_end, outgoing.next_layer = end, end_layer
         if end_layer == self._shape.num_layers:
             outgoing.next_token, outgoing.next_layer = end, 0
@@ -169,9 +174,11 @@ class Writer:
         """Clock time by which `poll` must run even if no doorbell rings; None when there is nothing to wait for."""
         if self._events or self._poll_now:
             return self._clock()
-        look_again = self._clock() + NO_WAKEUP_S if self._flights else None
-        living = [each for each in self._open.values() if each.state is not Writing.DRAINING]
-        return earliest(look_again, *(earliest(each.deadline, each.commit_at, each.give_up_at) for each in living))
+        times = [self._clock() + NO_WAKEUP_S] if self._flights else []
+        for each in self._open.values():
+            if each.state is not Writing.DRAINING:
+                times += [time for time in (each.deadline, each.commit_at, each.give_up_at) if time is not None]
+        return min(times, default=None)
 
     def is_idle(self) -> bool:
         """No ticket is open and no source page is pinned by one."""
@@ -190,9 +197,19 @@ class Writer:
 
     # ------------------------------------------------------------ opening
 
-    def _connect(self, peer: Peer, ticket: Ticket) -> list[str]:
+    def _fit(self, ticket: Ticket) -> Fit:
+        """Looked at once for each kind of pages; a ticket that does not fit raises and is not remembered."""
+        kind = (ticket.page_tokens, ticket.page_bytes, ticket.ranks)
+        fit = self._fits.get(kind)
+        if fit is None:
+            fit = fit_of(ticket, self._shape, self._block_tokens)
+            if len(self._fits) >= MAX_FITS:
+                self._fits.clear()
+            self._fits[kind] = fit
+        return fit
+
+    def _connect(self, peer: Peer, adverts: Mapping[str, bytes]) -> list[str]:
         """Backends that both ends have, in our order, from the first that can be connected on."""
-        adverts = dict(ticket.reader.adverts)
         common = [name for name in self._order if name in adverts and name in self._backends]
         problems = [] if common else [f"{peer.node} offers {sorted(adverts) or 'none'}, this node has {list(self._order)}"]
         usable = []
@@ -209,12 +226,12 @@ class Writer:
     # ------------------------------------------------------------ pushing
 
     def _check_push(self, outgoing: Outgoing, pages: NDArray[np.int64], first: int, end: int) -> None:
-        ticket, tokens, block = outgoing.ticket, self._shape.page_tokens, outgoing.block_tokens
+        ticket, tokens, block = outgoing.ticket, self._shape.page_tokens, outgoing.fit.block_tokens
         ragged = end % block and end != ticket.num_tokens
         if first % block or ragged or first > outgoing.next_token or end > ticket.num_tokens or outgoing.finished is not None:
             raise IntegrityError(f"push of tokens {first}…{end} of {ticket.num_tokens} to ticket {ticket.nonce:x}, {outgoing.next_token} is next")
         needed, num_pages = -(-end // tokens) - first // tokens, self._num_pages
-        if len(pages) < needed or (needed and pages[:needed].view(np.uint64).max() >= num_pages):  # a negative one is a very large one
+        if not are_below(pages, needed, num_pages):
             raise IntegrityError(f"push to ticket {ticket.nonce:x}: {needed} pages below {num_pages} are needed, got {pages[:8].tolist()}…")
 
     def _check_layers(self, outgoing: Outgoing, end: int, layers: tuple[int, int] | None) -> tuple[int, int]:
@@ -228,9 +245,10 @@ class Writer:
             )
         return first, last
 
-    def _cut(self, outgoing: Outgoing, course: Course, push: Push) -> None:
+    def _cut(self, outgoing: Outgoing, leg: int, push: Push) -> None:
         """One leg of a push as chunks that wait to be written."""
-        for part, runs in cut(self._shape, outgoing, course, push, self._settings):
+        course = outgoing.fit.courses[leg]
+        for part, runs in cut(self._shape, outgoing, leg, push, self._settings):
             first = part.first_block * part.block_tokens
             num_tokens = min(part.end_block * part.block_tokens, push.end) - first
             nbytes = part_bytes(self._shape, part)
@@ -400,8 +418,10 @@ class Writer:
     def _submit(self) -> None:
         """Start writes, one chunk per ticket in turn, while the peer's window has room."""
         for peer, turns in self._turns.items():
-            flights = [flight for flight in self._flights.values() if self._open[flight.nonce].peer == peer]
-            nbytes, runs = sum(flight.nbytes for flight in flights), sum(flight.runs for flight in flights)
+            nbytes = runs = 0
+            for flight in self._flights.values():
+                if self._open[flight.nonce].peer == peer:
+                    nbytes, runs = nbytes + flight.nbytes, runs + flight.runs
             idle = 0
             while idle < len(turns):
                 outgoing = self._open[turns[0]]
@@ -451,7 +471,7 @@ class Writer:
 
     def _commit_message(self, outgoing: Outgoing) -> Commit:
         assert outgoing.finished is not None
-        return Commit(outgoing.ticket.nonce, outgoing.block_tokens, outgoing.legs(), *outgoing.finished, round=outgoing.round)
+        return Commit(outgoing.ticket.nonce, outgoing.fit.block_tokens, outgoing.legs(), *outgoing.finished, round=outgoing.round)
 
     def _drain(self) -> None:
         """End given-up tickets whose writes are all settled (R4), and tell the reader (R5)."""
@@ -465,8 +485,10 @@ class Writer:
 
     def _seek_proof(self) -> None:
         """A write of unknown outcome past its ticket's deadline: end its connections, which may settle it. Not earlier: it hurts others."""
-        now, unknown = self._clock(), [flight for flight in self._flights.values() if flight.is_unknown]
-        late = {(self._open[flight.nonce].peer, flight.backend) for flight in unknown if now >= self._open[flight.nonce].deadline}
+        now, late = self._clock(), set()
+        for flight in self._flights.values():
+            if flight.is_unknown and now >= self._open[flight.nonce].deadline:
+                late.add((self._open[flight.nonce].peer, flight.backend))
         if not late or (self._proof_at is not None and now < self._proof_at):
             return
         self._proof_at = now + self._settings.proof_s

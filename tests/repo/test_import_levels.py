@@ -45,6 +45,7 @@ LEVELS: dict[str, float] = {
     "pdcluster.transfer.moving": 3,
     "pdcluster.transfer.moving_kernel": 3,
     "pdcluster.transfer.nixl": 3,
+    "pdcluster.transfer.page_kernel": 3,
     "pdcluster.transfer.pidfd": 2,
     "pdcluster.transfer.ranked": 3,
     "pdcluster.transfer.shm": 3,

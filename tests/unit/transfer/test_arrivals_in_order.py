@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pdcluster.messages import ChunkEntry, Commit, Endpoint, Leg, Ticket, pack_tokens
 from pdcluster.transfer.base import Arrival, Peer, Stamp
@@ -141,7 +139,7 @@ def test_what_is_seen_is_the_commit_that_covers_it_and_no_other(
         incoming.arrived[entry.index] = Arrival(Stamp(5, entry.index, 1, entry.nbytes))
         incoming.arrived_bytes += entry.nbytes
     incoming.seen = legs_seen(SHAPE, incoming, 0, digests=False)
-    without = Commit(5, TOKENS, (Leg(0, 0, 0, HEADS, tuple(msgspec.structs.replace(entry, digest=0) for entry in commit.legs[0].chunks)),), None)
+    without = Commit(5, TOKENS, (Leg(0, 0, 0, HEADS, tuple(replace(entry, digest=0) for entry in commit.legs[0].chunks)),), None)
     assert is_as_seen(SHAPE, incoming, without)
     assert not by or not is_as_seen(SHAPE, incoming, changed(without, chunk, field, by))
 
@@ -195,4 +193,4 @@ def test_a_commit_that_cuts_the_same_bytes_otherwise_is_not_what_was_known() -> 
 def test_a_commit_of_other_blocks_is_not_what_was_seen() -> None:
     """Their bytes follow each other in another order."""
     arrived = Arrived(PAGES, [2])
-    assert not arrived.is_as_seen(msgspec.structs.replace(arrived.commit, block_tokens=TOKENS // 2))
+    assert not arrived.is_as_seen(replace(arrived.commit, block_tokens=TOKENS // 2))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from transfer_harness import Pair, take_digests
 
 from pdcluster.transfer.base import Arrival

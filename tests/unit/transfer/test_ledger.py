@@ -47,6 +47,17 @@ def test_a_doorbell_that_rings_is_not_rung_again_and_rings_anew_when_it_was_clea
     doorbell.clear()
 
 
+def test_a_bell_is_not_waited_for_while_another_thread_rings_it() -> None:
+    doorbell = Doorbell()
+    doorbell.ring()
+    with doorbell._lock:  # as of a thread that was put aside while it rang
+        doorbell.clear()
+    assert is_ringing(doorbell), "it rings on, so that the next wait is over at once"
+    doorbell.clear()
+    assert not is_ringing(doorbell)
+    doorbell.close()
+
+
 def test_whoever_sleeps_until_the_bell_rings_misses_nothing_of_what_several_threads_bring() -> None:
     doorbell, each = Doorbell(), 500
     brought = Arrivals(doorbell)

@@ -10,6 +10,7 @@ from transfer_harness import LOGPROBS, PAGE_BYTES, PAGE_TOKENS, QUICK, READER, W
 
 from pdcluster.errors import IntegrityError, PeerUnreachable, TransferError
 from pdcluster.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Leg, pack_tokens
+from pdcluster.transfer import writer
 from pdcluster.transfer.base import Peer, Stamp, WriteStatus
 from pdcluster.transfer.fake import Fault
 from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
@@ -193,6 +194,19 @@ def test_a_malformed_ticket_is_refused_by_name(change: dict[str, object], messag
     with pytest.raises(TransferError, match=message):
         pair.writer.open(ticket)
     assert pair.writer.is_idle()
+
+
+def test_kinds_of_pages_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MAX_FITS", 2)
+    pair = Pair()
+    for page_tokens in (4, 8, 12, 16, 4):
+        ticket = pair.reader.open("r", page_tokens, WRITER, PAGES, TOKENS, 0, 5.0)
+        page_bytes = ticket.page_bytes // ticket.page_tokens * page_tokens
+        pair.writer.open(msgspec.structs.replace(ticket, page_tokens=page_tokens, page_bytes=page_bytes))
+        assert 1 <= len(pair.writer._fits) <= 2
+        pair.reader.abort(ticket.nonce, "only its pages were of interest")
+        pair.run(1.0)
+    assert_idle(pair)
 
 
 def test_a_ticket_for_another_boot_of_the_writer_is_refused() -> None:
