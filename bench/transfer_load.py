@@ -3,7 +3,8 @@
 Two cases. Other core: the engine is a process of its own on core 1, both ends of the transfer share core 0. Shared core: the engine is a thread
 of the writer's process, so that it shares core 0 *and* the GIL with the mover; the reader has core 1. There the elapsed time says little, so
 the figures are the bytes that the mover threads move per second of their own CPU time, and how long they wait for the GIL after each stretch
-that they ran without it.
+that they ran without it. Beside the other core's case stands what its engine takes from a memmove, and from a copy that is digested twice as a
+transfer's bytes are, with nothing of a transfer around it: a transfer that keeps as much of its speed as the latter loses it to the memory.
 
     python -m bench.transfer_load FD     the engine process: it steps until its end of the socket closes
 """
@@ -18,13 +19,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from bench.report import Row, paired, row
 from bench.transfer_ends import PAGE_TOKENS, Near, plain
+from pdcluster.transfer.moving import Payload, table_of
+from pdcluster.transfer.shm import TOLD_BYTES
 
 PAGE_BYTES = 64 << 10
 CASE_BYTES = 64 << 20
@@ -151,24 +154,48 @@ def other_core(backend: str, repeats: int) -> Iterator[Row]:
     busy: list[list[float]] = []
     try:
         for _ in range(repeats):
-            idle.append(seconds_of_both(near))
+            idle.append(seconds_of_all(near))
             engine.resume()
             time.sleep(0.02)
-            busy.append(seconds_of_both(near))
+            busy.append(seconds_of_all(near))
             engine.pause()
     finally:
         engine.close()
         near.close()
-    yield other_core_row(f"busy.{backend}", "engine on the other core", [each[0] for each in idle], [each[0] for each in busy], BUSY_GOAL)
-    yield other_core_row("  busy.memmove", f"the same of a copy, beside {backend}", [each[1] for each in idle], [each[1] for each in busy], None)
+    cases = (
+        (f"busy.{backend}", "engine on the other core", BUSY_GOAL),
+        ("  busy.memmove", f"the same of a copy, beside {backend}", None),
+        ("  busy.digested", f"of a copy that both ends digest, in one thread, beside {backend}", None),
+    )
+    for index, (metric, case, goal) in enumerate(cases):
+        yield other_core_row(metric, case, [each[index] for each in idle], [each[index] for each in busy], goal)
 
 
-def seconds_of_both(near: Near) -> list[float]:
-    """Of a transfer, and of a memmove of as many bytes: how much of a loss is the memory's, which the cores share."""
-    seconds, source = near.move(CASE_TOKENS), near.pools[0].bytes
+def seconds_of_all(near: Near) -> list[float]:
+    """Of a transfer, of a memmove of as many bytes, and of what such a transfer does with the memory by itself: how much of a loss is the memory's,
+    which the cores share."""
+    return [near.move(CASE_TOKENS), seconds_of(lambda: copy(near)), seconds_of(lambda: copy_and_digest(near))]
+
+
+def seconds_of(work: Callable[[], None]) -> float:
     begin = time.perf_counter()
-    ctypes.memmove(near.spare.bytes.ctypes.data, source.ctypes.data, CASE_BYTES)
-    return [seconds, time.perf_counter() - begin]
+    work()
+    return time.perf_counter() - begin
+
+
+def copy(near: Near) -> None:
+    ctypes.memmove(near.spare.bytes.ctypes.data, near.pools[0].bytes.ctypes.data, CASE_BYTES)
+
+
+def copy_and_digest(near: Near) -> None:
+    """What both ends of a transfer over shm do on the core that they share here, piece by piece: copy and digest, then digest the copy."""
+    source, target = near.pools[0].bytes.ctypes.data, near.spare.bytes.ctypes.data
+    written, read = (Payload(table_of([(to, each, CASE_BYTES)]), digests=True) for to, each in ((target, source), (0, target)))
+    for _ in range(0, CASE_BYTES, TOLD_BYTES):
+        written.advance(TOLD_BYTES)
+        read.advance(TOLD_BYTES)
+    if written.digest() != read.digest():
+        raise RuntimeError("the copy that is to be compared with differs from its source")
 
 
 def other_core_row(metric: str, case: str, idle: list[float], busy: list[float], goal: float | None) -> Row:

@@ -37,37 +37,52 @@ def start_or_release(thread: threading.Thread, peer: Peer, release: Callable[[],
 
 class Doorbell:
     """An eventfd: `ring` from anywhere, poll `fd` in a loop. Only `clear` reads it: what rings already is not rung again, and what does not ring is
-    not read, as every system call at the end of a transfer delays its Commit."""
+    not read, as every system call at the end of a transfer delays its Commit. Nor is it written under the lock: that wakes the one who clears, and
+    he would wait for the one who rings to go on."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._rings = False
-        """Under the lock: is there something to be read?"""
+        """Under the lock: is there something to be read, or will there be at once?"""
+        self._ringers = 0
+        """Under the lock: how many threads are about to write."""
+        self._closing = -1
+        """Under the lock: the descriptor, when it is to be closed after the last of them."""
 
     def ring(self) -> None:
         with self._lock:
-            if self.fd >= 0 and not self._rings:
-                self._rings = True
-                os.eventfd_write(self.fd, 1)
+            if self.fd < 0 or self._rings:
+                return
+            self._rings = True
+            self._ringers += 1
+            fd = self.fd
+        os.eventfd_write(fd, 1)
+        with self._lock:
+            self._ringers -= 1
+            self._let_go()
 
     def clear(self) -> None:
-        """Not while it is being rung: whoever rings wakes the one who clears, and should not be waited for by him. It rings on, and the next wait is
-        over at once."""
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            if self._rings and self.fd >= 0:
-                self._rings = False
+        with self._lock:
+            if not self._rings or self.fd < 0:
+                return
+            try:
                 os.eventfd_read(self.fd)
-        finally:
-            self._lock.release()
+            except BlockingIOError:
+                return  # it is about to be rung: the next wait is over at once
+            self._rings = False
 
     def close(self) -> None:
         with self._lock:
             if self.fd >= 0:
-                os.close(self.fd)
-                self.fd = -1
+                self._closing, self.fd = self.fd, -1
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """A number that is written to must not become another file's."""
+        if self._closing >= 0 and not self._ringers:
+            os.close(self._closing)
+            self._closing = -1
 
 
 class Writes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import select
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -47,14 +49,56 @@ def test_a_doorbell_that_rings_is_not_rung_again_and_rings_anew_when_it_was_clea
     doorbell.clear()
 
 
-def test_a_bell_is_not_waited_for_while_another_thread_rings_it() -> None:
+@pytest.fixture
+def amid_ringing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Doorbell, bool, Callable[[], object]], None]:
+    """Ring a bell, and do something in another thread right before or after it is written to."""
+    write = os.eventfd_write
+
+    def ring(doorbell: Doorbell, is_written: bool, act: Callable[[], object]) -> None:
+        def written(fd: int, value: int) -> None:
+            if is_written:
+                write(fd, value)
+            other = threading.Thread(target=act)
+            other.start()
+            other.join(20)
+            assert not other.is_alive(), "it waits for the thread that rings"
+            if not is_written:
+                write(fd, value)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "eventfd_write", written)
+            doorbell.ring()
+
+    return ring
+
+
+def test_whoever_clears_a_bell_does_not_wait_for_the_thread_that_wakes_him(amid_ringing: Callable[..., None]) -> None:
     doorbell = Doorbell()
+    amid_ringing(doorbell, True, doorbell.clear)
+    assert not is_ringing(doorbell)
     doorbell.ring()
-    with doorbell._lock:  # as of a thread that was put aside while it rang
-        doorbell.clear()
-    assert is_ringing(doorbell), "it rings on, so that the next wait is over at once"
+    assert is_ringing(doorbell)
+    doorbell.close()
+
+
+def test_a_bell_that_is_cleared_before_it_was_written_to_rings(amid_ringing: Callable[..., None]) -> None:
+    doorbell = Doorbell()
+    amid_ringing(doorbell, False, doorbell.clear)
+    assert is_ringing(doorbell)
     doorbell.clear()
     assert not is_ringing(doorbell)
+    doorbell.ring()
+    assert is_ringing(doorbell), "what was cleared is rung again"
+    doorbell.close()
+
+
+def test_a_descriptor_is_not_closed_while_it_is_about_to_be_written_to(amid_ringing: Callable[..., None]) -> None:
+    doorbell = Doorbell()
+    fd, seen = doorbell.fd, []
+    amid_ringing(doorbell, False, lambda: (doorbell.close(), seen.append(os.fstat(fd))))
+    assert seen and doorbell.fd == -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
     doorbell.close()
 
 
