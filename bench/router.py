@@ -52,6 +52,8 @@ next. It bounds what CONNECTIONS streams bring in a second; what counts is token
 LONE_STREAM = "stream of 64 alone"
 WORKER_S = 64e-6
 """What the HTTP fake itself takes, measured alone with a compiled client; of no weight beside what is measured here."""
+WARM_S = 2.0
+"""Before what counts: ours loads compiled choices beside its start, which is 0.4 s of a core and no part of any request."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -167,6 +169,7 @@ def latency_rows(placed: Placed, case: str, direct_s: float, seconds: float, rep
 
 def request_rows(placed: Placed, case: str, seconds: float, repeats: int) -> list[Row]:
     """Requests per second, as they came and per core of router."""
+    measure(placed, placed.ask(NUM_PROMPT, 1, stream=False), connections=CONNECTIONS, seconds=WARM_S)
     whole = [measure(placed, placed.ask(NUM_PROMPT, 1, stream=False), connections=CONNECTIONS, seconds=seconds) for _ in range(repeats)]
     name = f"{placed.name} {case}"
     return [
@@ -179,6 +182,7 @@ def request_rows(placed: Placed, case: str, seconds: float, repeats: int) -> lis
 def stream_rows(placed: Placed, case: str, seconds: float, repeats: int) -> list[Row]:
     """Streamed tokens per second, one event each, and how long one stream takes alone, which shows stalls."""
     ask = placed.ask(NUM_PROMPT, NUM_STREAMED, stream=True)
+    measure(placed, ask, connections=CONNECTIONS, seconds=WARM_S)
     streams = [measure(placed, ask, connections=CONNECTIONS, seconds=seconds) for _ in range(repeats)]
     alone = measure(placed, ask, connections=1, seconds=seconds)
     name = f"{placed.name} {case}"

@@ -81,9 +81,9 @@ class ChoiceText:
         self.num_tokens += 1
         return NOTHING if token_id in self._silent else self._detokenizer.say(token_id)
 
-    def known(self) -> Detokenizer:
-        """Whose known texts are also those of the choice: tokens that end it are not among them."""
-        self._detokenizer.ask_for(self._silent)
+    def known(self, vocab_size: int) -> Detokenizer:
+        """Whose known texts are also those of the choice: tokens that end it, or that its model does not have, are not among them."""
+        self._detokenizer.ask_for(self._silent, vocab_size)
         return self._detokenizer
 
     def finish(self, piece: Piece) -> None:

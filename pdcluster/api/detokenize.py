@@ -141,9 +141,10 @@ class Detokenizer:
         self._knows = True
         self.known = self._said if self._is_whole else NONE_KNOWN
 
-    def ask_for(self, token_ids: Set[int]) -> None:
-        """These are never among the known, since they are no text to who asks. Special ones are not anyway; with others nothing is known."""
-        if not self._pieces.special.issuperset(token_ids):
+    def ask_for(self, token_ids: Set[int], vocab_size: int) -> None:
+        """These, and those beyond the vocabulary, are never among the known, since they are no text to who asks. Special ones are not anyway; with
+        others nothing is known."""
+        if vocab_size < len(self._texts) or not self._pieces.special.issuperset(token_ids):
             self._knows, self.known = False, NONE_KNOWN
 
     def show(self, token_ids: frozenset[int]) -> None:

@@ -175,8 +175,8 @@ class Head(Struct, frozen=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether chunks carry nothing but text, so that they can be put together from prepared parts."""
-        return not (self.logprobs or self.token_ids or self.include_usage)
+        """Whether chunks differ in nothing but text, so that they can be put together from prepared parts."""
+        return not (self.logprobs or self.token_ids)
 
 
 class Format(Protocol):

@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -43,6 +44,8 @@ FEW_BYTES = 4096
 """Of packed ids that are looked at sooner than numpy is called."""
 MAX_TAIL_BYTES = _NUMBERS.size + DIGEST_BYTES
 """Of a frame, beside its head and its messages."""
+
+_LOGPROBS, _PROMPT_LOGPROBS = attrgetter("logprobs"), attrgetter("prompt_logprobs")
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(m.Envelope)
@@ -302,8 +305,9 @@ def _check_fetch_file(message: m.FetchFile) -> None:
 
 
 def _check_tokens(message: m.Tokens) -> None:
-    for row in message.rows:
-        if row.logprobs or row.prompt_logprobs:
+    rows = message.rows
+    if any(map(_LOGPROBS, rows)) or any(map(_PROMPT_LOGPROBS, rows)):  # few have any
+        for row in rows:
             _check_entries(row)
 
 

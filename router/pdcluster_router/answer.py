@@ -26,7 +26,7 @@ from pdcluster_router.http_errors import ClientLeft, fail
 from pdcluster_router.http_exchange import JSON, NO_BUFFERING, Exchange
 from pdcluster_router.open_requests import HANG_UP_S
 from pdcluster_router.prepare import Prepared
-from pdcluster_router.through import Through
+from pdcluster_router.through import through
 
 MAX_UNREAD = 1 << 16
 """Pieces that wait for a client that does not read; one that is further behind is given up."""
@@ -43,7 +43,7 @@ class Writer(Protocol):
 
     def add(self, index: int, piece: Piece) -> None: ...
 
-    def through(self, index: int) -> Through | None: ...
+    def through(self, index: int) -> Take | None: ...
 
     def finish(self) -> None:
         """All choices are done."""
@@ -127,7 +127,7 @@ class Answer:
         """Nothing can be sent now: its client has to read first, or it is over."""
         return self._is_over or bool(self._unread) or self._exchange.is_paused
 
-    def through(self, index: int) -> Through | None:
+    def through(self, index: int) -> Take | None:
         """A short way for a choice of which something was said already; None where there is none."""
         return self._writer.through(index)
 
@@ -192,7 +192,7 @@ class _ChoiceSink:
 
     def __init__(self, answer: Answer, choice: Choice, index: int) -> None:
         self._answer, self._choice, self._index = answer, choice, index
-        self._through: Through | None = None
+        self._through: Take | None = None
         self._is_asked = False
         """Whether there is a way through."""
 
@@ -204,7 +204,7 @@ class _ChoiceSink:
             return None  # there may be a way once it reads
         if not self._is_asked:
             self._is_asked, self._through = True, self._answer.through(self._index)
-        return None if self._through is None else self._through.take
+        return self._through
 
     def on_done(self, done: Done) -> None:
         self._answer.take(self._index, self._choice, done)
@@ -230,7 +230,7 @@ class _Whole:
         else:
             collected.add(piece)
 
-    def through(self, index: int) -> Through | None:
+    def through(self, index: int) -> Take | None:
         return None
 
     def finish(self) -> None:
@@ -290,11 +290,11 @@ class _Stream:
         self._opened.add(index)
         return self._format.opening(index)
 
-    def through(self, index: int) -> Through | None:
+    def through(self, index: int) -> Take | None:
         choice, around = self._prepared.choices[index], self._format.around(index)
         if around is None or index not in self._opened or not choice.text.is_plain:
             return None
-        return Through(choice, self._exchange.line, *self._exchange.framing(*around))
+        return through(choice, self._exchange.line, *self._exchange.framing(*around))
 
     def finish(self) -> None:
         prepared = self._prepared

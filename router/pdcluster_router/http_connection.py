@@ -15,8 +15,9 @@
 from __future__ import annotations
 
 import math
-from asyncio import BaseTransport, Event, Protocol, Transport, get_running_loop
+from asyncio import BaseTransport, Event, Protocol, Transport
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from time import monotonic
@@ -30,6 +31,7 @@ from pdcluster.api.replies import error_body
 from pdcluster.errors import BadRequest
 from pdcluster_router.http_exchange import Asked, Exchange
 from pdcluster_router.http_heads import Form, Heads, taken_apart
+from pdcluster_router.posting import Posting
 
 MAX_HEAD_BYTES = 64 * 1024
 DISCARD_FACTOR = 8
@@ -91,20 +93,7 @@ class Connections(set["Connection"]):
         super().__init__()
         self.heads = Heads()
         self._none: Event | None = None
-        self.posted: dict[Connection, bytes] = {}
-        """What is to be sent when this turn of the loop ends."""
-        self.is_flush_due = False
-
-    def flush_soon(self) -> None:
-        self.is_flush_due = True
-        get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self.is_flush_due, posted = False, self.posted
-        while posted:
-            connection, data = posted.popitem()
-            if (transport := connection._transport) is not None:
-                transport.write(data)
+        self.posting = Posting()
 
     def ended(self, connection: Connection) -> None:
         self.discard(connection)
@@ -144,7 +133,9 @@ class Connection(Protocol):
         self._ends_soon = self._is_deaf = False
         self._is_reading = True
         self._is_settling = False
-        self._posted = open_ones.posted
+        self.posting = open_ones.posting
+        self._posted = open_ones.posting.parts
+        self.write: Callable[[bytes], object] = nowhere
         self.is_paused = False
         self.deadline = math.inf
 
@@ -152,11 +143,13 @@ class Connection(Protocol):
 
     def connection_made(self, transport: BaseTransport) -> None:
         self._transport = cast(Transport, transport)  # uvloop's are no subclasses
+        self.write = self._transport.write
         self._open_ones.add(self)
         self.deadline = monotonic() + self._limits.idle_s
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        self.write = nowhere
         self._open_ones.ended(self)
         self._early.clear()
         self._ahead.clear()
@@ -388,8 +381,7 @@ class Connection(Protocol):
         """Implements Line."""
         if self in self._posted:
             data = self._posted.pop(self) + data
-        if self._transport is not None:
-            self._transport.write(data)
+        self.write(data)
 
     def post(self, data: bytes) -> None:
         """Implements Line."""
@@ -399,8 +391,8 @@ class Connection(Protocol):
         posted[self] = data
         if len(data) > MOST_POSTED_BYTES:
             self._flush()
-        elif not self._open_ones.is_flush_due:
-            self._open_ones.flush_soon()
+        elif not self.posting.is_due:
+            self.posting.flush_soon()
 
     def _flush(self) -> None:
         """What was posted is sent."""
@@ -465,6 +457,10 @@ class Connection(Protocol):
             head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % (status, len(body))
             self.send(head + body)
         self.close()
+
+
+def nowhere(data: bytes, /) -> None:
+    """Of a connection that is not there."""
 
 
 def _path(url: bytes) -> str:

@@ -6,6 +6,7 @@ an answer goes out with the others of the same turn of the loop: a write is what
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
@@ -14,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from pdcluster.errors import PdclusterError
 from pdcluster_router.drawn import draw
+from pdcluster_router.posting import Posting
 from pdcluster_router.tenants import Tenant
 
 JSON = b"content-type: application/json\r\n"
@@ -23,9 +25,6 @@ NO_BUFFERING = b"content-type: text/event-stream; charset=utf-8\r\ncache-control
 MAX_PARTS = 256
 """Of a body, as they came."""
 
-MAX_SIZES = 64
-"""Of texts in a stream for which the size of their event is kept."""
-
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus} | {499: b"HTTP/1.1 499 \r\n"}
 
 
@@ -33,6 +32,11 @@ class Line(Protocol):
     """The connection under an exchange."""
 
     is_paused: bool
+    posting: Posting
+
+    def write(self, data: bytes, /) -> object:
+        """Now, where nothing was posted."""
+        ...
 
     def send(self, data: bytes) -> None:
         """Now, behind what was posted."""
@@ -62,19 +66,16 @@ class Asked(NamedTuple):
 
 
 class Befores(dict[int, bytes]):
-    """What is posted before a middle of so many bytes, made when it is first asked for: most are of few sizes. around: bytes of a chunk beside its
-    middle, None where an answer has no chunks."""
+    """What is posted before a middle of so many bytes, made when it is first asked for: the texts of tokens have few sizes. around: bytes of a chunk
+    beside its middle."""
 
     __slots__ = ("_around", "_before")
 
-    def __init__(self, before: bytes, around: int | None) -> None:
-        super().__init__()
+    def __init__(self, before: bytes, around: int) -> None:
         self._before, self._around = before, around
 
     def __missing__(self, size: int) -> bytes:
-        before = self._before if self._around is None else b"%x\r\n%b" % (self._around + size, self._before)
-        if len(self) < MAX_SIZES:
-            self[size] = before
+        self[size] = before = b"%x\r\n%b" % (self._around + size, self._before)
         return before
 
 
@@ -171,10 +172,9 @@ class Exchange:
         self.line.end(self)
 
     def framing(self, before: bytes, after: bytes) -> tuple[Mapping[int, bytes], bytes]:
-        """For parts that differ only in what stands between these: what is posted before a middle of that many bytes, and after it. The answer has
-        started."""
+        """For texts of tokens that stand between these: what is posted before a middle of that many bytes, and after it. The answer has started."""
         if not self._is_chunked:
-            return Befores(before, None), after
+            return defaultdict(lambda: before), after
         return Befores(before, len(before) + len(after)), after + b"\r\n"
 
     def abandon(self) -> None:

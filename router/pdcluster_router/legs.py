@@ -137,7 +137,8 @@ class Ledger:
             leg = leg_of(row.request)
             if leg is not None and (way := leg.way) is not None and row.position == len(leg.emitted) and row.attempt == leg.attempt:
                 try:
-                    if way.take(row.position, row.tokens):
+                    take = way.take  # which is no method: to call it as one takes longer
+                    if take(row.position, row.tokens):
                         leg.emitted += row.tokens
                         leg.heard_at = now
                         continue

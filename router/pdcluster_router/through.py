@@ -11,31 +11,38 @@ from collections.abc import Mapping
 from time import monotonic
 
 from pdcluster_router.choices import Choice
+from pdcluster_router.generation import Take
 from pdcluster_router.http_exchange import Line
 
 
-class Through:
-    """before, after: what stands around an event's text, as JSON, the former by the text's size; line: where it goes."""
+def through(choice: Choice, line: Line, before: Mapping[int, bytes], after: bytes) -> Take:
+    """before, after: what stands around an event's text, as JSON, the former by the text's size; line: where it goes. Two tokens came before."""
+    text, clock, posting, parts = choice.text, choice.clock, line.posting, line.posting.parts
+    texts = text.known(choice.vocab_size)
 
-    __slots__ = ("_after", "_before", "_clock", "_detokenizer", "_line", "_post", "_text", "_vocab_size")
-
-    def __init__(self, choice: Choice, line: Line, before: Mapping[int, bytes], after: bytes) -> None:
-        self._text, self._clock, self._vocab_size = choice.text, choice.clock, choice.vocab_size
-        self._detokenizer = choice.text.known()
-        self._line, self._post, self._before, self._after = line, line.post, before, after
-
-    def take(self, position: int, token_ids: tuple[int, ...]) -> bool:
-        """Implements generation.Take: False where the client has to read first, or a token is wrong. Two came before."""
-        text = self._text
-        if self._line.is_paused or text.num_tokens != position:
-            return False
-        said = self._detokenizer.known.get(token_ids)
-        if said is not None:
-            text.num_tokens = position + 1
-        elif len(token_ids) == 1 and 0 <= token_ids[0] < self._vocab_size:
-            said = text.say(token_ids[0])
+    def take(position: int, token_ids: tuple[int, ...]) -> bool:
+        """Implements generation.Take: False where the client has to read first, or a token is wrong. Nearly all that a router says is said
+        here, so it calls nothing that it need not."""
+        said = texts.known.get(token_ids)
+        if said is None or line.is_paused or text.num_tokens != position:
+            return take_unknown(position, token_ids)
+        text.num_tokens = position + 1
+        clock.last = monotonic()
+        data = before[len(said)] + said + after
+        if line in parts:
+            line.post(data)
         else:
-            return False
-        self._post(self._before[len(said)] + said + self._after)
-        self._clock.last = monotonic()
+            parts[line] = data
+            if not posting.is_due:
+                posting.flush_soon()
         return True
+
+    def take_unknown(position: int, token_ids: tuple[int, ...]) -> bool:
+        if line.is_paused or text.num_tokens != position or len(token_ids) != 1 or not 0 <= token_ids[0] < choice.vocab_size:
+            return False
+        said = text.say(token_ids[0])
+        clock.last = monotonic()
+        line.post(before[len(said)] + said + after)
+        return True
+
+    return take

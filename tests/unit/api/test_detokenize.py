@@ -67,13 +67,21 @@ def test_what_was_said_is_known_but_for_special_tokens_and_inside_of_a_character
     assert stream.known[a,] == b'"a"'
 
 
+def test_nothing_is_known_where_the_model_has_fewer_tokens() -> None:
+    (a,) = BYTE_LEVEL.encode("a", add_special_tokens=False)
+    BYTE_LEVEL.detokenizer().say(a)
+    stream = BYTE_LEVEL.detokenizer()
+    stream.ask_for(frozenset(), BYTE_LEVEL.vocab_size - 1)
+    assert not stream.known
+
+
 def test_nothing_is_known_where_a_word_ends_the_text() -> None:
     a, half = (BYTE_LEVEL.encode(text, add_special_tokens=False)[0] for text in ("a", "\u4e16"))
     stream = BYTE_LEVEL.detokenizer()
-    stream.ask_for(BYTE_LEVEL.pieces.special)
+    stream.ask_for(BYTE_LEVEL.pieces.special, BYTE_LEVEL.vocab_size)
     stream.say(a)
     assert (a,) in stream.known
-    stream.ask_for({a})
+    stream.ask_for({a}, BYTE_LEVEL.vocab_size)
     for token_id in (a, half, a):
         stream.say(token_id)
         assert not stream.known

@@ -13,6 +13,7 @@ from pdcluster.api import openai
 from pdcluster_router.answer import answer
 from pdcluster_router.generation import Chunk, Generation, Sink
 from pdcluster_router.http_exchange import Asked, Exchange
+from pdcluster_router.posting import Posting
 from pdcluster_router.prepare import Terms, prepare_chat, prepare_completion
 from pdcluster_router.server import router_metrics
 
@@ -22,12 +23,22 @@ class Line:
 
     def __init__(self) -> None:
         self.is_paused = self.is_cut = False
-        self.sent = b""
+        self.posting = Posting()
+        self._written = b""
+
+    @property
+    def sent(self) -> bytes:
+        """And posted."""
+        return self._written + self.posting.parts.get(self, b"")
+
+    def write(self, data: bytes, /) -> None:
+        self._written += data
 
     def send(self, data: bytes) -> None:
-        self.sent += data
+        self.write(self.posting.parts.pop(self, b"") + data)
 
-    post = send
+    def post(self, data: bytes) -> None:
+        self.posting.parts[self] = self.posting.parts.get(self, b"") + data
 
     def end(self, exchange: Exchange) -> None:
         pass

@@ -15,7 +15,6 @@ from scripted_dispatcher import EOS, ROUTE, TEXT, VOCAB
 from pdcluster.errors import NodeLost
 from pdcluster_router.generation import Chunk, Done, Timeline
 from pdcluster_router.http_errors import ClientLeft
-from pdcluster_router.through import Through
 
 LETTERS = TEXT.encode("stop this, \u00e9\u4e16 \U0001f642 END", add_special_tokens=False)
 TOKENS = st.one_of(st.sampled_from([*LETTERS]), st.integers(0, VOCAB - 1), st.just(EOS))
@@ -102,17 +101,16 @@ def test_both_ways_say_the_same(steps: list[tuple[int, ...] | str], end: str, is
     assert short == long
 
 
+@pytest.mark.parametrize("fields", [{}, {"stream_options": {"include_usage": True}}])
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_a_plain_stream_goes_the_short_way_from_its_third_token_on(is_chat: bool) -> None:
+def test_a_plain_stream_goes_the_short_way_from_its_third_token_on(is_chat: bool, fields: dict[str, object]) -> None:
     player = Player(is_short=True)
-    told = player.tell([(token_id,) for token_id in LETTERS], "done", is_chat=is_chat)
+    told = player.tell([(token_id,) for token_id in LETTERS], "done", is_chat=is_chat, **fields)
     assert player.num_short == len(LETTERS) - 2
     assert told.is_finished and told.sent.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
-@pytest.mark.parametrize(
-    "fields", [{"stop": ["END"]}, {"return_token_ids": True}, {"logprobs": 1}, {"stream_options": {"include_usage": True}}, {"n": 2}]
-)
+@pytest.mark.parametrize("fields", [{"stop": ["END"]}, {"return_token_ids": True}, {"logprobs": 1}, {"n": 2}])
 async def test_a_stream_that_needs_more_than_text_is_not_taken(fields: dict[str, object]) -> None:
     dispatcher = ByHand()
     asked(dispatcher, stream=True, **fields)  # type: ignore[arg-type]
@@ -152,14 +150,17 @@ async def test_a_client_that_did_not_read_at_first_gets_the_rest_the_short_way()
     assert take is not None and take(2, (LETTERS[2],))
 
 
-def test_no_token_is_said_twice_or_out_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[tuple[int, bool]] = []
-    take = Through.take
-
-    def watched(through: Through, position: int, token_ids: tuple[int, ...]) -> bool:
-        said.append((position, take(through, position, token_ids)))
-        return said[-1][1]
-
-    monkeypatch.setattr(Through, "take", watched)
-    Player(is_short=True).tell([(5,), (6,), (7,), (8, 9), (10,)], "done")
-    assert said == [(2, True), (3, False), (5, True)]
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_no_token_is_said_twice_or_out_of_its_place(is_known: bool) -> None:
+    dispatcher = ByHand()
+    line, _ = asked(dispatcher, stream=True)
+    sink, (first, second, *_) = dispatcher.sinks[0], LETTERS
+    sink.on_chunk(Chunk(0, (first, first), (), (), ROUTE))
+    take = sink.way()
+    assert take is not None
+    if not is_known:
+        TEXT.pieces.said.clear()
+    before = line.sent
+    assert not any(take(position, (second,)) for position in (0, 1, 3, 4)) and not take(2, (second, second)) and not take(2, ())
+    assert line.sent == before
+    assert take(2, (second,)) and not take(2, (second,)) and line.sent != before
