@@ -95,7 +95,7 @@ def clusters(draw: st.DrawFn, max_nodes: int = 6) -> ClusterView:
                 is_cordoned=draw(st.integers(0, 4)) == 0,
                 max_len=draw(st.sampled_from([100, 32768])),
                 backends=draw(st.sampled_from([("shm",), ("tcp",), ("shm", "tcp"), ()])),
-                pending=draw(st.builds(Pending, *[st.integers(0, 1000)] * 5)),
+                pending=draw(st.builds(Pending, *[st.integers(0, 1000)] * 6)),
                 bandwidth={f"n{other}": draw(st.sampled_from([0.0, 1e6, 1e9])) for other in range(3)},
             )
         )
