@@ -215,6 +215,8 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 _CHAT_UNSUPPORTED = tuple(name for name in ChatRequest.__struct_fields__ if name in UNSUPPORTED)
 _COMPLETION_UNSUPPORTED = tuple(name for name in CompletionRequest.__struct_fields__ if name in UNSUPPORTED)
 
+_COMPLETION_SCHEMAS: Mapping[str, type[Struct]] = {"": CompletionRequest, **NESTED}
+
 _CHAT = msgspec.json.Decoder(ChatRequest)
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _BARE_COMPLETION = msgspec.json.Decoder(_BareCompletion)
@@ -242,8 +244,13 @@ def _checked_chat(request: ChatRequest) -> ChatRequest:
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
+    return check_completion(read_completion(body))
+
+
+def read_completion(body: bytes) -> CompletionRequest:
+    """Of the right form; whether it asks for what there is, `check_completion` says."""
     request = _with_token_list(body) if len(body) > LONG_BYTES else None
-    return _checked_completion(request or validate.decode(body, _COMPLETION, {"": CompletionRequest, **NESTED}))
+    return request or validate.decode(body, _COMPLETION, _COMPLETION_SCHEMAS)
 
 
 def _with_token_list(body: bytes) -> CompletionRequest | None:
@@ -262,10 +269,10 @@ def _with_token_list(body: bytes) -> CompletionRequest | None:
 
 def completion_of(fields: Mapping[str, object]) -> CompletionRequest:
     """The same from plain values, for other protocols than JSON over HTTP."""
-    return _checked_completion(validate.convert(fields, CompletionRequest, {"": CompletionRequest, **NESTED}))
+    return check_completion(validate.convert(fields, CompletionRequest, _COMPLETION_SCHEMAS))
 
 
-def _checked_completion(request: CompletionRequest) -> CompletionRequest:
+def check_completion(request: CompletionRequest) -> CompletionRequest:
     _check_unsupported(request, _COMPLETION_UNSUPPORTED, request.n)
     _check_common(request)
     return request

@@ -211,9 +211,10 @@ class App:
             answer(exchange, prepare_chat(request, self._dispatcher, terms), self._dispatcher, self._metrics)
 
     def _completion(self, exchange: Exchange) -> None:
-        request = openai.decode_completion(exchange.take_body())
+        request = openai.read_completion(exchange.take_body())
         if self._plain is not None and self._plain.take(exchange, request, self.settings.deadline_s):
             return
+        openai.check_completion(request)
         terms = self._terms(exchange)
         if is_long(request):
             self._prepare_later(exchange, partial(prepare_completion, request, self._dispatcher, terms), terms)

@@ -21,6 +21,7 @@ from pdcluster_router.job import Job
 from pdcluster_router.plain_kind import Kind, key_of, kind_of, packed, sampling_of
 from pdcluster_router.plain_run import PlainRun
 from pdcluster_router.prepare import DEADLINE, MODE
+from pdcluster_router.rounds import Rounds
 from pdcluster_router.run import Shared
 
 MAX_KINDS = 256
@@ -30,7 +31,9 @@ class Plain:
     """Owned by the router's event loop."""
 
     def __init__(self, shared: Shared, metrics: RouterMetrics) -> None:
+        stages = shared.settings.stages
         self._shared, self._metrics = shared, metrics
+        self._rounds = Rounds(shared.alarms, stages.local_s), Rounds(shared.alarms, stages.remote_s)
         self._kinds: dict[tuple[object, ...], Kind] = {}
         self._infos: Sequence[ModelInfo] = ()
         """The models that kinds are of."""
@@ -39,26 +42,22 @@ class Plain:
 
     def take(self, exchange: Exchange, request: CompletionRequest, deadline_s: float) -> bool:
         """Whether it goes this way; its exchange is answered then. deadline_s: from its arrival on, at most."""
-        headers = exchange.headers
+        shared, headers, tenant = self._shared, exchange.headers, exchange.tenant
         kind = self._kind_of(request)
-        if kind is None or DEADLINE in headers or MODE in headers:
+        if kind is None or tenant is None or DEADLINE in headers or MODE in headers:
             return False
         found = packed(request, kind)
-        if found is None:
+        if found is None or (sampling := sampling_of(request, kind, len(found[0]))) is None:
             return False
         prompt, token_ids = found
-        sampling = sampling_of(request, kind, len(prompt))
-        tenant = exchange.tenant
-        if sampling is None or tenant is None:
-            return False
         try:
-            chain = self._shared.models.chain(kind.info.id, tenant.salt)
+            chain = shared.models.chain(kind.name, tenant.salt)
         except PdclusterError:
             return False
         standing = self._standings.get(tenant.name)
         if standing is None:
             standing = self._standings[tenant.name] = tenant.standing(None)
-        shared, session, name = self._shared, request.prompt_cache_key, exchange.id + "-0"
+        session, name = request.prompt_cache_key, exchange.id + "-0"
         started = shared.clock()
         left_s = deadline_s - (monotonic() - exchange.arrived)
         hashes = extend(b"", token_ids, root=chain.root, block_tokens=chain.block_tokens)
@@ -67,7 +66,7 @@ class Plain:
             [], hashes, 0, 1, set(), {}, True, None, None, None, 0, token_ids,
         )  # fmt: skip
         record = shared.explainer.open(name, standing, started, exchange.client_id)
-        PlainRun(shared, self._metrics, exchange, kind, job, standing, tenant.salt, started, int(time()), record).start()
+        PlainRun(shared, self._metrics, exchange, kind, job, standing, tenant.salt, started, int(time()), record, *self._rounds).start()
         return True
 
     def _kind_of(self, request: CompletionRequest) -> Kind | None:

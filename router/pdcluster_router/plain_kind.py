@@ -45,6 +45,9 @@ class Kind(msgspec.Struct, frozen=True, eq=False):
     silent: frozenset[int]
     dropped: frozenset[int]
     skips: bool
+    name: str
+    vocab_size: int
+    max_len: int
 
     def say(self, token_ids: Sequence[int]) -> str:
         """Their text."""
@@ -70,7 +73,8 @@ def kind_of(request: CompletionRequest, infos: Sequence[ModelInfo], text_of: Cal
     except PdclusterError:
         return None
     skip = request.skip_special_tokens is not False
-    return Kind(info, text, plan.sampling, plan.silent, plan.silent | text.pieces.special if skip else plan.silent, skip)
+    dropped = plan.silent | text.pieces.special if skip else plan.silent
+    return Kind(info, text, plan.sampling, plan.silent, dropped, skip, info.id, info.vocab_size, info.max_len)
 
 
 def packed(request: CompletionRequest, kind: Kind) -> tuple[Sequence[int], bytes] | None:
@@ -85,19 +89,19 @@ def packed(request: CompletionRequest, kind: Kind) -> tuple[Sequence[int], bytes
         if len(prompt) > SHORT_CHARACTERS:
             return None
         prompt = kind.text.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
-        return (prompt, prompt.tobytes()) if 0 < len(prompt) < kind.info.max_len else None
+        return (prompt, prompt.tobytes()) if 0 < len(prompt) < kind.max_len else None
     elif type(prompt) is array:
         told = prompt.tobytes()
     else:
         return None
-    if not 0 < len(prompt) < kind.info.max_len or _largest(np.frombuffer(told, np.uint32)) >= kind.info.vocab_size:
+    if not 0 < len(prompt) < kind.max_len or _largest(np.frombuffer(told, np.uint32)) >= kind.vocab_size:
         return None  # without a sign, what is below 0 is above all others
     return prompt, told
 
 
 def sampling_of(request: CompletionRequest, kind: Kind, num_prompt: int) -> Sampling | None:
     """None where it is refused."""
-    left, max_tokens, planned, seed = kind.info.max_len - num_prompt, request.max_tokens, kind.sampling, request.seed
+    left, max_tokens, planned, seed = kind.max_len - num_prompt, request.max_tokens, kind.sampling, request.seed
     if max_tokens is None:
         max_tokens = DEFAULT_COMPLETION_TOKENS if left > DEFAULT_COMPLETION_TOKENS else left
     if max_tokens > left or max_tokens < planned.min_tokens:

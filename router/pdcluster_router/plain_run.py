@@ -47,6 +47,7 @@ from pdcluster_router.legs import Body, Leg, Way
 from pdcluster_router.open_requests import OpenRequest
 from pdcluster_router.plain_kind import Kind
 from pdcluster_router.policy.base import Choice
+from pdcluster_router.rounds import Round, Rounds
 from pdcluster_router.run import Run, Shared
 from pdcluster_router.stages import Stage
 
@@ -71,6 +72,8 @@ class PlainRun(msgspec.Struct, eq=False):
     started: float
     created: int
     record: Record
+    local_rounds: Rounds
+    remote_rounds: Rounds
     choice: Choice | None = None
     prefill: Leg | None = None
     decode: Leg | None = None
@@ -87,9 +90,10 @@ class PlainRun(msgspec.Struct, eq=False):
     heard_at: float = 0.0
     first_at: float | None = None
     second_at: float | None = None
-    first_seen: float | None = None
+    first_seen: float = 0.0
     second_seen: float | None = None
-    last_seen: float | None = None
+    last_seen: float = 0.0
+    round: Round | None = None
     alarm: int | None = None
     is_at_work: bool = False
     is_over: bool = False
@@ -197,13 +201,21 @@ class PlainRun(msgspec.Struct, eq=False):
         if self.is_at_work:
             self.letters.append((incarnation, body))
             return
+        try:
+            if self.prefill is not None:
+                self._read_remote(incarnation, body)
+            elif not self._takes_local(incarnation, body):
+                self._become().read(incarnation, body)
+        except Exception as error:  # the top of what happens to a request
+            self._fail(error)
+
+    def _read_remote(self, incarnation: str, body: Body) -> None:
+        """Whose node is told something in turn, which it may answer at once."""
         self.is_at_work = True
         try:
             self._hear(incarnation, body)
             if self.letters:
                 self._read_letters()
-        except Exception as error:  # the top of what happens to a request
-            self._fail(error)
         finally:
             self.is_at_work = False
 
@@ -221,17 +233,19 @@ class PlainRun(msgspec.Struct, eq=False):
     def _takes_local(self, incarnation: str, body: Body) -> bool:
         """False, with nothing changed: it is not what mostly happens."""
         leg = self.decode
-        if leg is None or body.attempt != leg.attempt or incarnation != leg.endpoint.incarnation:
+        if leg is None or body.attempt != 0 or incarnation != leg.endpoint.incarnation:  # the first leg, and here the only one
             return False
         if type(body) is TokenRow:
             return self._takes_row(leg, body)
-        if type(body) is Finished:
-            if not self.job.emitted or body.num_output != len(self.job.emitted) or self.exchange.line.is_paused:
-                return False
-            self.job.note_cached(body.timings.cached_tokens)
-            self._finish(body, body.timings, "")
-            return True
-        return type(body) is Scheduled and self._takes_scheduled(body)
+        job = self.job
+        if type(body) is Scheduled:
+            return self._takes_scheduled(body)
+        if type(body) is not Finished or not body.num_output or body.num_output != len(job.emitted) or self.exchange.line.is_paused:
+            return False
+        if job.cached_tokens is None:
+            job.note_cached(body.timings.cached_tokens)
+        self._finish(body, body.timings, "")
+        return True
 
     def _takes_remote(self, incarnation: str, body: Body) -> bool:
         prefill, decode, attempt = self.prefill, self.decode, body.attempt
@@ -264,9 +278,9 @@ class PlainRun(msgspec.Struct, eq=False):
         """Of the leg that decodes."""
         emitted, tokens = self.job.emitted, row.tokens
         seen = len(emitted) - row.position
-        if seen < 0 or not tokens or row.logprobs or row.prompt_logprobs or max(tokens) >= self.kind.info.vocab_size:
+        if seen < 0 or not tokens or row.logprobs or row.prompt_logprobs or max(tokens) >= self.kind.vocab_size:
             return False
-        now = self.heard_at = self.shared.clock()
+        self.heard_at = now = self.shared.clock()
         self.decode_spoke, self.carried_since = True, 0.0
         if seen < len(tokens):
             self._emit(tokens[seen:] if seen else tokens, now)
@@ -276,7 +290,7 @@ class PlainRun(msgspec.Struct, eq=False):
 
     def _take(self, position: int, token_ids: tuple[int, ...]) -> bool:
         """Implements generation.Take."""
-        if len(token_ids) != 1 or not 0 <= token_ids[0] < self.kind.info.vocab_size:
+        if len(token_ids) != 1 or not 0 <= token_ids[0] < self.kind.vocab_size:
             return False
         self.last_seen = monotonic()
         return True
@@ -286,7 +300,7 @@ class PlainRun(msgspec.Struct, eq=False):
         tokens = row.tokens
         if row.position or not tokens or self.has_token or self.decode is None or row.logprobs or row.prompt_logprobs:
             return False
-        if max(tokens) >= self.kind.info.vocab_size:
+        if max(tokens) >= self.kind.vocab_size:
             return False
         self.has_token = True
         if self.ticket is None:
@@ -352,54 +366,48 @@ class PlainRun(msgspec.Struct, eq=False):
 
     def _finish(self, finished: Finished, prefill: Timings, backend: str) -> None:
         """The one answer. prefill: what the node says that computed the prompt."""
-        shared, job, choice, exchange, first_at = self.shared, self.job, self.choice, self.exchange, self.first_at
+        job, choice, exchange, kind, started = self.job, self.choice, self.exchange, self.kind, self.started
+        first_at, second_at, decoded = self.first_at, self.second_at, finished.timings
         assert choice is not None and first_at is not None  # there is a token
-        num_prompt, num_output, started, second_at = len(job.prompt), len(job.emitted), self.started, self.second_at
-        shared.chooser.note_end(num_prompt, num_output)
-        decoded, name = finished.timings, choice.prefill.endpoint.node if choice.prefill is not None else None
+        num_prompt, num_output, cached = len(job.prompt), len(job.emitted), job.cached_tokens or 0
+        self.shared.chooser.note_end(num_prompt, num_output)
         timeline = Timeline(  # by position, which costs half
             prefill.queue_s, prefill.prefill_s, prefill.transfer_s, prefill.exposed_s,
             first_at - started, None if second_at is None else second_at - started,
             decoded.decode_s, decoded.decode_tokens, prefill.transfer_bytes, prefill.pulled_tokens, self.placed_at - started,
         )  # fmt: skip
         self._close()
-        reason, mode, decode, cached = FINISH_REASONS[finished.reason], choice.mode, choice.decode.endpoint.node, job.cached_tokens or 0
-        report = RouteReport(mode, name, decode, backend, 1, timeline)
-        usage = Usage(num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(cached), report)
-        said = CompletionChoice(0, self.kind.say(job.emitted), reason, None)
-        body = _encode(CompletionReply("cmpl-" + exchange.id, self.created, self.kind.info.id, [said], usage))
+        reason, mode, decode = FINISH_REASONS[finished.reason], choice.mode, choice.decode.endpoint.node
+        name = None if choice.prefill is None else choice.prefill.endpoint.node
+        usage = Usage(
+            num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(cached), RouteReport(mode, name, decode, backend, 1, timeline)
+        )  # fmt: skip
+        said = CompletionChoice(0, kind.say(job.emitted), reason, None)
+        body = _encode(CompletionReply("cmpl-" + exchange.id, self.created, kind.name, [said], usage))
         exchange.reply(200, body, named_headers(JSON, mode, name, decode, backend))
-        self._count(reason, timeline, backend)
+        first, second, last, arrived = self.first_seen, self.second_seen, self.last_seen, exchange.arrived
+        noted = (  # times to tokens as the client saw them
+            num_prompt, num_output, cached, 1, first - arrived, None if second is None else second - arrived,
+            None if num_output == 1 else (last - first) / (num_output - 1), prefill.queue_s, prefill.transfer_s, prefill.transfer_bytes,
+        )  # fmt: skip
+        self.metrics.note((mode, reason, backend), noted)
 
     def _close(self) -> None:
         """Nothing of it is left in the books."""
-        shared, request, record = self.shared, self.job.request, self.record
-        self.is_over = True
-        self.exchange.on_gone = None
+        shared, job, record, prefill, decode = self.shared, self.job, self.record, self.prefill, self.decode
+        ledger, request = shared.cluster.ledger, job.request
+        self.is_over, self.exchange.on_gone = True, None
         self._drop_alarm()
-        ledger = shared.cluster.ledger
-        if self.prefill is not None:
-            ledger.leave(self.prefill)
-        if self.decode is not None:
-            self.decode.way = None
-            ledger.leave(self.decode)
+        if prefill is not None:
+            ledger.leave(prefill)
+        if decode is not None:
+            decode.way = None
+            ledger.leave(decode)
         ledger.close(request)
         shared.open.leave(request)
-        record.attempts, record.cached_tokens = 1, self.job.cached_tokens
+        record.attempts, record.cached_tokens = 1, job.cached_tokens
         shared.explainer.close(record, None, "done")
         shared.waiting.poke()
-
-    def _count(self, reason: str, timeline: Timeline, backend: str) -> None:
-        """Times to tokens as the client saw them."""
-        job, first, second, last, arrived = self.job, self.first_seen, self.second_seen, self.last_seen, self.exchange.arrived
-        assert self.choice is not None and first is not None and last is not None  # there is a token
-        num_output = len(job.emitted)
-        noted = (
-            len(job.prompt), num_output, job.cached_tokens or 0, 1,
-            first - arrived, None if second is None else second - arrived, None if num_output <= 1 else (last - first) / (num_output - 1),
-            timeline.queue_s, timeline.transfer_s, timeline.transfer_bytes,
-        )  # fmt: skip
-        self.metrics.note((self.choice.mode, reason, backend), noted)
 
     # ------------------------------------------------------------ clocks
 
@@ -407,12 +415,16 @@ class PlainRun(msgspec.Struct, eq=False):
         """Have an alarm before any clock runs out that may be started until then."""
         if self.run is not None or self.is_over:
             return
-        seconds, stages = self.job.deadline - now, self.shared.settings.stages
-        longest = stages.local_s if self.prefill is None else stages.remote_s
-        self.alarm = self.shared.alarms.set((seconds if seconds > 0.0 else 0.0) if seconds < longest else longest, self._ring)
+        rounds = self.local_rounds if self.prefill is None else self.remote_rounds
+        seconds = self.job.deadline - now
+        if seconds >= rounds.seconds:
+            self.round = rounds.join(self, now)
+        else:
+            self.alarm = self.shared.alarms.set(max(seconds, 0.0), self.ring)
 
-    def _ring(self) -> None:
-        self.alarm = None
+    def ring(self) -> None:
+        """Time to look at the clocks."""
+        self.alarm = self.round = None
         if self.is_over or self.run is not None:
             return
         now, due = self.shared.clock(), min((self.job.deadline, *self.clocks().values()))
@@ -436,8 +448,11 @@ class PlainRun(msgspec.Struct, eq=False):
         return running
 
     def _drop_alarm(self) -> None:
-        if self.alarm is not None:
-            self.shared.alarms.drop(self.alarm, self._ring)
+        if self.round is not None:
+            self.round.pop(self, None)
+            self.round = None
+        elif self.alarm is not None:
+            self.shared.alarms.drop(self.alarm, self.ring)
             self.alarm = None
 
     # ------------------------------------------------------------ what else happens
@@ -472,12 +487,12 @@ class PlainRun(msgspec.Struct, eq=False):
 
     def _told(self) -> OpenRequest:
         """For operators."""
-        job, choice, info = self.job, self.choice, self.kind.info
+        job, choice, model = self.job, self.choice, self.kind.name
         if choice is None:
-            return OpenRequest(job.request, info.id, len(job.prompt), self.started, self._fail)
+            return OpenRequest(job.request, model, len(job.prompt), self.started, self._fail)
         prefill = choice.prefill.name if choice.prefill is not None else None
         return OpenRequest(
-            job.request, info.id, len(job.prompt), self.started, self._fail, 1, choice.mode, prefill, choice.decode.name, len(job.emitted)
+            job.request, model, len(job.prompt), self.started, self._fail, 1, choice.mode, prefill, choice.decode.name, len(job.emitted)
         )  # fmt: skip
 
     def _fail(self, error: Exception) -> None:

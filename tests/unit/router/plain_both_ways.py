@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from answer_by_hand import Line
@@ -75,7 +76,8 @@ class AlarmsByHand:
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._set)
+        """But for rounds that nobody is in any more."""
+        return sum(1 for ring in self._set.values() if not isinstance(ring, partial) or ring.args[0])
 
     def set(self, seconds: float, ring: Callable[[], None]) -> int:
         number = next(self._numbers)
