@@ -52,16 +52,16 @@ class Writer(Protocol):
 
 def answer(exchange: Exchange, prepared: Prepared, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
     """Starts the generations; from then on they move the answer."""
-    Answer(exchange, prepared.choices, _writer(exchange, prepared), metrics).start(dispatcher)
+    Answer(exchange, prepared.choices, writer_of(exchange, prepared), metrics).start(dispatcher)
 
 
-def open_answer(exchange: Exchange, prepared: Prepared, metrics: RouterMetrics) -> tuple[Answer, Sink]:
+def open_answer(exchange: Exchange, choice: Choice, writer: Writer, metrics: RouterMetrics) -> tuple[Answer, Sink]:
     """Of a request with one choice, whose generation runs already: what it is to be told, and the answer that is to adopt it."""
-    opened = Answer(exchange, prepared.choices, _writer(exchange, prepared), metrics)
-    return opened, _ChoiceSink(opened, prepared.choices[0], 0)
+    opened = Answer(exchange, (choice,), writer, metrics)
+    return opened, _ChoiceSink(opened, choice, 0)
 
 
-def _writer(exchange: Exchange, prepared: Prepared) -> Writer:
+def writer_of(exchange: Exchange, prepared: Prepared) -> Writer:
     return _Stream(exchange, prepared) if prepared.stream else _Whole(exchange, prepared)
 
 

@@ -1,19 +1,17 @@
-"""A plain request (`plain_run`) becomes general: what `prepare` makes of a request, `answer`, `run` and `attempt` are put together as they would be
-by now, had it gone their way from the start; everything that happens to it from now on comes there."""
+"""A plain request (`plain_run`) becomes general: `answer`, `run` and `attempt` are put together as they would be by now, had it gone their way from
+the start; everything that happens to it from now on comes there."""
 
 from __future__ import annotations
 
-from array import array
 from typing import TYPE_CHECKING
 
-from pdcluster.api.choice import ChoiceText
-from pdcluster.api.replies import CompletionFormat, Head
-from pdcluster.api.stop import StopMatcher
-from pdcluster_router.answer import open_answer
-from pdcluster_router.choices import Choice, Clock
-from pdcluster_router.generation import Chunk, Generation, Sink
-from pdcluster_router.prepare import Prepared
+from pdcluster_router.answer import open_answer, writer_of
+from pdcluster_router.begun import Begun
+from pdcluster_router.choices import Choice
+from pdcluster_router.generation import Chunk, Sink
+from pdcluster_router.plain_stream import prepared_of
 from pdcluster_router.run import Run
+from pdcluster_router.stages import Stage
 
 if TYPE_CHECKING:
     from pdcluster_router.plain_run import PlainRun
@@ -21,39 +19,47 @@ if TYPE_CHECKING:
 
 def become(plain: PlainRun) -> Run:
     """Its exchange, its nodes and its operators speak to what this gives."""
-    exchange, job = plain.exchange, plain.job
-    prepared = _prepared(plain)
-    choice = prepared.choices[0]
-    answer, sink = open_answer(exchange, prepared, plain.metrics)
-    run = Run(plain.shared, choice.generation, sink, job, plain.record, plain.started)
+    stream, exchange = plain.stream, plain.exchange
+    if stream is not None:
+        choice, writer = stream.choice, stream.writer
+    else:
+        prepared = prepared_of(plain)
+        choice, writer = prepared.choices[0], writer_of(exchange, prepared)
+    answer, sink = open_answer(exchange, choice, writer, plain.metrics)
+    run = Run(plain.shared, choice.generation, sink, plain.job, plain.record, plain.started)
     answer.adopt(run)
     run.enter()
-    if plain.choice is None:
-        return run
-    if plain.prefill is not None or plain.decode is not None:
-        run.go_on(plain.choice, plain.placed_at, plain.begun())
-    if job.emitted:
+    if plain.choice is not None and (plain.prefill is not None or plain.decode is not None):
+        run.go_on(plain.choice, plain.placed_at, _begun(plain))
+    if stream is None and plain.job.emitted:
         _tell(plain, choice, sink)
     return run
 
 
-def _prepared(plain: PlainRun) -> Prepared:
-    """As `prepare.prepare_completion` does."""
-    kind, job, exchange, standing = plain.kind, plain.job, plain.exchange, plain.standing
-    info, text = kind.info, kind.text
-    token_ids = job.prompt if isinstance(job.prompt, array) else array("i", job.prompt)
-    left_s, salt = max(job.deadline - plain.started, 0.0), plain.salt
-    session, client_id = job.session, exchange.client_id
-    generation = Generation(job.request, info.id, token_ids, job.sampling, left_s, salt, standing, None, session, client_id)
-    detokenizer = text.detokenizer(skip_special_tokens=kind.skips, at_start=False)
-    choice = Choice(generation, ChoiceText(detokenizer, StopMatcher(()), kind.silent), Clock(exchange.arrived), info.vocab_size)
-    head = Head("cmpl-" + exchange.id, plain.created, info.id, text.pieces, False, False, False)
-    return Prepared([choice], 1, CompletionFormat(head), False, False)
+def clocks(plain: PlainRun) -> dict[Stage, float]:
+    """What an attempt would wait for now, and until when."""
+    stages, running = plain.shared.settings.stages, {}
+    if not (plain.is_scheduled or plain.has_token or plain.decode_spoke):
+        running[Stage.QUEUE] = plain.placed_at + stages.queue_s
+    if plain.prefill is not None and plain.decode is not None and plain.ticket is None:
+        running[Stage.HANDSHAKE] = plain.reserved_at + stages.handshake_s
+    if plain.carried_since:
+        running[Stage.TRANSFER] = plain.carried_since + stages.transfer_s
+    if plain.heard_at:
+        heard_at = plain.decode.heard_at if plain.decode is not None else 0.0  # of rows that were not read here
+        running[Stage.LIVENESS] = max(plain.heard_at, heard_at) + stages.liveness_s
+    return running
+
+
+def _begun(plain: PlainRun) -> Begun:
+    return Begun(
+        plain.prefill, plain.decode, clocks(plain), plain.has_token, plain.ticket, plain.held, plain.delivered, plain.decode_spoke,
+        plain.first_at, plain.second_at,
+    )  # fmt: skip
 
 
 def _tell(plain: PlainRun, choice: Choice, sink: Sink) -> None:
     """What was emitted, as one chunk: nobody has seen it yet."""
-    clock = choice.clock
-    clock.first, clock.second = plain.first_seen, plain.second_seen
+    choice.clock.first, choice.clock.second = plain.first_seen, plain.second_seen
     sink.on_chunk(Chunk(0, tuple(plain.job.emitted), (), (), plain.route()))
-    clock.last = plain.last_seen
+    choice.clock.last = plain.last_seen

@@ -20,6 +20,7 @@ from pdcluster_router.http_exchange import Exchange
 from pdcluster_router.job import Job
 from pdcluster_router.plain_kind import Kind, key_of, kind_of, packed, sampling_of
 from pdcluster_router.plain_run import PlainRun
+from pdcluster_router.plain_stream import stream_of
 from pdcluster_router.prepare import DEADLINE, MODE
 from pdcluster_router.rounds import Rounds
 from pdcluster_router.run import Shared
@@ -42,9 +43,11 @@ class Plain:
 
     def take(self, exchange: Exchange, request: CompletionRequest, deadline_s: float) -> bool:
         """Whether it goes this way; its exchange is answered then. deadline_s: from its arrival on, at most."""
-        shared, headers, tenant = self._shared, exchange.headers, exchange.tenant
+        shared, headers, tenant, options = self._shared, exchange.headers, exchange.tenant, request.stream_options
         kind = self._kind_of(request)
         if kind is None or tenant is None or DEADLINE in headers or MODE in headers:
+            return False
+        if options is not None and (not kind.is_stream or options.include_obfuscation):
             return False
         found = packed(request, kind)
         if found is None or (sampling := sampling_of(request, kind, len(found[0]))) is None:
@@ -66,7 +69,10 @@ class Plain:
             [], hashes, 0, 1, set(), {}, True, None, None, None, 0, token_ids,
         )  # fmt: skip
         record = shared.explainer.open(name, standing, started, exchange.client_id)
-        PlainRun(shared, self._metrics, exchange, kind, job, standing, tenant.salt, started, int(time()), record, *self._rounds).start()
+        run = PlainRun(shared, self._metrics, exchange, kind, job, standing, tenant.salt, started, int(time()), record, *self._rounds)
+        if kind.is_stream:
+            run.stream = stream_of(run, options is not None and bool(options.include_usage))
+        run.start()
         return True
 
     def _kind_of(self, request: CompletionRequest) -> Kind | None:

@@ -22,16 +22,16 @@ from pdcluster_router.drawn import draw_bits
 from pdcluster_router.generation import ModelInfo
 from pdcluster_router.prepare import OPTIONS, SEED_BITS, Model, find_plan
 
-SET_IN_PLAN = ("model", *OPTIONS, "skip_special_tokens", "n", "stream")
+IN_KIND = ("model", *OPTIONS, "skip_special_tokens", "n", "stream")
 FREE = (
-    "prompt", "max_tokens", "seed", "add_special_tokens",
+    "prompt", "max_tokens", "seed", "add_special_tokens", "stream_options",
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 )  # fmt: skip
-"""Each request may have its own of these, or they are without effect."""
-NOT_PLAIN = tuple(name for name in CompletionRequest.__struct_fields__ if name not in (*SET_IN_PLAN, *FREE))
+"""Each request may have its own of these, or they are without effect here."""
+NOT_PLAIN = tuple(name for name in CompletionRequest.__struct_fields__ if name not in (*IN_KIND, *FREE))
 """None of these may be given."""
 
-key_of = attrgetter(*SET_IN_PLAN, *NOT_PLAIN)
+key_of = attrgetter(*IN_KIND, *NOT_PLAIN)
 _largest = np.maximum.reduce
 
 
@@ -48,6 +48,7 @@ class Kind(msgspec.Struct, frozen=True, eq=False):
     name: str
     vocab_size: int
     max_len: int
+    is_stream: bool
 
     def say(self, token_ids: Sequence[int]) -> str:
         """Their text."""
@@ -62,7 +63,7 @@ class Kind(msgspec.Struct, frozen=True, eq=False):
 
 
 def kind_of(request: CompletionRequest, infos: Sequence[ModelInfo], text_of: Callable[[str], TextModel]) -> Kind | None:
-    if any(getattr(request, name) is not None for name in NOT_PLAIN) or request.n not in (None, 1) or request.stop is not None or request.stream:
+    if any(getattr(request, name) is not None for name in NOT_PLAIN) or request.n not in (None, 1) or request.stop is not None:
         return None
     info = next((info for info in infos if info.id == request.model), None)
     if info is None:
@@ -74,7 +75,7 @@ def kind_of(request: CompletionRequest, infos: Sequence[ModelInfo], text_of: Cal
         return None
     skip = request.skip_special_tokens is not False
     dropped = plan.silent | text.pieces.special if skip else plan.silent
-    return Kind(info, text, plan.sampling, plan.silent, dropped, skip, info.id, info.vocab_size, info.max_len)
+    return Kind(info, text, plan.sampling, plan.silent, dropped, skip, info.id, info.vocab_size, info.max_len, bool(request.stream))
 
 
 def packed(request: CompletionRequest, kind: Kind) -> tuple[Sequence[int], bytes] | None:

@@ -35,21 +35,21 @@ from pdcluster.messages import (
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router import general
 from pdcluster_router.answer import named_headers
-from pdcluster_router.begun import Begun, backend_of
+from pdcluster_router.begun import backend_of
 from pdcluster_router.choices import FINISH_REASONS
 from pdcluster_router.chooser import Decision
 from pdcluster_router.explain import Record
-from pdcluster_router.generation import Route, Standing
+from pdcluster_router.generation import Chunk, Done, Route, Standing
 from pdcluster_router.http_errors import fail
 from pdcluster_router.http_exchange import JSON, Exchange
 from pdcluster_router.job import Job
 from pdcluster_router.legs import Body, Leg, Way
 from pdcluster_router.open_requests import OpenRequest
 from pdcluster_router.plain_kind import Kind
+from pdcluster_router.plain_stream import PlainStream
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.rounds import Round, Rounds
 from pdcluster_router.run import Run, Shared
-from pdcluster_router.stages import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +74,14 @@ class PlainRun(msgspec.Struct, eq=False):
     record: Record
     local_rounds: Rounds
     remote_rounds: Rounds
+    stream: PlainStream | None = None
     choice: Choice | None = None
     prefill: Leg | None = None
     decode: Leg | None = None
     ticket: Ticket | None = None
     held: TokenRow | None = None
     delivered: Timings | None = None
+    backend: str = ""
     is_scheduled: bool = False
     has_token: bool = False
     """From the prefill node."""
@@ -244,7 +246,7 @@ class PlainRun(msgspec.Struct, eq=False):
             return False
         if job.cached_tokens is None:
             job.note_cached(body.timings.cached_tokens)
-        self._finish(body, body.timings, "")
+        self._finish(body, body.timings)
         return True
 
     def _takes_remote(self, incarnation: str, body: Body) -> bool:
@@ -266,7 +268,7 @@ class PlainRun(msgspec.Struct, eq=False):
             return self.ticket is None and self._takes_ticket(prefill, body.ticket)
         if type(body) is not Finished or self.delivered is None or not body.num_output == len(self.job.emitted) > 0 or self.exchange.line.is_paused:
             return False
-        self._finish(body, self.delivered, self._backend())
+        self._finish(body, self.delivered)
         return True
 
     def _takes_scheduled(self, message: Scheduled) -> bool:
@@ -278,6 +280,8 @@ class PlainRun(msgspec.Struct, eq=False):
         """Of the leg that decodes."""
         emitted, tokens = self.job.emitted, row.tokens
         seen = len(emitted) - row.position
+        if self.stream is not None and self.exchange.line.is_paused:
+            return False
         if seen < 0 or not tokens or row.logprobs or row.prompt_logprobs or max(tokens) >= self.kind.vocab_size:
             return False
         self.heard_at = now = self.shared.clock()
@@ -285,7 +289,8 @@ class PlainRun(msgspec.Struct, eq=False):
         if seen < len(tokens):
             self._emit(tokens[seen:] if seen else tokens, now)
             if leg.way is None and len(emitted) > 1:
-                leg.way = Way(self._take, self._fail)
+                take = self._take if self.stream is None else self.stream.way()
+                leg.way = None if take is None else Way(take, self._fail)
         return True
 
     def _take(self, position: int, token_ids: tuple[int, ...]) -> bool:
@@ -300,7 +305,7 @@ class PlainRun(msgspec.Struct, eq=False):
         tokens = row.tokens
         if row.position or not tokens or self.has_token or self.decode is None or row.logprobs or row.prompt_logprobs:
             return False
-        if max(tokens) >= self.kind.vocab_size:
+        if max(tokens) >= self.kind.vocab_size or self.exchange.line.is_paused:
             return False
         self.has_token = True
         if self.ticket is None:
@@ -313,11 +318,13 @@ class PlainRun(msgspec.Struct, eq=False):
         return True
 
     def _takes_ticket(self, prefill: Leg, ticket: Ticket) -> bool:
+        if self.exchange.line.is_paused:
+            return False
         try:
             self.shared.cluster.send(prefill.endpoint, Deliver(ticket))
         except errors.NodeLost:
             return False
-        self.ticket = ticket
+        self.ticket, self.backend = ticket, backend_of(ticket)
         if self.held is not None:
             now = self.carried_since = self.shared.clock()
             row, self.held = self.held, None
@@ -328,6 +335,7 @@ class PlainRun(msgspec.Struct, eq=False):
         if self.ticket is None or self.delivered is not None:
             return False
         self.delivered, self.carried_since = message.timings, 0.0
+        self.backend = message.timings.backend or self.backend
         if not self.decode_spoke:
             self.heard_at = self.shared.clock()
         self.shared.cluster.ledger.leave(prefill)  # the node is done with it: what decodes elsewhere is not its load
@@ -340,33 +348,38 @@ class PlainRun(msgspec.Struct, eq=False):
         if not num_output or finished.num_output != num_output or self.delivered is not None or self.exchange.line.is_paused:
             return False
         self.job.note_cached(finished.timings.cached_tokens)
+        self.backend = finished.timings.backend or self.backend
         if held is not None:
             self._emit(held.tokens, self.shared.clock())
         if self.decode is not None:
             with suppress(errors.NodeLost):  # a node that is gone holds nothing
                 self.shared.cluster.send(self.decode.endpoint, Cancel(self.job.request, self.decode.attempt, "done"))
-        self._finish(finished, finished.timings, self._backend(finished.timings))
+        self._finish(finished, finished.timings)
         return True
-
-    def _backend(self, timings: Timings | None = None) -> str:
-        timings = timings or self.delivered
-        return (timings.backend if timings is not None else "") or ("" if self.ticket is None else backend_of(self.ticket))
 
     def _emit(self, tokens: tuple[int, ...], now: float) -> None:
         emitted = self.job.emitted
-        self.last_seen = seen = monotonic()
-        if not emitted:
-            self.first_at, self.first_seen = now, seen
+        position = len(emitted)
+        if not position:
+            self.first_at = now
             self.record.first_token(now)
         emitted += tokens
         if self.second_at is None and len(emitted) > 1:
-            self.second_at, self.second_seen = now, seen
+            self.second_at = now
+        if self.stream is not None:
+            self.stream.say(Chunk(position, tokens, (), (), self.route()))
+            return
+        self.last_seen = seen = monotonic()
+        if not position:
+            self.first_seen = seen
+        if self.second_seen is None and len(emitted) > 1:
+            self.second_seen = seen
 
     # ------------------------------------------------------------ the end
 
-    def _finish(self, finished: Finished, prefill: Timings, backend: str) -> None:
+    def _finish(self, finished: Finished, prefill: Timings) -> None:
         """The one answer. prefill: what the node says that computed the prompt."""
-        job, choice, exchange, kind, started = self.job, self.choice, self.exchange, self.kind, self.started
+        job, choice, exchange, backend, started = self.job, self.choice, self.exchange, self.backend, self.started
         first_at, second_at, decoded = self.first_at, self.second_at, finished.timings
         assert choice is not None and first_at is not None  # there is a token
         num_prompt, num_output, cached = len(job.prompt), len(job.emitted), job.cached_tokens or 0
@@ -377,13 +390,16 @@ class PlainRun(msgspec.Struct, eq=False):
             decoded.decode_s, decoded.decode_tokens, prefill.transfer_bytes, prefill.pulled_tokens, self.placed_at - started,
         )  # fmt: skip
         self._close()
+        if self.stream is not None:
+            self.stream.finish(Done(finished.reason, finished.stop_token, cached, 1, self.route(), timeline), self.metrics)
+            return
         reason, mode, decode = FINISH_REASONS[finished.reason], choice.mode, choice.decode.endpoint.node
         name = None if choice.prefill is None else choice.prefill.endpoint.node
         usage = Usage(
             num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(cached), RouteReport(mode, name, decode, backend, 1, timeline)
         )  # fmt: skip
-        said = CompletionChoice(0, kind.say(job.emitted), reason, None)
-        body = _encode(CompletionReply("cmpl-" + exchange.id, self.created, kind.name, [said], usage))
+        said = CompletionChoice(0, self.kind.say(job.emitted), reason, None)
+        body = _encode(CompletionReply("cmpl-" + exchange.id, self.created, self.kind.name, [said], usage))
         exchange.reply(200, body, named_headers(JSON, mode, name, decode, backend))
         first, second, last, arrived = self.first_seen, self.second_seen, self.last_seen, exchange.arrived
         noted = (  # times to tokens as the client saw them
@@ -427,25 +443,11 @@ class PlainRun(msgspec.Struct, eq=False):
         self.alarm = self.round = None
         if self.is_over or self.run is not None:
             return
-        now, due = self.shared.clock(), min((self.job.deadline, *self.clocks().values()))
+        now, due = self.shared.clock(), min((self.job.deadline, *general.clocks(self).values()))
         if now < due:
             self._watch(now)
         else:
             self._become().look()
-
-    def clocks(self) -> dict[Stage, float]:
-        """What an attempt would wait for now, and until when."""
-        stages, running = self.shared.settings.stages, {}
-        if not (self.is_scheduled or self.has_token or self.decode_spoke):
-            running[Stage.QUEUE] = self.placed_at + stages.queue_s
-        if self.prefill is not None and self.decode is not None and self.ticket is None:
-            running[Stage.HANDSHAKE] = self.reserved_at + stages.handshake_s
-        if self.carried_since:
-            running[Stage.TRANSFER] = self.carried_since + stages.transfer_s
-        if self.heard_at:
-            heard_at = self.decode.heard_at if self.decode is not None else 0.0  # of rows that were not read here
-            running[Stage.LIVENESS] = max(self.heard_at, heard_at) + stages.liveness_s
-        return running
 
     def _drop_alarm(self) -> None:
         if self.round is not None:
@@ -457,19 +459,12 @@ class PlainRun(msgspec.Struct, eq=False):
 
     # ------------------------------------------------------------ what else happens
 
-    def begun(self) -> Begun:
-        """For the attempt that goes on."""
-        return Begun(
-            self.prefill, self.decode, self.clocks(), self.has_token, self.ticket, self.held, self.delivered, self.decode_spoke,
-            self.first_at, self.second_at,
-        )  # fmt: skip
-
     def route(self) -> Route:
-        """Of what was emitted so far."""
+        """As far as it is known."""
         choice = self.choice
         assert choice is not None  # it has nodes
-        prefill = choice.prefill.name if choice.prefill is not None else None
-        return Route(choice.mode, prefill, choice.decode.name, self._backend(), self.job.cached_tokens)
+        prefill = None if choice.prefill is None else choice.prefill.endpoint.node
+        return Route(choice.mode, prefill, choice.decode.endpoint.node, self.backend, self.job.cached_tokens)
 
     def _become(self) -> Run:
         """The general machine, as it would be by now; everything comes there from now on."""

@@ -38,6 +38,8 @@ FIELDS = st.sampled_from(
         {"prompt": PROMPT, "max_tokens": 20, "temperature": 0},
         {"prompt": "hello world", "ignore_eos": True, "prompt_cache_key": "talk"},
         {"prompt": PROMPT, "stop_token_ids": [LETTERS[0]], "skip_special_tokens": False},
+        {"prompt": PROMPT, "stream": True},
+        {"prompt": "hello", "stream": True, "stop_token_ids": LETTERS[:1], "stream_options": {"include_usage": True}},
         {"prompt": PROMPT[:1], "frequency_penalty": 0.5, "top_k": 3, "top_p": 0.5, "min_tokens": 1, "n": 1},
     ]
 )
@@ -66,5 +68,6 @@ def test_both_ways_are_the_same_to_everybody(script: tuple[str, list[tuple[str, 
 async def test_what_mostly_happens_goes_the_short_way_to_its_end(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdcluster_router.general.become", lambda plain: pytest.fail("it became general"))
     for steps in USUAL[nodes]:
-        scene = await play(True, nodes, steps, {"prompt": PROMPT})
-        assert scene.exchange.status == 200
+        for fields in ({}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}):
+            scene = await play(True, nodes, steps, {"prompt": PROMPT, **fields})
+            assert scene.exchange.status == 200
