@@ -208,7 +208,7 @@ class App:
         if is_long(request):
             self._prepare_later(exchange, partial(prepare_chat, request, self._dispatcher, terms), terms)
         else:
-            answer(exchange, prepare_chat(request, self._dispatcher, terms), self._dispatcher, self._metrics)
+            self._answer(exchange, prepare_chat(request, self._dispatcher, terms))
 
     def _completion(self, exchange: Exchange) -> None:
         request = openai.read_completion(exchange.take_body())
@@ -219,14 +219,15 @@ class App:
         if is_long(request):
             self._prepare_later(exchange, partial(prepare_completion, request, self._dispatcher, terms), terms)
         else:
-            answer(exchange, prepare_completion(request, self._dispatcher, terms), self._dispatcher, self._metrics)
+            self._answer(exchange, prepare_completion(request, self._dispatcher, terms))
 
     def _prepare_later(self, exchange: Exchange, prepare: Callable[[], Prepared], terms: Terms) -> None:
         """In a thread."""
         self._later(exchange, partial(asyncio.to_thread, prepare), partial(self._answer, exchange), terms.left_s)
 
     def _answer(self, exchange: Exchange, prepared: Prepared) -> None:
-        answer(exchange, prepared, self._dispatcher, self._metrics)
+        if self._plain is None or not self._plain.take_prepared(exchange, prepared):
+            answer(exchange, prepared, self._dispatcher, self._metrics)
 
     def _later(self, exchange: Exchange, work: Callable[[], Awaitable[T]], then: Callable[[T], None], within_s: float | None = None) -> None:
         """What takes long has a task, and mostly a thread, so that one of them does not hold up everybody's streams. within_s: the wait for a free

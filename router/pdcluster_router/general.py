@@ -3,12 +3,15 @@ the start; everything that happens to it from now on comes there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdcluster_router.answer import open_answer, writer_of
 from pdcluster_router.begun import Begun
 from pdcluster_router.choices import Choice
 from pdcluster_router.generation import Chunk, Sink
+from pdcluster_router.open_requests import OpenRequest
 from pdcluster_router.plain_stream import prepared_of
 from pdcluster_router.run import Run
 from pdcluster_router.stages import Stage
@@ -23,7 +26,8 @@ def become(plain: PlainRun) -> Run:
     if stream is not None:
         choice, writer = stream.choice, stream.writer
     else:
-        prepared = prepared_of(plain)
+        assert plain.asked is not None  # as long as it has no stream
+        prepared = prepared_of(plain, plain.asked)
         choice, writer = prepared.choices[0], writer_of(exchange, prepared)
     answer, sink = open_answer(exchange, choice, writer, plain.metrics)
     run = Run(plain.shared, choice.generation, sink, plain.job, plain.record, plain.started)
@@ -34,6 +38,16 @@ def become(plain: PlainRun) -> Run:
     if stream is None and plain.job.emitted:
         _tell(plain, choice, sink)
     return run
+
+
+def told(plain: PlainRun, end: Callable[[Exception], None]) -> OpenRequest:
+    """For operators, as `run` tells it."""
+    job, choice = plain.job, plain.choice
+    asked = OpenRequest(job.request, plain.model, len(job.prompt), plain.started, end)
+    if choice is None:
+        return asked
+    prefill = choice.prefill.name if choice.prefill is not None else None
+    return replace(asked, attempts=1, mode=choice.mode, prefill=prefill, decode=choice.decode.name, num_output=len(job.emitted))
 
 
 def clocks(plain: PlainRun) -> dict[Stage, float]:

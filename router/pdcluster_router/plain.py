@@ -1,9 +1,9 @@
 """The short way of a plain request, from its decoded body to a `PlainRun`.
 
 Plain is a completion of one prompt whose answer carries nothing but its text: no alternatives, stop strings, grammar, echo, and nothing asked of
-the router itself (a mode, a deadline, a priority, a salt). Anything else, and all that would be refused, goes the general way (`prepare`,
-`answer`), which says what is wrong. `plain_run` takes a plain request to its end, as long as nothing happens to it but what mostly does. Both ways
-say the same bytes to clients and to nodes, and leave the same in the books.
+the router itself (a mode, a deadline, a priority, a salt). Anything else, and all that would be refused, goes the general way (`prepare`), which
+says what is wrong; what it made, a chat mostly, comes back if only its text is to be told. `plain_run` takes a plain request to its end, as long as
+nothing happens to it but what mostly does. Both ways say the same bytes to clients and to nodes, and leave the same in the books.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from pdcluster.api.openai import CompletionRequest
 from pdcluster.errors import PdclusterError
 from pdcluster.kv.hashing import extend
 from pdcluster.metrics import RouterMetrics
+from pdcluster_router.answer import writer_of
 from pdcluster_router.generation import ModelInfo, Standing
 from pdcluster_router.http_exchange import Exchange
 from pdcluster_router.job import Job
-from pdcluster_router.plain_kind import Kind, key_of, kind_of, packed, sampling_of
+from pdcluster_router.plain_kind import Asked, Kind, key_of, kind_of, packed, sampling_of
 from pdcluster_router.plain_run import PlainRun
-from pdcluster_router.plain_stream import stream_of
-from pdcluster_router.prepare import DEADLINE, MODE
+from pdcluster_router.plain_stream import PlainStream, stream_of
+from pdcluster_router.prepare import DEADLINE, MODE, Prepared
 from pdcluster_router.rounds import Rounds
-from pdcluster_router.run import Shared
+from pdcluster_router.run import Shared, job_of
 
 MAX_KINDS = 256
 
@@ -69,10 +70,29 @@ class Plain:
             [], hashes, 0, 1, set(), {}, True, None, None, None, 0, token_ids,
         )  # fmt: skip
         record = shared.explainer.open(name, standing, started, exchange.client_id)
-        run = PlainRun(shared, self._metrics, exchange, kind, job, standing, tenant.salt, started, int(time()), record, *self._rounds)
+        asked = Asked(kind, int(time()), tenant.salt)
+        run = PlainRun(shared, self._metrics, exchange, kind.name, kind.vocab_size, job, standing, started, record, *self._rounds, asked)
         if kind.is_stream:
-            run.stream = stream_of(run, options is not None and bool(options.include_usage))
+            run.stream = stream_of(run, asked, options is not None and bool(options.include_usage))
         run.start()
+        return True
+
+    def take_prepared(self, exchange: Exchange, prepared: Prepared) -> bool:
+        """The same for what `prepare` made of a request, a chat perhaps, of whose answer nothing but the text changes with its tokens."""
+        choice, shared = prepared.choices[0], self._shared
+        generation = choice.generation
+        sampling = generation.sampling
+        if len(prepared.choices) > 1 or not choice.text.is_plain or sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+            return False
+        started = shared.clock()
+        try:
+            job = job_of(shared, generation, started)
+        except PdclusterError:
+            return False
+        record = shared.explainer.open(generation.request, generation.standing, started, generation.client_id)
+        stream = PlainStream(choice, writer_of(exchange, prepared))
+        model, size, standing = generation.model, choice.vocab_size, generation.standing
+        PlainRun(shared, self._metrics, exchange, model, size, job, standing, started, record, *self._rounds, None, stream).start()
         return True
 
     def _kind_of(self, request: CompletionRequest) -> Kind | None:

@@ -62,6 +62,14 @@ class Kind(msgspec.Struct, frozen=True, eq=False):
             return "".join(map(detokenizer.feed, token_ids)) + detokenizer.flush()
 
 
+class Asked(msgspec.Struct, frozen=True, eq=False):
+    """created: Unix seconds, as its answer tells; salt: see Generation."""
+
+    kind: Kind
+    created: int
+    salt: bytes
+
+
 def kind_of(request: CompletionRequest, infos: Sequence[ModelInfo], text_of: Callable[[str], TextModel]) -> Kind | None:
     if any(getattr(request, name) is not None for name in NOT_PLAIN) or request.n not in (None, 1) or request.stop is not None:
         return None

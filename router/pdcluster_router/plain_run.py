@@ -45,7 +45,7 @@ from pdcluster_router.http_exchange import JSON, Exchange
 from pdcluster_router.job import Job
 from pdcluster_router.legs import Body, Leg, Way
 from pdcluster_router.open_requests import OpenRequest
-from pdcluster_router.plain_kind import Kind
+from pdcluster_router.plain_kind import Asked
 from pdcluster_router.plain_stream import PlainStream
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.rounds import Round, Rounds
@@ -65,16 +65,18 @@ class PlainRun(msgspec.Struct, eq=False):
     shared: Shared
     metrics: RouterMetrics
     exchange: Exchange
-    kind: Kind
+    model: str
+    vocab_size: int
     job: Job
     standing: Standing
-    salt: bytes
     started: float
-    created: int
     record: Record
     local_rounds: Rounds
     remote_rounds: Rounds
+    asked: Asked | None = None
+    """Of a whole answer that is put together here."""
     stream: PlainStream | None = None
+    """Of any other answer."""
     choice: Choice | None = None
     prefill: Leg | None = None
     decode: Leg | None = None
@@ -100,8 +102,7 @@ class PlainRun(msgspec.Struct, eq=False):
     is_at_work: bool = False
     is_over: bool = False
     letters: list[tuple[str, Body]] = []
-    run: Run | None = None
-    """The machine that it has become."""
+    run: Run | None = None  # that it has become
 
     # ------------------------------------------------------------ start
 
@@ -123,6 +124,9 @@ class PlainRun(msgspec.Struct, eq=False):
 
     def _place(self, now: float) -> None:
         shared, job = self.shared, self.job
+        if now >= job.deadline:
+            self._become().place()  # which says so
+            return
         shared.shut.apply(job, now)
         try:
             decision = shared.chooser.choose(job, now)
@@ -282,7 +286,7 @@ class PlainRun(msgspec.Struct, eq=False):
         seen = len(emitted) - row.position
         if self.stream is not None and self.exchange.line.is_paused:
             return False
-        if seen < 0 or not tokens or row.logprobs or row.prompt_logprobs or max(tokens) >= self.kind.vocab_size:
+        if seen < 0 or not tokens or row.logprobs or row.prompt_logprobs or max(tokens) >= self.vocab_size:
             return False
         self.heard_at = now = self.shared.clock()
         self.decode_spoke, self.carried_since = True, 0.0
@@ -295,7 +299,7 @@ class PlainRun(msgspec.Struct, eq=False):
 
     def _take(self, position: int, token_ids: tuple[int, ...]) -> bool:
         """Implements generation.Take."""
-        if len(token_ids) != 1 or not 0 <= token_ids[0] < self.kind.vocab_size:
+        if len(token_ids) != 1 or not 0 <= token_ids[0] < self.vocab_size:
             return False
         self.last_seen = monotonic()
         return True
@@ -305,7 +309,7 @@ class PlainRun(msgspec.Struct, eq=False):
         tokens = row.tokens
         if row.position or not tokens or self.has_token or self.decode is None or row.logprobs or row.prompt_logprobs:
             return False
-        if max(tokens) >= self.kind.vocab_size or self.exchange.line.is_paused:
+        if max(tokens) >= self.vocab_size or self.exchange.line.is_paused:
             return False
         self.has_token = True
         if self.ticket is None:
@@ -398,8 +402,10 @@ class PlainRun(msgspec.Struct, eq=False):
         usage = Usage(
             num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(cached), RouteReport(mode, name, decode, backend, 1, timeline)
         )  # fmt: skip
-        said = CompletionChoice(0, self.kind.say(job.emitted), reason, None)
-        body = _encode(CompletionReply("cmpl-" + exchange.id, self.created, self.kind.name, [said], usage))
+        asked = self.asked
+        assert asked is not None  # it has no stream
+        said = CompletionChoice(0, asked.kind.say(job.emitted), reason, None)
+        body = _encode(CompletionReply("cmpl-" + exchange.id, asked.created, self.model, [said], usage))
         exchange.reply(200, body, named_headers(JSON, mode, name, decode, backend))
         first, second, last, arrived = self.first_seen, self.second_seen, self.last_seen, exchange.arrived
         noted = (  # times to tokens as the client saw them
@@ -481,14 +487,7 @@ class PlainRun(msgspec.Struct, eq=False):
             self.exchange.on_gone(error)
 
     def _told(self) -> OpenRequest:
-        """For operators."""
-        job, choice, model = self.job, self.choice, self.kind.name
-        if choice is None:
-            return OpenRequest(job.request, model, len(job.prompt), self.started, self._fail)
-        prefill = choice.prefill.name if choice.prefill is not None else None
-        return OpenRequest(
-            job.request, model, len(job.prompt), self.started, self._fail, 1, choice.mode, prefill, choice.decode.name, len(job.emitted)
-        )  # fmt: skip
+        return general.told(self, self._fail)
 
     def _fail(self, error: Exception) -> None:
         """The error as its answer, unless it has one."""

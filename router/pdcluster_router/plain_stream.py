@@ -1,6 +1,6 @@
 """A plain request's answer in the general way's own parts: what `prepare` makes of such a request, and its events, one choice's text as it comes.
 
-Of a stream from its start, since its text has to go on as it began; of a whole answer only when it becomes general (`general`).
+Of a stream and of a chat from its start, since its text has to go on as it began; of a whole completion only when it becomes general (`general`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pdcluster.metrics import RouterMetrics
 from pdcluster_router.answer import Writer, record, writer_of
 from pdcluster_router.choices import Choice, Clock, advance
 from pdcluster_router.generation import Chunk, Done, Generation, Take
+from pdcluster_router.plain_kind import Asked
 from pdcluster_router.prepare import Prepared
 
 if TYPE_CHECKING:
@@ -43,21 +44,21 @@ class PlainStream(msgspec.Struct, eq=False):
         record((self.choice,), metrics)
 
 
-def stream_of(plain: PlainRun, wants_usage: bool) -> PlainStream:
-    prepared = prepared_of(plain, is_stream=True, wants_usage=wants_usage)
+def stream_of(plain: PlainRun, asked: Asked, wants_usage: bool) -> PlainStream:
+    prepared = prepared_of(plain, asked, is_stream=True, wants_usage=wants_usage)
     return PlainStream(prepared.choices[0], writer_of(plain.exchange, prepared))
 
 
-def prepared_of(plain: PlainRun, *, is_stream: bool = False, wants_usage: bool = False) -> Prepared:
+def prepared_of(plain: PlainRun, asked: Asked, *, is_stream: bool = False, wants_usage: bool = False) -> Prepared:
     """As `prepare.prepare_completion` makes it."""
-    kind, job, exchange = plain.kind, plain.job, plain.exchange
+    kind, job, exchange = asked.kind, plain.job, plain.exchange
     info, text = kind.info, kind.text
     token_ids = job.prompt if isinstance(job.prompt, array) else array("i", job.prompt)
     left_s = max(job.deadline - plain.started, 0.0)
     generation = Generation(
-        job.request, info.id, token_ids, job.sampling, left_s, plain.salt, plain.standing, None, job.session, exchange.client_id
+        job.request, info.id, token_ids, job.sampling, left_s, asked.salt, plain.standing, None, job.session, exchange.client_id
     )  # fmt: skip
     detokenizer = text.detokenizer(skip_special_tokens=kind.skips, at_start=False)
     choice = Choice(generation, ChoiceText(detokenizer, StopMatcher(()), kind.silent), Clock(exchange.arrived), info.vocab_size)
-    head = Head("cmpl-" + exchange.id, plain.created, info.id, text.pieces, False, False, wants_usage)
+    head = Head("cmpl-" + exchange.id, asked.created, info.id, text.pieces, False, False, wants_usage)
     return Prepared([choice], 1, CompletionFormat(head), is_stream, wants_usage)

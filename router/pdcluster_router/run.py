@@ -58,6 +58,17 @@ class Shared:
     named: Named = field(default_factory=Named)
 
 
+def job_of(shared: Shared, generation: Generation, started: float) -> Job:
+    """Raises PdclusterError where nobody knows its model."""
+    chain = shared.models.chain(generation.model, generation.salt)
+    packed, hashes = shared.named.of(generation.token_ids, chain)
+    deadline = started + generation.deadline_s
+    job = Job(generation.request, generation.token_ids, generation.sampling, deadline, chain, generation.mode, generation.session)
+    job.packed, job.hashes, job.num_hashed = packed, hashes, 0
+    job.has_prompt_logprobs = generation.sampling.prompt_logprobs is None
+    return job
+
+
 class Run:
     """Implements generation.Running. Owned by the router's event loop. One answer: the sink hears `on_done` or `on_error` once, or nothing after a
     cancel."""
@@ -107,12 +118,7 @@ class Run:
     def of(cls, shared: Shared, generation: Generation, sink: Sink) -> Run:
         """A request that comes now. Raises PdclusterError where nobody knows its model."""
         started = shared.clock()
-        chain = shared.models.chain(generation.model, generation.salt)
-        packed, hashes = shared.named.of(generation.token_ids, chain)
-        deadline = started + generation.deadline_s
-        job = Job(generation.request, generation.token_ids, generation.sampling, deadline, chain, generation.mode, generation.session)
-        job.packed, job.hashes, job.num_hashed = packed, hashes, 0
-        job.has_prompt_logprobs = generation.sampling.prompt_logprobs is None
+        job = job_of(shared, generation, started)
         record = shared.explainer.open(generation.request, generation.standing, started, generation.client_id)
         return cls(shared, generation, sink, job, record, started)
 

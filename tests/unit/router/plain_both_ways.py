@@ -99,6 +99,7 @@ class Scene:
 
     is_plain: bool
     cluster: FakeCluster
+    deadline_s: float = 600.0
     moment: float = 100.0
     alarms: AlarmsByHand = field(default_factory=AlarmsByHand)
     told: list[object] = field(default_factory=list)
@@ -111,7 +112,7 @@ class Scene:
         dispatch.shared = dataclasses.replace(dispatch.shared, alarms=self.alarms)  # type: ignore[arg-type]
         self.dispatch, self.metrics, self.places = dispatch, router_metrics(), Places(4)
         plain = Plain(dispatch.shared, self.metrics) if self.is_plain else None
-        self.app = create_app(dispatch, HttpSettings(), self.metrics, self.places, plain=plain)
+        self.app = create_app(dispatch, HttpSettings(deadline_s=self.deadline_s), self.metrics, self.places, plain=plain)
         self.line = Line()
 
     @property
@@ -119,7 +120,8 @@ class Scene:
         return "remote" if any(node.role == "prefill" for node in self.cluster.nodes) else "auto"
 
     def ask(self, headers: dict[bytes, bytes] | None = None, **fields: object) -> None:
-        asked = Asked("POST", "/v1/completions", {b"content-type": b"application/json", **(headers or {})}, True, False)
+        path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+        asked = Asked("POST", path, {b"content-type": b"application/json", **(headers or {})}, True, False)
         self.exchange = Exchange(self.line, asked, "")
         self.line.end = self.app.over  # type: ignore[method-assign]
         body = json.dumps({"model": MODEL, "seed": 5, **fields}).encode()
@@ -246,9 +248,12 @@ def plain(value: object) -> object:
     return json.loads(json.dumps(value, default=str))
 
 
-async def play(is_plain: bool, nodes: str, steps: list[tuple[str, int, tuple[int, ...]]], fields: dict[str, object]) -> Scene:
+Steps = list[tuple[str, int, tuple[int, ...]]]
+
+
+async def play(is_plain: bool, nodes: str, steps: Steps, fields: dict[str, object], deadline_s: float = 600.0) -> Scene:
     """Each step with what comes of it; then the client leaves, if it has no answer."""
-    scene = Scene(is_plain, FakeCluster(CLUSTERS[nodes]()))
+    scene = Scene(is_plain, FakeCluster(CLUSTERS[nodes]()), deadline_s)
     scene.ask(**fields)
     scene.told.append(scene.look())
     for what, number, tokens in steps:
@@ -265,6 +270,6 @@ async def play(is_plain: bool, nodes: str, steps: list[tuple[str, int, tuple[int
     return scene
 
 
-def told(is_plain: bool, nodes: str, steps: list[tuple[str, int, tuple[int, ...]]], fields: dict[str, object]) -> list[object]:
-    return asyncio.run(play(is_plain, nodes, steps, fields)).told
+def told(is_plain: bool, nodes: str, steps: Steps, fields: dict[str, object], deadline_s: float = 600.0) -> list[object]:
+    return asyncio.run(play(is_plain, nodes, steps, fields, deadline_s)).told
 

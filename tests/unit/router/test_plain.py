@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_both_ways import CLUSTERS, play, told
+from plain_both_ways import CLUSTERS, Scene, Steps, play, told
+from scripted_cluster import FakeCluster
 from scripted_dispatcher import EOS, TEXT, VOCAB
 
+from pdcluster_router.rounds import Rounds
+
+TALK = [{"role": "user", "content": "hi"}]
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
 LETTERS = TEXT.encode("stop this, \u00e9\u4e16 \U0001f642 END", add_special_tokens=False).tolist()
 TOKENS = st.lists(st.one_of(st.sampled_from(LETTERS), st.integers(0, VOCAB - 1), st.just(EOS)), min_size=1, max_size=3).map(tuple)
@@ -39,6 +43,9 @@ FIELDS = st.sampled_from(
         {"prompt": "hello world", "ignore_eos": True, "prompt_cache_key": "talk"},
         {"prompt": PROMPT, "stop_token_ids": [LETTERS[0]], "skip_special_tokens": False},
         {"prompt": PROMPT, "stream": True},
+        {"messages": TALK, "max_tokens": 30},
+        {"messages": TALK, "stream": True, "stream_options": {"include_usage": True}, "pdcluster_mode": "auto", "priority": 3},
+        {"messages": TALK, "stream": True, "return_token_ids": True, "stop": ["t"]},
         {"prompt": "hello", "stream": True, "stop_token_ids": LETTERS[:1], "stream_options": {"include_usage": True}},
         {"prompt": PROMPT[:1], "frequency_penalty": 0.5, "top_k": 3, "top_p": 0.5, "min_tokens": 1, "n": 1},
     ]
@@ -46,7 +53,7 @@ FIELDS = st.sampled_from(
 
 
 @st.composite
-def scripts(draw: st.DrawFn) -> tuple[str, list[tuple[str, int, tuple[int, ...]]]]:
+def scripts(draw: st.DrawFn) -> tuple[str, Steps]:
     """What mostly happens, with something else in between now and then."""
     nodes = draw(st.sampled_from(sorted(CLUSTERS)))
     steps = list(draw(st.sampled_from(USUAL.get(nodes, [LOCAL]))))
@@ -57,7 +64,7 @@ def scripts(draw: st.DrawFn) -> tuple[str, list[tuple[str, int, tuple[int, ...]]
 
 @given(scripts(), FIELDS)
 @settings(deadline=None, max_examples=150)
-def test_both_ways_are_the_same_to_everybody(script: tuple[str, list[tuple[str, int, tuple[int, ...]]]], fields: dict[str, object]) -> None:
+def test_both_ways_are_the_same_to_everybody(script: tuple[str, Steps], fields: dict[str, object]) -> None:
     nodes, steps = script
     general, short = (told(is_plain, nodes, steps, fields) for is_plain in (False, True))
     for ours, theirs in zip(short, general, strict=True):
@@ -69,5 +76,80 @@ async def test_what_mostly_happens_goes_the_short_way_to_its_end(nodes: str, mon
     monkeypatch.setattr("pdcluster_router.general.become", lambda plain: pytest.fail("it became general"))
     for steps in USUAL[nodes]:
         for fields in ({}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}):
-            scene = await play(True, nodes, steps, {"prompt": PROMPT, **fields})
-            assert scene.exchange.status == 200
+            for asked in ({"prompt": PROMPT}, {"messages": TALK}):
+                scene = await play(True, nodes, steps, {**asked, **fields})
+                assert scene.exchange.status == 200
+
+
+@pytest.mark.parametrize("fields", [{"prompt": PROMPT}, {"messages": TALK, "stream": True}])
+def test_one_whose_time_is_over_is_sent_nowhere(fields: dict[str, object]) -> None:
+    general, short = (told(is_plain, "one node", [], fields, 0.0) for is_plain in (False, True))
+    assert short == general
+
+
+REFUSED: list[dict[str, object]] = [
+    {"prompt": []}, {"prompt": ""}, {"prompt": [VOCAB]}, {"prompt": [-1]}, {"prompt": [1 << 40]}, {"prompt": PROMPT * 30},
+    {"prompt": PROMPT, "max_tokens": 250}, {"prompt": PROMPT, "min_tokens": 9, "max_tokens": 3}, {"prompt": [*PROMPT, "a"]},
+    {"prompt": PROMPT, "model": "other"}, {"prompt": PROMPT, "best_of": 2}, {"prompt": PROMPT, "suffix": "x"}, {"prompt": PROMPT, "temperature": 3},
+    {"prompt": PROMPT, "stream_options": {"include_usage": True}},
+    {"prompt": PROMPT, "stream": True, "stream_options": {"include_obfuscation": True}},
+    {"prompt": PROMPT, "stop_token_ids": [VOCAB]}, {"prompt": PROMPT, "prompt_logprobs": 1, "stream": True},
+    {"prompt": PROMPT, "pdcluster_mode": "x"}, {"prompt": PROMPT, "stop": ""}, {"prompt": PROMPT, "nothing": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", REFUSED)
+def test_what_is_refused_is_refused_in_the_same_words(fields: dict[str, object]) -> None:
+    general, short = (told(is_plain, "one node", [], fields) for is_plain in (False, True))
+    assert short == general and short[0][2] >= 400  # type: ignore[index]
+
+
+OTHERS: list[dict[str, object]] = [
+    {"prompt": ["a", "b"]}, {"prompt": [[5, 6], [7]]}, {"prompt": PROMPT, "n": 2}, {"prompt": PROMPT, "stop": "a"}, {"prompt": PROMPT, "logprobs": 1},
+    {"prompt": PROMPT, "echo": True}, {"prompt": PROMPT, "prompt_logprobs": 1}, {"messages": TALK, "logprobs": True}, {"messages": TALK, "stop": "a"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", OTHERS)
+async def test_what_needs_more_than_text_is_not_plain(fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdcluster_router.plain_run.PlainRun.start", lambda run: pytest.fail("it is no plain request"))
+    assert (await play(True, "one node", [], fields)).cluster.sent
+
+
+@pytest.mark.parametrize("header", [(b"x-request-deadline-s", b"5"), (b"x-pdcluster-mode", b"local")])
+async def test_headers_that_ask_something_of_the_router_are_heard(header: tuple[bytes, bytes]) -> None:
+    for is_plain in (False, True):
+        scene = Scene(is_plain, FakeCluster(CLUSTERS["one node"]()))
+        scene.ask(headers=dict([header]), prompt=PROMPT)
+        (_, message), = scene.cluster.sent
+        assert round(message.work.deadline_s) == (5 if b"deadline" in header[0] else 600)  # type: ignore[attr-defined]
+
+
+class Asked:
+    """Implements rounds.Member and alarms.Alarms."""
+
+    def __init__(self) -> None:
+        self.rings: list[object] = []
+        self.num_rung = 0
+
+    def set(self, seconds: float, ring: object) -> int:
+        self.rings.append((seconds, ring))
+        return len(self.rings)
+
+    def ring(self) -> None:
+        self.num_rung += 1
+
+
+def test_those_of_one_round_share_an_alarm_and_who_joins_when_it_rings_has_another() -> None:
+    alarms, first, left, last = Asked(), Asked(), Asked(), Asked()
+    rounds = Rounds(alarms, 10.0)  # type: ignore[arg-type]
+    joined = rounds.join(first, 100.0)
+    assert rounds.join(left, 100.1) is joined
+    joined.pop(left)
+    assert rounds.join(last, 101.0) is not joined and len(alarms.rings) == 2
+    seconds, ring = alarms.rings[1]  # type: ignore[misc]
+    assert seconds < 10.0
+    ring()
+    assert (first.num_rung, left.num_rung, last.num_rung) == (0, 0, 1)
+    rounds.join(last, 101.05)
+    assert len(alarms.rings) == 3
