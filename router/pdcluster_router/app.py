@@ -123,9 +123,12 @@ class App:
             if not is_work or exchange.method != "POST":
                 self._check_method(exchange)
             if is_work:
-                exchange.tenant = self._places.take(exchange.header(AUTHORIZATION))
-                _check_media_type(exchange)
-                self._check_declared_length(exchange)
+                headers = exchange.headers
+                exchange.tenant = self._places.take(exchange.header(AUTHORIZATION) if AUTHORIZATION in headers else None)
+                if headers.get(b"content-type") != b"application/json" or b"content-encoding" in headers:
+                    _check_media_type(exchange)
+                if b"content-length" in headers:
+                    self._check_declared_length(exchange)
         except Exception as error:  # the top of a request
             fail(exchange, error, self._metrics)
 
@@ -333,11 +336,8 @@ def _card(model: ModelInfo) -> ModelCard:
 
 
 def _check_media_type(exchange: Exchange) -> None:
-    headers = exchange.headers
-    if headers.get(b"content-type") == b"application/json" and b"content-encoding" not in headers:
-        return
     given = exchange.header(b"content-type")
-    if given is not None and given != "application/json" and given.partition(";")[0].strip().lower() not in ("application/json", ""):
+    if given is not None and given.partition(";")[0].strip().lower() not in ("application/json", ""):
         raise UnsupportedMediaType(f"content-type is {given[:100]}; send JSON with content-type: application/json")
     encoding = exchange.header(b"content-encoding")
     if encoding not in (None, "", "identity"):

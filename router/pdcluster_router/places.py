@@ -32,9 +32,8 @@ class Places:
         tenant, shares = self._tenants.identify(authorization), self._shares
         if tenant.max_requests is not None and (own := shares.taken_by(tenant.name)) >= tenant.max_requests:
             raise self._refused(tenant, "tenant_requests", f"{own} requests of tenant {tenant.name} are being worked on, as many as it may have")
-        if not shares.has_room(tenant.name):
+        if not shares.take_if_room(tenant.name):
             raise self._refused(tenant, "requests", f"{self.num_taken} requests are being worked on, as many as --max-requests allows")
-        shares.take(tenant.name)
         return tenant
 
     def give_back(self, tenant: Tenant) -> None:

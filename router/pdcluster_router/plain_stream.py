@@ -35,8 +35,7 @@ class PlainStream(msgspec.Struct, eq=False):
 
     def way(self) -> Take | None:
         """For what comes after two tokens."""
-        through = self.writer.through(0)
-        return None if through is None else through.take
+        return self.writer.through(0)
 
     def finish(self, done: Done, metrics: RouterMetrics) -> None:
         self.writer.add(0, advance(self.choice, done))

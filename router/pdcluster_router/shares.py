@@ -45,6 +45,14 @@ class Shares:
             self._taken[tenant] = self._taken.get(tenant, 0) + amount
             self._used += amount
 
+    def take_if_room(self, tenant: str) -> bool:
+        """One of it."""
+        used, own = self._used, self._taken.get(tenant, 0)
+        if used >= self._limit or (self._greed is not None and own + 1 > self._greed * (self._limit - used)):
+            return False
+        self._taken[tenant], self._used = own + 1, used + 1
+        return True
+
     def give_back(self, tenant: str, amount: int = 1) -> None:
         left = self._taken.get(tenant, 0) - amount
         if left < 0:

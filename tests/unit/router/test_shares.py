@@ -61,3 +61,19 @@ def test_the_books_add_up_whatever_is_taken_and_given_back(steps: list[tuple[boo
             taken[tenant] -= amount
         shares.check_integrity()
         assert shares.used == sum(taken.values()) <= 50
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from("abc")), max_size=40), st.sampled_from([None, 0.5, 4.0]))
+def test_to_take_one_if_there_is_room_is_to_ask_and_to_take(steps: list[tuple[bool, str]], greed: float | None) -> None:
+    asked, at_once = Shares(12, greed), Shares(12, greed)
+    for takes, tenant in steps:
+        if takes:
+            has_room = asked.has_room(tenant)
+            if has_room:
+                asked.take(tenant)
+            assert at_once.take_if_room(tenant) is has_room
+        elif asked.taken_by(tenant):
+            asked.give_back(tenant)
+            at_once.give_back(tenant)
+        at_once.check_integrity()
+        assert (asked.used, asked.taken_by(tenant)) == (at_once.used, at_once.taken_by(tenant))
