@@ -95,7 +95,7 @@ def packed(request: CompletionRequest, kind: Kind) -> tuple[Sequence[int], bytes
         except struct.error:
             return None
     elif type(prompt) is str:
-        if len(prompt) > SHORT_CHARACTERS:
+        if not 0 < len(prompt) <= SHORT_CHARACTERS:
             return None
         prompt = kind.text.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
         return (prompt, prompt.tobytes()) if 0 < len(prompt) < kind.max_len else None
