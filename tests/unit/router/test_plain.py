@@ -44,6 +44,7 @@ FIELDS = st.sampled_from(
         {"prompt": PROMPT, "stop_token_ids": [LETTERS[0]], "skip_special_tokens": False},
         {"prompt": PROMPT, "stream": True},
         {"messages": TALK, "max_tokens": 30},
+        {"prompt": PROMPT, "echo": True},
         {"messages": TALK, "stream": True, "stream_options": {"include_usage": True}, "pdcluster_mode": "auto", "priority": 3},
         {"messages": TALK, "stream": True, "return_token_ids": True, "stop": ["t"]},
         {"prompt": "hello", "stream": True, "stop_token_ids": LETTERS[:1], "stream_options": {"include_usage": True}},
@@ -106,7 +107,8 @@ def test_what_is_refused_is_refused_in_the_same_words(fields: dict[str, object])
 
 OTHERS: list[dict[str, object]] = [
     {"prompt": ["a", "b"]}, {"prompt": [[5, 6], [7]]}, {"prompt": PROMPT, "n": 2}, {"prompt": PROMPT, "stop": "a"}, {"prompt": PROMPT, "logprobs": 1},
-    {"prompt": PROMPT, "echo": True}, {"prompt": PROMPT, "prompt_logprobs": 1}, {"messages": TALK, "logprobs": True}, {"messages": TALK, "stop": "a"},
+    {"prompt": PROMPT, "echo": True, "logprobs": 0}, {"prompt": PROMPT, "prompt_logprobs": 1},
+    {"messages": TALK, "logprobs": True}, {"messages": TALK, "stop": "a"},
 ]  # fmt: skip
 
 
