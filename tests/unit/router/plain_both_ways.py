@@ -114,6 +114,9 @@ class Scene:
         plain = Plain(dispatch.shared, self.metrics) if self.is_plain else None
         self.app = create_app(dispatch, HttpSettings(deadline_s=self.deadline_s), self.metrics, self.places, plain=plain)
         self.line = Line()
+        self.noted: list[object] = []
+        note_sent = self.chooser.note_sent
+        self.chooser.note_sent = lambda *words: self.noted.append((words[0].mode, *words[1:])) or note_sent(*words)  # type: ignore[method-assign,func-returns-value]
 
     @property
     def force(self) -> Force:
@@ -227,7 +230,7 @@ class Scene:
             re.sub(rb"date: [^\r]*|\"created\":\d+", b"", self.line.sent).decode(),
             self.line.is_cut, self.exchange.status, self.exchange.finished, self.places.num_taken,
             open_ones, legs, sent, explained, ledger.num_requests(), self.dispatch.waiting.num_held,
-            (self.chooser._num_ended, self.chooser._usual_output, self.chooser._usual_prompt, self.chooser._counter),
+            (self.chooser._num_ended, self.chooser._usual_output, self.chooser._usual_prompt, self.chooser._counter, self.noted),
         )  # fmt: skip
         return json.loads(json.dumps(seen, default=str).replace(request, "REQUEST"))
 

@@ -72,6 +72,15 @@ def test_both_ways_are_the_same_to_everybody(script: tuple[str, Steps], fields: 
         assert ours == theirs
 
 
+@pytest.mark.parametrize("what", HAPPENS)
+@pytest.mark.parametrize(("nodes", "usual", "fields"), [("one node", LOCAL, {}), ("a pair", REMOTE, {"stream": True})], ids=["local", "remote"])
+def test_whatever_happens_whenever_it_happens(nodes: str, usual: Steps, fields: dict[str, object], what: str) -> None:
+    for place in range(len(usual) + 1):
+        steps = [*usual[:place], (what, 1, (LETTERS[7],)), *usual[place:]]
+        general, short = (told(is_plain, nodes, steps, {"prompt": PROMPT, **fields}) for is_plain in (False, True))
+        assert short == general, f"{what} at {place}"
+
+
 @pytest.mark.parametrize("nodes", sorted(USUAL))
 async def test_what_mostly_happens_goes_the_short_way_to_its_end(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdcluster_router.general.become", lambda plain: pytest.fail("it became general"))
