@@ -14,7 +14,8 @@ contexts c and kv bytes of KV per token:
               FLOP  = (2 P + 2 hidden V) B + 4 L H d Σc
 
 The roofline of a decode step is what the slower of its bytes and its FLOP takes at those ceilings; of many rows that is the products.
-The FLOP/s ceiling is the best of a few large bfloat16 products, oneDNN's and our own; the bandwidth ceiling the best of a few ways to read a buffer
+The FLOP/s ceiling is the best of a few large products, our own and torch's: oneDNN's in bfloat16 where the CPU has one, else in float32 (its bfloat16
+is then many times slower than what the CPU can do); the row says which won. The bandwidth ceiling the best of a few ways to read a buffer
 as large as the model, so that both meet the same caches. Both run with the engine's threads on the engine's core. Contexts are zeros: what is in the
 pages does not change the time.
 
@@ -46,7 +47,7 @@ from bench.engine_quantization import SCHEMES, quality
 from bench.report import Row as Figure
 from bench.report import print_rows, row, write_json
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.engine.linear import PlainLinear
+from pdcluster.engine.linear import Linear, PlainLinear, can_pack
 from pdcluster.engine.model_config import ModelConfig, read_config
 from pdcluster.engine.native import Kernel, Parallel
 from pdcluster.engine.ops import select_ops
@@ -125,6 +126,8 @@ class Ceilings:
     work: Work
     flops: float
     bandwidth: float
+    product: str = "matrix product"
+    """Which one reached flops."""
 
     def decode_seconds(self, batch: int, context: int) -> float:
         """The roofline of a decode step."""
@@ -237,7 +240,7 @@ def measure(engine: Engine, plan: Plan) -> list[Figure]:
                 f"{tokens} tokens",
                 rates,
                 "GFLOP/s",
-                against="matrix product",
+                against=ceilings.product,
                 against_value=flops / 1e9,
                 goal=MFU_GOAL if tokens == 512 else None,
             )
@@ -258,11 +261,12 @@ def measure(engine: Engine, plan: Plan) -> list[Figure]:
 
 def measured_ceilings(plan: Plan, work: Work) -> Ceilings:
     dtype: DType = "bfloat16" if work.item_bytes == ITEM_BYTES["bfloat16"] else "float32"
-    return Ceilings(work, product_ceiling(plan, dtype), read_ceiling(plan, int(work.decode_bytes(0, 0))))
+    flops, product = product_ceiling(plan, dtype)
+    return Ceilings(work, flops, read_ceiling(plan, int(work.decode_bytes(0, 0))), product)
 
 
 def ceiling_rows(ceilings: Ceilings) -> list[Figure]:
-    return [row("ceiling", "matrix product", [ceilings.flops / 1e9], "GFLOP/s"), row("ceiling", "read", [ceilings.bandwidth / 1e9], "GB/s")]
+    return [row("ceiling", ceilings.product, [ceilings.flops / 1e9], "GFLOP/s"), row("ceiling", "read", [ceilings.bandwidth / 1e9], "GB/s")]
 
 
 def work_of(config: ModelConfig, layout: KVLayout) -> Work:
@@ -276,15 +280,18 @@ def work_of(config: ModelConfig, layout: KVLayout) -> Work:
     )
 
 
-def product_ceiling(plan: Plan, dtype: DType) -> float:
-    """FLOP/s of the fastest of a few large products, by torch and by the engine's own kernels: whichever is the faster here."""
-    best = 0.0
+def product_ceiling(plan: Plan, dtype: DType) -> tuple[float, str]:
+    """FLOP/s of the fastest of a few large products, by torch and by the engine's own kernels: whichever is the faster here; and its name."""
+    best = 0.0, ""
     ops = select_ops("cpu", dtype, torch.get_num_threads(), CACHE / "kernels")
+    by_torch: DType = dtype if can_pack() else "float32"
     for size in (512, 1024, 2048):
-        x, weight = torch.randn(2048, size).to(TORCH_DTYPE[dtype]), torch.randn(size, size).to(TORCH_DTYPE[dtype])
-        for product in (PlainLinear([weight], [None]), ops.linear([weight], [None])):
-            seconds = min(_repeat(plan, lambda product=product, x=x: product(x)))  # type: ignore[misc]
-            best = max(best, 2.0 * 2048 * size * size / seconds)
+        x, weight = torch.randn(2048, size), torch.randn(size, size)
+        for name, kind in ((f"torch, {by_torch}", by_torch), (f"our own, {dtype}", dtype)):
+            rows, weights = x.to(TORCH_DTYPE[kind]), [weight.to(TORCH_DTYPE[kind])]
+            product: Linear = PlainLinear(weights, [None]) if name.startswith("torch") else ops.linear(weights, [None])
+            seconds = min(_repeat(plan, lambda product=product, rows=rows: product(rows)))  # type: ignore[misc]
+            best = max(best, (2.0 * 2048 * size * size / seconds, f"matrix product ({name})"))
     ops.close()
     return best
 

@@ -14,9 +14,12 @@ from numba.extending import register_jitable
 
 from pdcluster.engine.kernels import VERY_NEGATIVE, exponential, narrow
 from pdcluster.engine.layer_arrays import BLOCK
-from pdcluster.engine.vectors import address, has_pair_product, tile_of
+from pdcluster.engine.vectors import address, has_pair_product, has_wide_product, tile_of
+from pdcluster.engine.wide_attention import take_wide, wide_scores, wide_sums
 
-NATIVE = has_pair_product()
+NATIVE, WIDE = has_pair_product(), has_wide_product()
+FACTOR = np.float32 if WIDE else np.uint16
+"""Of queries and shares."""
 TILE = 6
 """Rows of one product: six times four vectors of sums leave registers for what is multiplied."""
 ROWS = 48
@@ -72,9 +75,9 @@ def attend_chunk(q, keys, values, start, begin, count, scale, out, lo, hi):
     tokens = max(ROWS // group, 1)
     num_groups = (count + tokens - 1) // tokens
     most = (tokens * group + TILE - 1) // TILE * TILE
-    queries = np.zeros((most, head_dim), np.uint16)
+    queries = np.zeros((most, head_dim), FACTOR)
     scores = np.empty((most, BLOCK), np.float32)
-    shares = np.zeros((most, BLOCK), np.uint16)
+    shares = np.zeros((most, BLOCK), FACTOR)
     sums = np.empty((most, head_dim), np.float32)
     top, total = np.empty(most, np.float32), np.empty(most, np.float32)
     for task in range(lo, hi):
@@ -82,16 +85,17 @@ def attend_chunk(q, keys, values, start, begin, count, scale, out, lo, hi):
         last = min(first + tokens, count)
         rows = (last - first) * group
         for r in range(rows):
-            queries[r] = q[begin + first + r // group, head * group + r % group]
+            take(q[begin + first + r // group, head * group + r % group], queries, r)
         sums[:] = np.float32(0)
         top[:] = VERY_NEGATIVE
         total[:] = np.float32(0)
         for block in range((start + last + BLOCK - 1) // BLOCK):
-            block_scores(queries, keys[head, block], rows, scores)
+            seen = min(start + last - block * BLOCK, BLOCK)
+            multiply_keys(queries, keys[head, block], rows, seen, scores)
             for r in range(rows):
                 visible = min(start + first + r // group + 1 - block * BLOCK, BLOCK)
                 fold_block(scores, r, visible, scale, top, total, sums, shares)
-            block_sums(shares, values[head, block], rows, sums)
+            multiply_values(shares, values[head, block], rows, seen, sums)
         for r in range(rows):
             inverse = np.float32(1.0) / total[r]
             target = out[begin + first + r // group, head * group + r % group]
@@ -100,14 +104,19 @@ def attend_chunk(q, keys, values, start, begin, count, scale, out, lo, hi):
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
-def block_scores(queries, keys, rows, scores):
+def take_query(query, queries, r):
+    queries[r] = query
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
+def block_scores(queries, keys, rows, _, scores):
     width = 2 * queries.shape[1]
     for r in range(0, rows, TILE):
         score_tile(address(queries) + r * width, width, address(keys), 4 * BLOCK, keys.shape[0], address(scores) + 4 * BLOCK * r, 4 * BLOCK)
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
-def block_sums(shares, values, rows, sums):
+def block_sums(shares, values, rows, _, sums):
     width = 4 * sums.shape[1]
     for r in range(0, rows, TILE):
         left, out = address(shares) + 2 * BLOCK * r, address(sums) + width * r
@@ -116,6 +125,10 @@ def block_sums(shares, values, rows, sums):
         if sums.shape[1] % BLOCK:
             d = sums.shape[1] - BLOCK // 2
             add_tile_2(left, 2 * BLOCK, address(values) + 4 * d, width, BLOCK // 2, out + 4 * d, width)
+
+
+take, multiply_keys, multiply_values = (take_wide, wide_scores, wide_sums) if WIDE else (take_query, block_scores, block_sums)
+"""The fourth argument of the latter says how many of a block's keys any of the queries sees."""
 
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")

@@ -24,6 +24,7 @@ from pdcluster.engine.fused_layers import FusedLayers
 from pdcluster.engine.linear import MOST_ROWS, WEIGHT_GRAIN, Linear, bias_array, can_pack
 from pdcluster.engine.native import Array, Int8Kernels, Kernels, PairKernels, Parallel, as_array, load_int8_kernels, load_kernels, load_pair_kernels
 from pdcluster.engine.ops import CpuOps, Ops, TorchOps
+from pdcluster.engine.panels import Panels
 from pdcluster.engine.rope import RopeConfig
 from pdcluster.engine.weights import Weights
 from pdcluster.errors import ConfigError
@@ -147,20 +148,27 @@ class Int8Linear:
         weight = self._scratch.of(self.width, self._num_inputs)
         values, scales, _, bias = self.arrays
         self._parallel.run(self._kernels.dequantize, self.width, values, scales, as_array(weight), grain=WEIGHT_GRAIN)
-        return F.linear(x, weight, torch.from_numpy(bias).to(x.dtype) if bias.any() else None)
+        return self._scratch.multiply(x, weight, bias)
 
 
 class Scratch:
-    """Memory for one widened weight, as large as the largest. Used by the engine's worker thread only."""
+    """Memory for one widened weight, as large as the largest, and the product by it. Used by the engine's worker thread only. panels: where torch has
+    no fast one."""
 
-    def __init__(self) -> None:
+    def __init__(self, panels: Panels | None) -> None:
         self._memory = torch.empty(0, dtype=torch.bfloat16)
+        self._panels = panels
 
     def of(self, *shape: int) -> Tensor:
         size = int(np.prod(shape))
         if self._memory.numel() < size:
             self._memory = torch.empty(size, dtype=torch.bfloat16)
         return self._memory[:size].view(*shape)
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Array) -> Tensor:
+        if self._panels is not None and weight.shape[1] % 2 == 0:
+            return self._panels.multiply_once(x, weight, bias)
+        return F.linear(x, weight, torch.from_numpy(bias).to(x.dtype) if bias.any() else None)
 
 
 class Int8Ops(CpuOps):
@@ -170,7 +178,8 @@ class Int8Ops(CpuOps):
 
     def __init__(self, kernels: Kernels, pairs: PairKernels | None, int8: Int8Kernels, parallel: Parallel, quantization: Quantization) -> None:
         super().__init__(kernels, pairs, parallel, pack=can_pack())
-        self._int8, self._quantization, self._widened = int8, quantization, Scratch()
+        self._int8, self._quantization = int8, quantization
+        self._widened = Scratch(None if can_pack() else self._panels)
 
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
         _check_inputs(weights)

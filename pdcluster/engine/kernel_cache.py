@@ -38,11 +38,14 @@ SOURCES = (
     "pair_kernels",
     "chunk_kernels",
     "panel_kernels",
+    "wide_panels",
+    "wide_attention",
     "layer_arrays",
     "layer_kernels",
     "invariant_kernels",
     "int8_kernels",
     "vectors",
+    "wide_tiles",
 )
 
 

@@ -38,9 +38,10 @@ class Kernels(Protocol):
 
 
 class PairKernels(Protocol):
-    """The functions of `engine.pair_kernels`, `engine.chunk_kernels`, `engine.panel_kernels` and `engine.layer_kernels`, for bfloat16.
+    """The functions of `engine.pair_kernels`, `engine.chunk_kernels`, `engine.panel_kernels` or `engine.wide_panels`, and `engine.layer_kernels`, for
+    bfloat16.
 
-    has_chunks, has_panels: whether those of the second and the third are worth calling."""
+    has_chunks, has_panels: whether those of the second and the third are worth calling; PANEL: outputs of one panel."""
 
     linear_rows: Kernel
     attend_rows: Kernel
@@ -52,6 +53,7 @@ class PairKernels(Protocol):
     pack_panels: Kernel
     multiply_panels: Kernel
     has_panels: bool
+    PANEL: int
 
 
 class InvariantKernels(Protocol):
@@ -215,7 +217,7 @@ def _compile_pairs(kernels: PairKernels) -> None:
 def _compile_products(kernels: PairKernels, *, in_panels: bool) -> None:
     """Those of weights in panels, or those of weights as they are: an engine calls the ones or the others."""
     one, weight, bias = np.zeros((1, 32), np.uint16), np.zeros((4, 32), np.uint16), np.zeros(4, np.float32)
-    panels = np.zeros((1, 16, 64), np.uint32)
+    panels = np.zeros((1, 16, kernels.PANEL), np.uint32)
     if in_panels:
         kernels.pack_panels(weight.view(np.uint32), panels, 0, 4)
         kernels.multiply_panels(one, panels, bias, np.zeros((1, 4), np.uint16), 0, 0, 1)

@@ -1,4 +1,5 @@
-"""Weights in panels (`panel_kernels`), each laid out once and kept for whoever multiplies by it, and the product on them for any number of rows.
+"""Weights in panels (`panel_kernels`, `wide_panels`), each laid out once and kept for whoever multiplies by it, and the product on them for any
+number of rows.
 
 Their memory is the process's own and comes in large pieces, which the system backs by huge pages: from mapped files, in pages of 4 KiB, one row went
 over the weights of 0.5 B parameters at 21 GB/s and four at 19; from here at 26 and 27.
@@ -17,9 +18,9 @@ from torch import Tensor
 from pdcluster.engine.linear import bias_array
 from pdcluster.engine.native import Array, PairKernels, Parallel, as_array
 
-PANEL = 64
-"""Outputs of one panel."""
 PIECE_WORDS = 16 << 20
+LINE_WORDS = 16
+"""Of a cache line."""
 ROWS_AT_ONCE = 6
 THREAD_BYTES = 1 << 20
 """Of weights to go over, once for every six rows, below which a thread is not worth waking."""
@@ -31,39 +32,63 @@ class Panels:
     """Used by one thread at a time. Weights are known by where they lie, so they are kept, too."""
 
     def __init__(self, kernels: PairKernels, parallel: Parallel) -> None:
-        self._kernels, self._parallel = kernels, parallel
+        self._kernels, self._parallel, self._outputs = kernels, parallel, kernels.PANEL
         self._known: dict[Key, tuple[Tensor, Array]] = {}
-        self._free = np.empty(0, np.uint32)
+        self._free = self._passing = np.empty(0, np.uint32)
 
     def of(self, weight: Tensor) -> Array:
         """uint32 [panel, pair of inputs, output of the panel]; the number of inputs is even."""
         key = _key(weight)
         if key not in self._known:
             outputs, inputs = weight.shape
-            self._put(weight, self._take(-(-outputs // PANEL), inputs // 2))
+            self._put(weight, self._take(-(-outputs // self._outputs), inputs // 2))
         return self._known[key][1]
 
     def stacked(self, weights: Sequence[Tensor]) -> Array:
         """uint32 [weight, panel, pair of inputs, output of the panel] of weights of one shape; `of` gives each one's part."""
         outputs, inputs = weights[0].shape
-        panels = -(-outputs // PANEL)
-        whole = self._take(len(weights) * panels, inputs // 2).reshape(len(weights), panels, inputs // 2, PANEL)
+        panels = -(-outputs // self._outputs)
+        whole = self._take(len(weights) * panels, inputs // 2).reshape(len(weights), panels, inputs // 2, self._outputs)
         for weight, part in zip(weights, whole, strict=True):
             self._put(weight, part)
         return whole
 
+    def multiply_once(self, x: Tensor, weight: Tensor, bias: Array) -> Tensor:
+        """x by a weight that is laid out for this product alone."""
+        outputs, inputs = weight.shape
+        num_panels = -(-outputs // self._outputs)
+        size = num_panels * inputs // 2 * self._outputs
+        if size > len(self._passing):
+            self._passing = _whole_lines(size)
+        panels = self._passing[:size].reshape(num_panels, inputs // 2, self._outputs)
+        self._lay_out(weight, panels)
+        out = torch.empty(x.shape[0], outputs, dtype=x.dtype)
+        grain = _panels_of_a_thread(panels[0].nbytes, x.shape[0])
+        self._parallel.run(self._kernels.multiply_panels, num_panels, as_array(x), panels, bias, as_array(out), 0, grain=grain)
+        return out
+
     def _put(self, weight: Tensor, panels: Array) -> None:
-        if len(weight) % PANEL:
-            panels[-1] = 0
-        self._parallel.run(self._kernels.pack_panels, len(weight), _pairs(weight), panels, grain=PANEL)
+        self._lay_out(weight, panels)
         self._known[_key(weight)] = weight, panels
 
+    def _lay_out(self, weight: Tensor, panels: Array) -> None:
+        if len(weight) % self._outputs:
+            panels[-1] = 0
+        self._parallel.run(self._kernels.pack_panels, len(weight), _pairs(weight), panels, grain=self._outputs)
+
     def _take(self, num_panels: int, num_pairs: int) -> Array:
-        size = num_panels * num_pairs * PANEL
+        size = num_panels * num_pairs * self._outputs
         if size > len(self._free):
-            self._free = np.empty(max(size, PIECE_WORDS), np.uint32)
+            self._free = _whole_lines(max(size, PIECE_WORDS))
         taken, self._free = self._free[:size], self._free[size:]
-        return taken.reshape(num_panels, num_pairs, PANEL)
+        return taken.reshape(num_panels, num_pairs, self._outputs)
+
+
+def _whole_lines(num_words: int) -> Array:
+    """Words that begin where a cache line does, as no loaded vector of a panel should lie in two of them."""
+    words = np.empty(num_words + LINE_WORDS, np.uint32)
+    begin = -words.ctypes.data % (4 * LINE_WORDS) // 4
+    return words[begin : begin + num_words]
 
 
 def _key(weight: Tensor) -> Key:

@@ -73,6 +73,12 @@ def has_matrix_tiles() -> bool:
     return "+amx-bf16" in features.split(",")
 
 
+def has_wide_product() -> bool:
+    """Whether that CPU multiplies and adds eight floats at once and no more: its sixteen registers hold half of what a block is written for."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return {"+avx2", "+fma"} <= set(features.split(",")) and "+avx512f" not in features.split(",")
+
+
 # ------------------------------------------------------------ pieces of LLVM code
 
 
@@ -100,8 +106,8 @@ def load(builder, address, offset_bytes, kind):
     return value
 
 
-def store(builder, value, address, offset_bytes):
-    builder.store(value, pointer(builder, address, offset_bytes, value.type), align=4)
+def store(builder, value, address, offset_bytes, *, align=4):
+    builder.store(value, pointer(builder, address, offset_bytes, value.type), align=align)
 
 
 def bytes_of(count):
@@ -136,6 +142,12 @@ def pair_product(builder, total, a, b, *, native):
         return fused(builder, high_halves(builder, a), high_halves(builder, b), total)
     function = declared(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [FLOATS, PAIRS, PAIRS])
     return builder.call(function, [total, builder.bitcast(a, PAIRS), builder.bitcast(b, PAIRS)])
+
+
+def forget(builder):
+    """Let the compiler believe that memory changed here, so that it loads again what it would keep: that costs next to nothing, while what it keeps
+    takes registers from sums, whose way through memory is longer than their turn of a loop."""
+    builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
 
 
 def prefetch(builder, address, offset_bytes):
@@ -234,18 +246,19 @@ def dots_of(num_weights, num_rows, *, native, exact=False, asked=None):
             weights, weight_step, coming, rows, row_step, row_bytes, out, out_step = args
             weight_at, coming_at = ([builder.add(at, builder.mul(weight_step, bytes_of(j))) for j in range(num_weights)] for at in (weights, coming))
             row_at = [builder.add(rows, builder.mul(row_step, bytes_of(i))) for i in range(num_rows)]
-            with Loop(builder, row_bytes, 2 * PAIR, [zeros()] * (num_weights * num_rows)) as loop:
-                for at in coming_at[:asked]:
-                    prefetch(builder, at, loop.index)
-                w = [load(builder, at, loop.index, WORDS) for at in weight_at]
-                totals = []
-                for i, at in enumerate(row_at):
-                    x = load(builder, at, loop.index, WORDS)
-                    totals += [pair_product(builder, loop.values[i * num_weights + j], w[j], x, native=native) for j in range(num_weights)]
-                loop.carry(totals)
+            found = [None] * (num_weights * num_rows)
+            for some_weights, some_rows in fitting(num_weights, num_rows, native=native):
+                starts = [zeros()] * (len(some_weights) * len(some_rows))
+                with Loop(builder, row_bytes, 2 * PAIR, starts) as loop:
+                    for j in some_weights if some_rows[0] == 0 else ():
+                        if asked is None or j < asked:
+                            prefetch(builder, coming_at[j], loop.index)
+                    loop.carry(add_dots(builder, loop, [weight_at[j] for j in some_weights], [row_at[i] for i in some_rows], native=native))
+                for place, total in enumerate(loop.values):
+                    found[some_rows[place // len(some_weights)] * num_weights + some_weights[place % len(some_weights)]] = total
             for first in range(0, num_rows, LANES // num_weights):
                 rows_here = range(first, min(first + LANES // num_weights, num_rows))
-                sums = lane_sums(builder, loop.values[first * num_weights : (rows_here[-1] + 1) * num_weights], exact=exact)
+                sums = lane_sums(builder, found[first * num_weights : (rows_here[-1] + 1) * num_weights], exact=exact)
                 for place, i in enumerate(rows_here):
                     lanes = ir.Constant(ir.VectorType(WORD, num_weights), [place * num_weights + j for j in range(num_weights)])
                     store(builder, builder.shuffle_vector(sums, sums, lanes), out, builder.mul(out_step, bytes_of(i)))
@@ -254,6 +267,40 @@ def dots_of(num_weights, num_rows, *, native, exact=False, asked=None):
         return types.void(*[types.int64] * 8), build
 
     return dots
+
+
+def fitting(num_weights, num_rows, *, native):
+    """Weights and rows that are multiplied together so that their sums fit the registers: all of them, or where these are few, blocks of some."""
+    if native or not has_wide_product():
+        return [(range(num_weights), range(num_rows))]
+    found = []
+    for some in fitting_rows(num_rows):
+        step = 4 // len(some)
+        found += [(range(j, min(j + step, num_weights)), some) for j in range(0, num_weights, step)]
+    return found
+
+
+def fitting_rows(num_rows):
+    """All of them, or by two."""
+    return [range(i, min(i + 2, num_rows)) for i in range(0, num_rows, 2)] if has_wide_product() else [range(num_rows)]
+
+
+def add_dots(builder, loop, weight_at, row_at, *, native):
+    """One turn of a loop of `dots_of`."""
+    count, totals = len(weight_at), list(loop.values)
+    if native or not has_wide_product():
+        w = [load(builder, at, loop.index, WORDS) for at in weight_at]
+        for i, at in enumerate(row_at):
+            x = load(builder, at, loop.index, WORDS)
+            for j in range(count):
+                totals[i * count + j] = pair_product(builder, totals[i * count + j], w[j], x, native=native)
+        return totals
+    for j, place in enumerate(weight_at):
+        w = load(builder, place, loop.index, WORDS)
+        for i, at in enumerate(row_at):
+            totals[i * count + j] = pair_product(builder, totals[i * count + j], w, load(builder, at, loop.index, WORDS), native=False)
+        forget(builder)
+    return totals
 
 
 def weigh_of(num_rows, num_blocks):
@@ -267,27 +314,25 @@ def weigh_of(num_rows, num_blocks):
     def weigh(typing_context, values, value_step, coming, count, shares, share_step, sums, sum_step):
         def build(context, builder, signature, args):
             values, value_step, coming, count, shares, share_step, sums, sum_step = args
-            places = [
-                (builder.add(sums, builder.mul(sum_step, bytes_of(i))), bytes_of(4 * LANES * half))
-                for i in range(num_rows)
-                for half in range(2 * num_blocks)
-            ]
-            begin = [load(builder, at, offset, FLOATS) for at, offset in places]
-            with Loop(builder, count, 1, begin) as loop:
-                at = builder.mul(loop.index, value_step)
-                halves = []
-                for block in range(num_blocks):
-                    prefetch(builder, coming, builder.add(at, bytes_of(2 * PAIR * block)))
-                    words = load(builder, values, builder.add(at, bytes_of(2 * PAIR * block)), WORDS)
-                    halves += [low_halves(builder, words), high_halves(builder, words)]
-                totals = []
-                for i in range(num_rows):
-                    offset = builder.add(builder.mul(share_step, bytes_of(i)), builder.mul(loop.index, bytes_of(4)))
-                    share = spread(builder, load(builder, shares, offset, ir.FloatType()))
-                    totals += [fused(builder, half, share, loop.values[2 * num_blocks * i + k]) for k, half in enumerate(halves)]
-                loop.carry(totals)
-            for (at, offset), total in zip(places, loop.values, strict=True):
-                store(builder, total, at, offset)
+            for some in fitting_rows(num_rows):
+                rows = [builder.add(sums, builder.mul(sum_step, bytes_of(i))) for i in some]
+                places = [(at, bytes_of(4 * LANES * half)) for at in rows for half in range(2 * num_blocks)]
+                begin = [load(builder, at, offset, FLOATS) for at, offset in places]
+                with Loop(builder, count, 1, begin) as loop:
+                    at = builder.mul(loop.index, value_step)
+                    halves = []
+                    for block in range(num_blocks):
+                        prefetch(builder, coming, builder.add(at, bytes_of(2 * PAIR * block)))
+                        words = load(builder, values, builder.add(at, bytes_of(2 * PAIR * block)), WORDS)
+                        halves += [low_halves(builder, words), high_halves(builder, words)]
+                    totals = []
+                    for i in some:
+                        offset = builder.add(builder.mul(share_step, bytes_of(i)), builder.mul(loop.index, bytes_of(4)))
+                        share = spread(builder, load(builder, shares, offset, ir.FloatType()))
+                        totals += [fused(builder, half, share, loop.values[len(totals) + k]) for k, half in enumerate(halves)]
+                    loop.carry(totals)
+                for (at, offset), total in zip(places, loop.values, strict=True):
+                    store(builder, total, at, offset)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), build

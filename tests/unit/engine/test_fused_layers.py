@@ -223,6 +223,7 @@ def test_the_kernel_is_compiled_at_the_start(model: tuple[ModelConfig, Weights],
     """For the very types that steps bring. What this process compiled says nothing: other tests may have done it."""
     compiled, called = set(), set()
     start = SimpleNamespace(**{name: lambda *_: None for name in ("pack_panels", "multiply_panels", "linear_rows")})
+    start.PANEL = ops._pairs.PANEL if ops._pairs is not None else 0
     start.compute_layers = lambda *arguments: compiled.add(tuple(map(numba.typeof, arguments)))
     native._compile_products(cast(native.PairKernels, start), in_panels=ops._panels is not None)
     used = decoder(model, pool(model[0]), ops)

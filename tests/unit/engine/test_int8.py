@@ -142,6 +142,26 @@ def test_the_dynamic_product_of_a_row_is_the_same_bits_among_any_others(threads:
     made.close()
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_sums_of_bytes_are_exact_by_numbers_of_16_bits(rows: int) -> None:
+    from pdcluster.engine import int8_kernels
+
+    if not int8_kernels.WIDE:
+        pytest.skip("this CPU has something wider")
+    block = int8_kernels.wide_dots_of(rows)
+
+    @numba.njit  # type: ignore[untyped-decorator]
+    def run(weights, x, out):  # type: ignore[no-untyped-def]
+        block(address(weights), x.shape[1], address(x), x.shape[1], address(out))
+
+    rng = np.random.default_rng(rows)
+    weights, x = rng.integers(-128, 128, (4, 192)).astype(np.int8), rng.integers(0, 256, (rows, 192)).astype(np.uint8)
+    weights[1], weights[2], x[0] = -128, 127, 255
+    out = np.zeros(16, np.int32)
+    run(weights, x, out)
+    assert np.array_equal(out[: 4 * rows].reshape(rows, 4), x.astype(np.int64) @ weights.astype(np.int64).T)
+
+
 def test_without_the_instruction_many_rows_are_multiplied_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN's sums may saturate there."""
     made = int8_ops("w8a8_int8", "cpu", "bfloat16", 1, KERNEL_CACHE)

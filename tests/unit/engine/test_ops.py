@@ -123,10 +123,21 @@ def test_weights_are_laid_out_once_for_all_that_multiply_by_them() -> None:
         pytest.skip("this CPU has no use for panels")
     weight, other = noise(70, 66, dtype="bfloat16"), noise(3, 66, dtype="bfloat16")
     panels = ops._panels.of(weight)
-    assert panels.shape == (2, 33, 64) and ops._panels.of(weight.view(70, 66)) is panels
-    pairs = panels.transpose(0, 2, 1).reshape(128, 33)
+    assert ops._pairs is not None
+    outputs = ops._pairs.PANEL
+    assert panels.shape == (-(-70 // outputs), 33, outputs) and ops._panels.of(weight.view(70, 66)) is panels
+    pairs = panels.transpose(0, 2, 1).reshape(-1, 33)
     assert np.array_equal(pairs[:70], weight.view(torch.uint16).numpy().view(np.uint32)) and not pairs[70:].any()
     assert not np.shares_memory(panels, ops._panels.of(other)) and not np.shares_memory(panels, ops._panels.of(weight[:64]))
+
+
+def test_panels_begin_with_a_cache_line() -> None:
+    ops = select_ops("cpu", "bfloat16", 1, KERNEL_CACHE)
+    assert isinstance(ops, CpuOps)
+    if ops._panels is None:
+        pytest.skip("this CPU has no use for panels")
+    for outputs, inputs in ((70, 66), (3, 66), (64, 64)):
+        assert ops._panels.of(noise(outputs, inputs, dtype="bfloat16")).ctypes.data % 64 == 0
 
 
 def test_a_weight_and_its_transpose_have_panels_of_their_own() -> None:
@@ -143,12 +154,12 @@ def test_a_product_of_little_work_wakes_no_other_thread(rows: int, parts: int) -
     native_pairs = select_ops("cpu", "bfloat16", 1, KERNEL_CACHE)
     assert isinstance(native_pairs, CpuOps) and native_pairs._pairs is not None
     pairs, ranges = native_pairs._pairs, []
-    recorded = SimpleNamespace(pack_panels=pairs.pack_panels, multiply_panels=lambda *args: ranges.append(args[-2:]))
+    recorded = SimpleNamespace(pack_panels=pairs.pack_panels, multiply_panels=lambda *args: ranges.append(args[-2:]), PANEL=pairs.PANEL)
     parallel = Parallel(2)
     kernels = cast(PairKernels, recorded)
     PanelLinear([noise(128, 896, dtype="bfloat16")], [None], Panels(kernels, parallel), kernels, parallel)(noise(rows, 896, dtype="bfloat16"))
     parallel.close()
-    assert len(ranges) == parts and {panel for lo, hi in ranges for panel in range(lo, hi)} == {0, 1}
+    assert len(ranges) == parts and {panel for lo, hi in ranges for panel in range(lo, hi)} == set(range(128 // pairs.PANEL))
 
 
 def test_odd_inputs_are_not_packed() -> None:

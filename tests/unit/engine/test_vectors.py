@@ -21,6 +21,7 @@ from pdcluster.engine.vectors import (
     dots_of,
     has_matrix_tiles,
     has_pair_product,
+    has_wide_product,
     tile_of,
     weigh_of,
     weigh_pairs_of,
@@ -119,13 +120,19 @@ def test_without_kernels_for_pairs_the_engine_says_so(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("features", "pairs", "tiles"),
-    [("+avx512f,+avx512bf16,-amx-bf16", True, False), ("+avx512bf16,+amx-bf16", True, True), ("+avx2,-avx512bf16,-amx-bf16", False, False)],
+    ("features", "pairs", "tiles", "wide"),
+    [
+        ("+avx2,+avx512f,+avx512bf16,-amx-bf16,+fma", True, False, False),
+        ("+avx2,+avx512f,+avx512bf16,+amx-bf16,+fma", True, True, False),
+        ("+avx2,+avx512f,-avx512bf16,-amx-bf16,+fma", False, False, False),
+        ("+avx2,-avx512f,-avx512bf16,-amx-bf16,+fma", False, False, True),
+        ("+avx2,-avx512f,-avx512bf16,-amx-bf16,-fma", False, False, False),
+    ],
 )
-def test_features_say_what_a_cpu_multiplies_at_once(features: str, pairs: bool, tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_say_what_a_cpu_multiplies_at_once(features: str, pairs: bool, tiles: bool, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     codegen = cpu_target.target_context.codegen()
     monkeypatch.setattr(codegen, "magic_tuple", lambda: ("x86_64-linux", "some cpu", features))
-    assert (has_pair_product(), has_matrix_tiles()) == (pairs, tiles)
+    assert (has_pair_product(), has_matrix_tiles(), has_wide_product()) == (pairs, tiles, wide)
 
 
 DOT_FOR_ANOTHER_CPU = """

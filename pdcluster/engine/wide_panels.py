@@ -1,0 +1,142 @@
+# mypy: ignore-errors
+# As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
+"""What `panel_kernels` does, for CPUs with AVX2 and nothing wider (`wide_tiles`): there a panel holds the weights of 16 outputs, and rows are widened
+to float32 before they are multiplied.
+
+Rows that are widened together stay in the second-level cache, or near it, while all panels go over them; a panel goes over all of their tiles while
+it is near. One to three rows, whose products are done before the weights are here, go over several panels side by side, as several streams of
+loads. Import it through `native`.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from pdcluster.engine.kernels import widen
+from pdcluster.engine.vectors import address, has_wide_product
+from pdcluster.engine.wide_tiles import wide_panels_of
+
+has_panels = has_wide_product()
+PANEL = 16
+TILE = 6
+MOST_STREAMED = 3
+"""Rows that go over several panels side by side."""
+WIDE_BYTES = 768 << 10
+"""Of rows that are widened together."""
+LINE, PAIR_BYTES = 16, 4 * PANEL
+ASKING_TILES = 4
+"""Of the tiles of one panel, the first so many share the asking for the next."""
+
+one_by_4, two_by_2, three_by_2 = wide_panels_of(1, 4), wide_panels_of(2, 2), wide_panels_of(3, 2)
+tile_1, tile_2, tile_3, tile_4, tile_5, tile_6 = (wide_panels_of(rows, 1) for rows in (1, 2, 3, 4, 5, 6))
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True)
+def pack_panels(weight, panels, lo, hi):
+    """Pairs of inputs of the outputs [lo, hi), uint32, go to panels[output // 16, pair, output % 16]."""
+    num_pairs = panels.shape[1]
+    for begin in range(lo, hi, PANEL):
+        for line in range(0, num_pairs, LINE):
+            for n in range(begin, min(begin + PANEL, hi)):
+                row, target, lane = weight[n], panels[n // PANEL], n % PANEL
+                for p in range(line, min(line + LINE, num_pairs)):
+                    target[p, lane] = row[p]
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True)
+def multiply_panels(x, panels, bias, out, column, lo, hi):
+    """out[:, column + i] = x · weight i + bias i, for the outputs of panels [lo, hi). A row's sums do not depend on the rows beside it."""
+    if lo >= hi or x.shape[0] == 0:
+        return
+    num_rows, width, outputs = x.shape[0], x.shape[1], bias.shape[0]
+    most = max(WIDE_BYTES // (4 * width) // TILE * TILE, TILE)
+    parts = (num_rows + most - 1) // most
+    rows = np.empty((num_rows + parts - 1) // parts * width, np.float32)
+    # What a last panel lacks of a whole one has a place of its own: its biases, and its outputs.
+    last, spare = np.zeros(PANEL, np.float32), np.empty((TILE, PANEL), np.uint16)
+    final = (outputs - 1) // PANEL * PANEL
+    last[: outputs - final] = bias[final:]
+    begin = 0
+    for part in range(parts):
+        count = (num_rows - begin + parts - part - 1) // (parts - part)
+        widen_rows(x[begin : begin + count], rows)
+        multiply_wide(rows, count, panels, bias, last, spare, out[begin : begin + count], column, lo, hi)
+        begin += count
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True)
+def widen_rows(x, rows):
+    """Tile behind tile, each [inputs, rows of the tile]."""
+    count, width = x.shape
+    num_tiles = (count + TILE - 1) // TILE
+    r = 0
+    for tile in range(num_tiles):
+        tile_rows = (count - r + num_tiles - tile - 1) // (num_tiles - tile)
+        target = rows[r * width : (r + tile_rows) * width].reshape(width, tile_rows)
+        for i in range(tile_rows):
+            row = x[r + i]
+            for k in range(width):
+                target[k, i] = widen(row[k])
+        r += tile_rows
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True)
+def multiply_wide(rows, count, panels, bias, last, spare, out, column, lo, hi):
+    """A function of its own, whose caller holds the arrays: numba frees one after its last use, which an address is not."""
+    num_pairs, out_bytes = panels.shape[1], 2 * out.shape[1]
+    panel_bytes, row_bytes, whole = PAIR_BYTES * num_pairs, 8 * num_pairs, min(bias.shape[0] // PANEL, hi)
+    inputs, target = address(rows), address(out) + 2 * column
+    panel = lo
+    if count <= MOST_STREAMED:
+        at_once = 4 if count == 1 else 2
+        while panel + at_once <= whole:
+            at, added = address(panels) + panel * panel_bytes, address(bias) + 4 * PANEL * panel
+            multiply_several(count, inputs, at, panel_bytes, num_pairs, added, target + 2 * PANEL * panel, out_bytes)
+            panel += at_once
+    num_tiles = (count + TILE - 1) // TILE
+    asking = min(num_tiles, ASKING_TILES)
+    while panel < hi:
+        at = address(panels) + panel * panel_bytes
+        following = at + panel_bytes if num_tiles > 1 and panel + 1 < hi else at
+        r = 0
+        for tile in range(num_tiles):
+            tile_rows = (count - r + num_tiles - tile - 1) // (num_tiles - tile)
+            coming, step = (following + tile * (panel_bytes // asking), PAIR_BYTES // asking) if tile < asking else (at, 0)
+            left = inputs + r * row_bytes
+            if panel < whole:
+                added, results = address(bias) + 4 * PANEL * panel, target + r * out_bytes + 2 * PANEL * panel
+                multiply_tile(tile_rows, left, at, num_pairs, added, results, out_bytes, coming, step)
+            else:
+                multiply_tile(tile_rows, left, at, num_pairs, address(last), address(spare), 2 * PANEL, coming, step)
+                for i in range(tile_rows):
+                    for n in range(panel * PANEL, bias.shape[0]):
+                        out[r + i, column + n] = spare[i, n - panel * PANEL]
+            r += tile_rows
+        panel += 1
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True)
+def multiply_several(count, left, weights, panel_bytes, num_pairs, bias, out, out_bytes):
+    if count == 1:
+        one_by_4(left, weights, panel_bytes, num_pairs, bias, out, out_bytes, weights, 0)
+    elif count == 2:
+        two_by_2(left, weights, panel_bytes, num_pairs, bias, out, out_bytes, weights, 0)
+    else:
+        three_by_2(left, weights, panel_bytes, num_pairs, bias, out, out_bytes, weights, 0)
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True)
+def multiply_tile(rows, left, weights, num_pairs, bias, out, out_bytes, coming, step):
+    if rows == 6:
+        tile_6(left, weights, 0, num_pairs, bias, out, out_bytes, coming, step)
+    elif rows == 5:
+        tile_5(left, weights, 0, num_pairs, bias, out, out_bytes, coming, step)
+    elif rows == 4:
+        tile_4(left, weights, 0, num_pairs, bias, out, out_bytes, coming, step)
+    elif rows == 3:
+        tile_3(left, weights, 0, num_pairs, bias, out, out_bytes, coming, step)
+    elif rows == 2:
+        tile_2(left, weights, 0, num_pairs, bias, out, out_bytes, coming, step)
+    else:
+        tile_1(left, weights, 0, num_pairs, bias, out, out_bytes, coming, step)

@@ -1,0 +1,119 @@
+# mypy: ignore-errors
+# As `vectors`: numba gives intrinsics their types at compile time.
+"""Building blocks of CPU kernels for CPUs with AVX2 and nothing wider: products of float32 rows by weights that stay pairs of bfloat16.
+
+Sixteen registers of eight floats hold the sums of six rows by sixteen outputs, two halves of a word's vector and one number of a row. Rows are
+widened once by their caller, since each of their numbers is read for every sixteen outputs; words are widened here, by a shift and a mask for as
+many rows as are multiplied. A sum is one chain in the order of inputs in every block, so it does not depend on how many rows or vectors one has.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from pdcluster.engine.vectors import (
+    FLOATS,
+    LANES,
+    WORDS,
+    Loop,
+    bytes_of,
+    constant_words,
+    forget,
+    fused,
+    high_halves,
+    load,
+    low_halves,
+    prefetch,
+    spread,
+    store,
+    zeros,
+)
+
+HALF_WORDS = ir.VectorType(ir.IntType(16), LANES)
+
+
+def wide_panels_of(num_rows, num_panels):
+    """A block for tile(left, right, panel_step, num_pairs, bias, out, out_step, coming, coming_step): out[i, 16 j + l] = left[:, i] ·
+    right[j][:, l] + bias[16 j + l], in bfloat16.
+
+    left is float32 [inputs, num_rows], right num_panels panels that are panel_step bytes apart, of num_pairs times 16 words of two bfloat16; bias is
+    float32. For each pair another coming_step bytes from `coming` on are asked for.
+    """
+
+    @intrinsic
+    def tile(typing_context, left, right, panel_step, num_pairs, bias, out, out_step, coming, coming_step):
+        def build(context, builder, signature, args):
+            left, right, panel_step, num_pairs, bias, out, out_step, coming, coming_step = args
+            panels = [builder.add(right, builder.mul(panel_step, bytes_of(j))) for j in range(num_panels)]
+
+            def ask(pair):
+                prefetch(builder, coming, builder.mul(pair, coming_step))
+
+            begin = [zeros()] * (num_rows * num_panels)
+            totals = add_products(builder, left, (4 * num_rows, 4), panels, bytes_of(4 * LANES), num_pairs, begin, ask)
+            added = [load(builder, bias, bytes_of(4 * LANES * j), FLOATS) for j in range(num_panels)]
+            for i in range(num_rows):
+                row = builder.mul(out_step, bytes_of(i))
+                for j in range(num_panels):
+                    total = builder.fadd(totals[i * num_panels + j], added[j])
+                    store(builder, narrowed(builder, total), out, builder.add(row, bytes_of(2 * LANES * j)), align=2)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9), build
+
+    return tile
+
+
+def wide_tile_of(num_rows, *, adds, row_bytes=None):
+    """A block for tile(left, right, right_step, num_pairs, out, out_step): out[i, :16] (+)= left[:, i] · right[:, :16].
+
+    left is float32 [2 * num_pairs, num_rows], or rows that are row_bytes apart; right holds words of two bfloat16 in rows that are right_step bytes
+    apart; out is float32, and adds: to what it holds.
+    """
+
+    @intrinsic
+    def tile(typing_context, left, right, right_step, num_pairs, out, out_step):
+        def build(context, builder, signature, args):
+            left, right, right_step, num_pairs, out, out_step = args
+            rows = [builder.mul(out_step, bytes_of(i)) for i in range(num_rows)]
+            begin = [load(builder, out, row, FLOATS) if adds else zeros() for row in rows]
+            steps = (4 * num_rows, 4) if row_bytes is None else (4, row_bytes)
+            totals = add_products(builder, left, steps, [right], right_step, num_pairs, begin)
+            for row, total in zip(rows, totals, strict=True):
+                store(builder, total, out, row)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), build
+
+    return tile
+
+
+def add_products(builder, left, left_steps, columns, right_step, num_pairs, begin, ask=None):
+    """Totals of each row by each of right's vectors. left_steps: bytes from a row's number to its next, and to the next row's; columns: where each of
+    right's vectors begins, whose next pair is right_step bytes on."""
+    number_bytes, row_bytes = left_steps
+    num_rows, num_columns = len(begin) // len(columns), len(columns)
+    with Loop(builder, num_pairs, 1, begin) as loop:
+        if ask is not None:
+            ask(loop.index)
+        offset, place = builder.mul(loop.index, right_step), builder.mul(loop.index, bytes_of(2 * number_bytes))
+        totals = list(loop.values)
+        for half, halves in enumerate((low_halves, high_halves)):
+            for j, at in enumerate(columns):
+                vector = halves(builder, load(builder, at, offset, WORDS))
+                for i in range(num_rows):
+                    one = spread(builder, load(builder, left, builder.add(place, bytes_of(half * number_bytes + i * row_bytes)), ir.FloatType()))
+                    totals[i * num_columns + j] = fused(builder, one, vector, totals[i * num_columns + j])
+                forget(builder)
+        loop.carry(totals)
+    return loop.values
+
+
+def narrowed(builder, floats):
+    """bfloat16 of floats, rounded as `kernels.narrow` does."""
+    bits = builder.bitcast(floats, WORDS)
+    odd = builder.and_(builder.lshr(bits, constant_words(16)), constant_words(1))
+    rounded = builder.add(builder.add(bits, constant_words(0x7FFF)), odd)
+    return builder.trunc(builder.lshr(rounded, constant_words(16)), HALF_WORDS)
