@@ -61,7 +61,7 @@ def test_an_engine_gives_what_its_quantised_weights_give(shape: Shape, scheme: Q
     found = [logprobs(engine, prompt), logprobs(engine, prompt, chunk=13), logprobs(engine, prompt, chunk=1)]
     engine.close()
     # Where an activation falls on the edge of two steps, bfloat16 decides otherwise than float32 does.
-    allowed = (1.5 if scheme == "int8" else 4.0) * noise + 0.002
+    allowed = (1.5 if scheme == "int8" else 4.5) * noise + 0.002
     for each in found:
         assert np.abs(each - truth).mean() <= allowed
     assert np.abs(truth - exact).mean() > 0.0
