@@ -78,10 +78,11 @@ def make_node(index: int, number: int, chance: random.Random) -> NodeView:
 
 def next_view(case: Case, view: ClusterView, turn: int) -> ClusterView:
     """One node reported, another got a leg, a third ended one."""
-    nodes, reported = view.nodes, case.reports[turn % len(case.reports)]
-    begun, ended = nodes[turn % len(nodes)], nodes[(7 * turn + 3) % len(nodes)]
-    changed = {begun.incarnation: begun.sent(1, Pending(1, 1000, 500_000)), ended.incarnation: ended.sent(0, Pending())}
-    return view.replaced({**changed, reported.incarnation: reported.sent(turn % 3, Pending())}, view.typical)
+    reported = case.reports[turn % len(case.reports)]
+    begun, ended = view.reported(turn % view.size), view.reported((7 * turn + 3) % view.size)
+    counts = {begun.incarnation: (1, Pending(1, 1000, 500_000)), ended.incarnation: (0, Pending())}
+    told = view.replaced({reported.incarnation: reported.sent(turn % 3, Pending())}, view.typical)
+    return told.sent(counts, counts.__getitem__)
 
 
 def microseconds(call: Callable[[int], object], num_calls: int, prepare: Callable[[], object] = tuple) -> list[float]:

@@ -135,7 +135,9 @@ class Chooser:
     def note_end(self, num_prompt: int, num_output: int) -> None:
         """An answer ended. Its length is what most will take, far fewer tokens than clients allow."""
         self._num_ended = num = self._num_ended + 1
-        weight, prompt_weight = (NEWEST, NEWEST) if num > FEW else (max(1 / (num + PRIOR), NEWEST), max(1 / num, NEWEST))
+        weight = prompt_weight = NEWEST
+        if num < FEW:
+            weight, prompt_weight = max(1 / (num + PRIOR), NEWEST), 1 / num
         self._usual_output += weight * (num_output - self._usual_output)
         self._usual_prompt += prompt_weight * (num_prompt - self._usual_prompt)
         self._most_output = round(self._usual_output)

@@ -337,7 +337,7 @@ class Cluster:
     def _look_at_costs(self) -> None:
         """What a step typically costs stands in for what single nodes do not know, and these have to be looked at anew with it: so now and then."""
         self._typical_until = time.monotonic() + TYPICAL_S
-        found = ClusterView(self._view.nodes).typical_cost
+        found = self._view.typical_now()
         if found != self._view.typical:
             self._view = self._view.replaced({}, found, is_told=True)
 

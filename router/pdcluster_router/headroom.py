@@ -24,6 +24,7 @@ from pdcluster_router.view import ClusterView, NodeView
 
 MODES: tuple[Mode, ...] = ("remote", "local")
 
+
 @dataclass(frozen=True, slots=True)
 class Headroom:
     """backlog_s: seconds of prompt work that may wait on a node; cold_token_s: what a token is taken to cost where a node has not measured it yet."""

@@ -7,7 +7,6 @@ zero. Owned by the router's event loop.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from operator import add, sub
 
 import msgspec
@@ -29,81 +28,76 @@ class Sent(msgspec.Struct, frozen=True):
     hashes: bytes
 
 
+class Account(msgspec.Struct, eq=False):
+    """Of one node, by request. sent: every leg that is open; uncounted: those that no report counts, in the order of their frames; total: their
+    sum."""
+
+    sent: dict[str, Sent] = {}
+    uncounted: dict[str, Sent] = {}
+    total: Pending = NOTHING_PENDING
+
+
 class PendingWork:
     def __init__(self) -> None:
-        self._sent: defaultdict[str, dict[str, Sent]] = defaultdict(dict)
-        """By node and request: every leg that is open."""
-        self._uncounted: defaultdict[str, dict[str, Sent]] = defaultdict(dict)
-        """The same without those that a report counts, in the order of their frames."""
-        self._totals: dict[str, Pending] = {}
+        self._accounts: dict[str, Account] = {}
+        """Of nodes that were sent something since they came."""
         self.changed: set[str] = set()
         """Nodes whose sum is another since somebody took this set."""
 
     def enter(self, incarnation: str, request: str, sent: Sent) -> None:
         """A newer attempt on the same node takes the place of the older one."""
-        there = self._sent[incarnation]
-        if request in there:
+        account = self._accounts.get(incarnation)
+        if account is None:
+            account = self._accounts[incarnation] = Account()
+        elif request in account.sent:
             self.leave(incarnation, request)
-            there = self._sent[incarnation]
-        there[request] = sent
-        self._uncounted[incarnation][request] = sent
-        self._totals[incarnation] = _plus(self.of(incarnation), sent.work)
+        account.sent[request] = account.uncounted[request] = sent
+        account.total = _plus(account.total, sent.work)
         self.changed.add(incarnation)
 
     def reported(self, incarnation: str, seen: int) -> None:
         """A report came that counts everything up to frame `seen`."""
-        uncounted = self._uncounted.get(incarnation)
-        while uncounted:
-            request, sent = next(iter(uncounted.items()))
+        account = self._accounts.get(incarnation)
+        while account is not None and account.uncounted:
+            request, sent = next(iter(account.uncounted.items()))
             if sent.sequence > seen:
                 return
-            self._count(incarnation, request)
+            self._count(incarnation, account, request)
 
     def find(self, incarnation: str, request: str, attempt: int) -> Sent | None:
-        sent = self._sent[incarnation].get(request) if incarnation in self._sent else None
+        account = self._accounts.get(incarnation)
+        sent = None if account is None else account.sent.get(request)
         return sent if sent is not None and sent.attempt == attempt else None
 
     def leave(self, incarnation: str, request: str) -> None:
         """The leg is over. Idempotent."""
-        sent = self._sent.get(incarnation)
-        if sent is None or sent.pop(request, None) is None:
-            return
-        if not sent:
-            del self._sent[incarnation]
-        self._count(incarnation, request)
+        account = self._accounts.get(incarnation)
+        if account is not None and account.sent.pop(request, None) is not None and request in account.uncounted:
+            self._count(incarnation, account, request)
 
     def lose(self, incarnation: str) -> None:
-        for by_node in (self._sent, self._uncounted, self._totals):
-            by_node.pop(incarnation, None)
+        self._accounts.pop(incarnation, None)
         self.changed.add(incarnation)
 
     def of(self, incarnation: str) -> Pending:
         """What to add to the node's last report."""
-        return self._totals.get(incarnation, NOTHING_PENDING)
+        account = self._accounts.get(incarnation)
+        return NOTHING_PENDING if account is None else account.total
 
-    def _count(self, incarnation: str, request: str) -> None:
-        uncounted = self._uncounted.get(incarnation)
-        sent = uncounted.pop(request, None) if uncounted is not None else None
-        if sent is None:
-            return
+    def _count(self, incarnation: str, account: Account, request: str) -> None:
+        account.total = _minus(account.total, account.uncounted.pop(request).work)
         self.changed.add(incarnation)
-        if uncounted:
-            self._totals[incarnation] = _minus(self._totals[incarnation], sent.work)
-        else:
-            del self._uncounted[incarnation], self._totals[incarnation]
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when sums differ from their parts."""
-        for incarnation, uncounted in self._uncounted.items():
+        for incarnation, account in self._accounts.items():
             total = NOTHING_PENDING
-            for request, sent in uncounted.items():
+            for request, sent in account.uncounted.items():
                 total = _plus(total, sent.work)
-                if self.find(incarnation, request, sent.attempt) is not sent:
+                if account.sent.get(request) is not sent:
                     raise IntegrityError(f"request {request} is pending on {incarnation}, but has no leg there")
-            if min(total) < 0 or total != self.of(incarnation):
-                raise IntegrityError(f"{self.of(incarnation)} is pending on {incarnation}, its parts make {total}")
-        if set(self._totals) != set(self._uncounted):
-            raise IntegrityError("a node has a sum of pending work without parts, or parts without a sum")
+            if min(total) < 0 or total != account.total:
+                raise IntegrityError(f"{account.total} is pending on {incarnation}, its parts make {total}")
 
 
 def work_of(message: Prefill | Reserve, cached_tokens: int) -> Pending:

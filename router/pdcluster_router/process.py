@@ -53,6 +53,8 @@ from pdcluster_router.workers.worker import Worker, show
 logger = logging.getLogger(__name__)
 
 COMPILE_LOOK_S = 0.1
+COMPILE_S = 300.0
+"""For the process that compiles choices: some 10 s where nothing else runs, behind another one that does (`kernel_cache.WAIT_S`)."""
 
 COLLECTED = (10_000, 20, 20)
 """Containers made and not ended until the youngest are looked at, and how many such looks until the older ones are."""
@@ -155,17 +157,18 @@ async def compile_choices() -> None:
     seconds; one in a session of its own, so that a Ctrl-C is this router's to handle."""
     cache_dir = cache_directory()
     if not await asyncio.to_thread(compiled.is_kept, cache_dir):
-        compiling = _compiling()
+        compiling, until = _compiling(), time.monotonic() + COMPILE_S
         try:
             status = compiling.poll()
-            while status is None:
+            while status is None and time.monotonic() < until:
                 await asyncio.sleep(COMPILE_LOOK_S)
                 status = compiling.poll()
         finally:
             compiling.kill()
             compiling.wait()
-        if status:
-            logger.warning("choices of nodes are weighed in plain Python, which is slower: the process that compiles them ended with %d", status)
+        if status != 0:
+            ended = f"did not end within {COMPILE_S:g} s" if status is None else f"ended with {status}"
+            logger.warning("choices of nodes are weighed in plain Python, which is slower: the process that compiles them %s", ended)
             return
     await asyncio.to_thread(compiled.load, cache_dir)
 

@@ -28,8 +28,10 @@ class PullRule:
     def apply(self, choice: Choice, query: Query, view: ClusterView) -> Choice:
         """The choice with its pull, the policy's own where it made one, and how much that is."""
         own, always = choice.pull, self.mode == "always"
-        if own is None and (not always or _has_nobody_more(choice, query)):
-            return choice
+        if own is None:
+            held = query.cached if query.held is None else query.held
+            if not always or not held or (len(held) == 1 and (choice.prefill or choice.decode).endpoint.incarnation in held):
+                return choice  # as mostly: nobody has anything, or the computing node alone
         holder = own or (self.holder(choice.first, query, view) if always else None)
         if self.mode == "never" or holder is None or (own is None and _was_weighed(choice, holder)):
             return choice if own is None else replace(choice, pull=None)
@@ -53,12 +55,6 @@ class PullRule:
 
 BY_TOKENS = PullRule()
 """Pulls whenever a hash block is saved."""
-
-
-def _has_nobody_more(choice: Choice, query: Query) -> bool:
-    """As mostly: nobody has anything, or the computing node alone."""
-    held = query.cached if query.held is None else query.held
-    return not held or (len(held) == 1 and (choice.prefill or choice.decode).endpoint.incarnation in held)
 
 
 def _was_weighed(choice: Choice, holder: NodeView) -> bool:

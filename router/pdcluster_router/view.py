@@ -20,7 +20,7 @@ from pdcluster_router.once import once
 from pdcluster_router.pace import Pace, Work, completed, is_known, pace, typical_cost
 from pdcluster_router.policy import compiled
 from pdcluster_router.policy.estimates import NUM_STATION
-from pdcluster_router.policy.settling import IN_FLIGHT, IS_OWN, NUM_COLUMNS, settle
+from pdcluster_router.policy.settling import IN_FLIGHT, IS_OWN, NUM_COLUMNS, SENT_REQUESTS, settle
 from pdcluster_router.stations import Column, Pool, Station, Table
 
 
@@ -63,20 +63,7 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
 
     def sent(self, in_flight: int, pending: Pending) -> NodeView:
         """The same node and report, after this router sent it something or heard of the end of it."""
-        return NodeView(
-            self.endpoint,
-            self.role,
-            in_flight,
-            self.load,
-            self.block_tokens,
-            self.max_len,
-            self.backends,
-            self.is_cordoned,
-            pending,
-            self.cost,
-            self.bandwidth,
-            self.kv_bytes_per_token,
-        )
+        return msgspec.structs.replace(self, in_flight=in_flight, pending=pending)
 
     @property
     def name(self) -> str:
@@ -236,9 +223,9 @@ class Roster:
         """A zero for each node; not to be written to."""
         return np.zeros(len(self.names))
 
-    def paths(self, node: NodeView) -> Column:
-        """Bytes a second from the node to each of the others, 0 where it is not known; not to be written to."""
-        row, bandwidth = self.row_of.get(node.endpoint.incarnation, -1), node.bandwidth
+    def paths(self, row: int, bandwidth: Mapping[str, float]) -> Column:
+        """Bytes a second to each node from the one of that row (-1: it left), which reports that bandwidth; 0 where it is not known. Not to be
+        written to."""
         kept = self._paths.get(row)
         if kept is not None and kept[0] is bandwidth:
             return kept[1]
@@ -302,10 +289,17 @@ class ClusterView:
         if self._table is None:
             known = {name: row for name in changed if (row := self.roster.row_of.get(name)) is not None}
             return self.replaced({name: self.node(row).sent(*counts(name)) for name, row in known.items()}, self.typical, is_told=self._is_told)
-        view, row_of = self._like(self._nodes, self.typical, is_told=self._is_told), self.roster.row_of
-        view._reported, view.__dict__["roster"], view.__dict__["typical_cost"] = self._reported, self.roster, self.typical_cost
-        view._table = table = self._table.copy()
-        note_sent, nodes = compiled.in_use().note_sent, view._nodes
+        view, table, nodes, roster = ClusterView.__new__(ClusterView), self._table.copy(), self._nodes.copy(), self.roster
+        view.__dict__.update(
+            _nodes=nodes,
+            _reported=self._reported,
+            _table=table,
+            typical=self.typical,
+            _is_told=self._is_told,
+            roster=roster,
+            typical_cost=self.typical_cost,
+        )
+        note_sent, row_of = compiled.in_use().note_sent, roster.row_of
         for incarnation in changed:
             row = row_of.get(incarnation)
             if row is not None:  # else a leg on a node that left, or one whose link stands no longer
@@ -342,8 +336,7 @@ class ClusterView:
         """Of a node that was sent something since it reported."""
         assert self._table is not None  # only a table can know more than the reports
         numbers = self._table[row].tolist()
-        in_flight, *pending = map(int, numbers[IN_FLIGHT:])
-        node = self._reported[row].sent(in_flight, Pending(*pending))
+        node = self._reported[row].sent(int(numbers[IN_FLIGHT]), Pending(*map(int, numbers[SENT_REQUESTS:])))
         if numbers[IS_OWN]:
             node.__dict__["own_station"] = Station(*numbers[:NUM_STATION])
         return node
@@ -398,9 +391,11 @@ class ClusterView:
     @once
     def typical_cost(self) -> NodeCost | None:
         """For nodes that have not run a kind of step; None while nobody has."""
-        if self.typical is not None or self._is_told:
-            return self.typical
-        return typical_cost([node.cost for node in self.nodes if node.cost is not None])
+        return self.typical if self.typical is not None or self._is_told else self.typical_now()
+
+    def typical_now(self) -> NodeCost | None:
+        """By what the nodes reported last."""
+        return typical_cost([node.cost for node in self._reported if node.cost is not None])
 
     def find(self, incarnation: str) -> NodeView | None:
         row = self.roster.row_of.get(incarnation)

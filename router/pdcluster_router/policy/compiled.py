@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +23,7 @@ from pdcluster_router.stations import Pool
 from pdcluster_router.stations import Table as Array
 
 if TYPE_CHECKING:
-    from pdcluster_router.view import ClusterView, NodeView, Roster
+    from pdcluster_router.view import ClusterView, Roster
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Weighing(Protocol):
         """A zero for each node."""
         ...
 
-    def paths(self, roster: Roster, node: NodeView) -> Numbers: ...
+    def paths(self, roster: Roster, row: int, bandwidth: Mapping[str, float]) -> Numbers: ...
 
     def groups(self, roster: Roster) -> tuple[Rows, Table]: ...
 
@@ -89,8 +89,8 @@ class Plain:
     def nothing(self, roster: Roster) -> Numbers:
         return [0.0] * len(roster.names)
 
-    def paths(self, roster: Roster, node: NodeView) -> Numbers:
-        found: list[float] = roster.paths(node).tolist()
+    def paths(self, roster: Roster, row: int, bandwidth: Mapping[str, float]) -> Numbers:
+        found: list[float] = roster.paths(row, bandwidth).tolist()
         return found
 
     def groups(self, roster: Roster) -> tuple[Rows, Table]:
@@ -133,8 +133,8 @@ class Compiled:
     def nothing(self, roster: Roster) -> Any:
         return roster.nothing
 
-    def paths(self, roster: Roster, node: NodeView) -> Any:
-        return roster.paths(node)
+    def paths(self, roster: Roster, row: int, bandwidth: Mapping[str, float]) -> Any:
+        return roster.paths(row, bandwidth)
 
     def groups(self, roster: Roster) -> Any:
         groups = roster.groups
@@ -196,6 +196,7 @@ def load(cache_dir: Path) -> bool:
     that does not work: choices are the same without, only slower."""
     from pdcluster.engine.kernel_cache import filling
 
+    folder = cache_dir
     try:
         folder = _folder(cache_dir)
         folder.mkdir(exist_ok=True)
@@ -207,6 +208,9 @@ def load(cache_dir: Path) -> bool:
         return False
     except (OSError, RuntimeError) as error:
         log.warning("choices of nodes are weighed in plain Python, which is slower: they are not compiled (%s)", error)
+        return False
+    except Exception as error:  # numba reads files with pickle, which may raise anything on one that a power cut left half written
+        log.warning("choices of nodes are weighed in plain Python, which is slower: remove %s to have them compiled again", folder, exc_info=error)
         return False
     return True
 

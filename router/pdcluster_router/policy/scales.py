@@ -7,29 +7,45 @@ from collections.abc import Callable
 import msgspec
 
 from pdcluster_router.policy import pools as filters
-from pdcluster_router.policy import weighing as numbers
 from pdcluster_router.policy.base import Candidate, LegName, Query
 from pdcluster_router.policy.compiled import Weighing
 from pdcluster_router.policy.estimates import DECODE_TERMS, LOCAL_TERMS, PREFILL_TERMS, Numbers
-from pdcluster_router.policy.weighing import Rows, Table
+from pdcluster_router.policy.weighing import (
+    DECODE_LEG,
+    ENTRY,
+    ENTRY_VALUES,
+    HEADER,
+    IS_CALM,
+    LOCAL,
+    LOCAL_LEG,
+    NO_MODE,
+    NUM_LEG,
+    PREFILL_LEG,
+    REMOTE,
+    SKIPPED,
+    Rows,
+    Table,
+    start_of,
+)
 from pdcluster_router.stations import Pool
 from pdcluster_router.view import ClusterView, NodeView, Roster
 
 NOWHERE = -1
 NO_NODES = Pool((), 0)
-PREVIOUS = {None: numbers.NO_MODE, "local": numbers.LOCAL, "remote": numbers.REMOTE}
-LEGS: tuple[tuple[LegName, tuple[str, ...]], ...] = (
-    ("prefill", PREFILL_TERMS),
-    ("decode", DECODE_TERMS),
-    ("local", LOCAL_TERMS),
+PREVIOUS = {None: NO_MODE, "local": LOCAL, "remote": REMOTE}
+LEGS: tuple[tuple[LegName, tuple[str, ...], int, int], ...] = (
+    ("prefill", PREFILL_TERMS, start_of(PREFILL_LEG, 0), ENTRY_VALUES + len(PREFILL_TERMS)),
+    ("decode", DECODE_TERMS, start_of(DECODE_LEG, 0), ENTRY_VALUES + len(DECODE_TERMS)),
+    ("local", LOCAL_TERMS, start_of(LOCAL_LEG, 0), ENTRY_VALUES + len(LOCAL_TERMS)),
 )
-"""By the numbers of `weighing`."""
+"""By the numbers of `weighing`: its name, its terms, where its first entry stands, and of how many numbers one is."""
+REJECTED = "holds up running rows"
 
 
 class Plan(msgspec.Struct, frozen=True, gc=False):
     """What the calls take of the nodes that a request may go to. serving: those that compute prompts for others; decoding: those that only decode;
     then those of each leg, and who can exchange KV. wants_local: mode local is weighed though a pair is possible; may_be_local: one node may take the
-    request where no pair is."""
+    request where no pair is; is_whole: every node takes the request."""
 
     serving: Rows
     decoding: Rows
@@ -40,6 +56,7 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     exchange: Table
     wants_local: bool
     may_be_local: bool
+    is_whole: bool
 
 
 def planned(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
@@ -66,6 +83,7 @@ def _plan(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
         *weighing.groups(roster),
         query.force == "auto" and (query.fallback == "conditional" or not pools.is_split),
         query.force == "local" or filters.may_be_local(query, pools),
+        not filters.rejected(query, view),
     )
 
 
@@ -95,35 +113,35 @@ def known(query: Query, roster: Roster, weighing: Weighing) -> tuple[Numbers, in
     return found, source, float(most)
 
 
-class Compared:
+class Compared(msgspec.Struct, eq=False):
     """The record of a choice, in bare numbers until somebody reads it, which lets go of them and of the view: a choice is kept as long as its request
-    runs."""
+    runs. is_whole: every node of the view could take the request."""
 
-    __slots__ = ("_told", "_view", "found", "legs", "query", "weighing")
-
-    def __init__(self, weighing: Weighing, found: Numbers, legs: tuple[int, ...], query: Query, view: ClusterView) -> None:
-        self.weighing, self.found, self.legs, self.query = weighing, found, legs, query
-        self._view: ClusterView | None = view
-        self._told: tuple[Candidate, ...] = ()
+    weighing: Weighing
+    found: Numbers
+    legs: tuple[int, ...]
+    query: Query
+    view: ClusterView | None
+    is_whole: bool
+    told: tuple[Candidate, ...] = ()
 
     def __call__(self) -> tuple[Candidate, ...]:
-        if self._view is not None:
-            self._told, self._view, self.found = self._candidates(self._view), None, ()
-        return self._told
-
-    def _candidates(self, view: ClusterView) -> tuple[Candidate, ...]:
-        part, found, node = self.weighing.part, self.found, view.node
-        head = part(found, 0, numbers.HEADER)
+        view, found, part = self.view, self.found, self.weighing.part
+        if view is None:
+            return self.told
+        head = part(found, 0, HEADER)
         candidates: list[Candidate] = []
         for leg in self.legs:
-            name, terms, rejected_by = *LEGS[leg], ""
-            if leg == numbers.LOCAL_LEG and len(self.legs) > 1 and not head[numbers.IS_CALM]:
-                rejected_by = "holds up running rows"
-            for rank in range(int(head[numbers.SKIPPED]) if leg == numbers.PREFILL_LEG else 0, int(head[numbers.NUM_LEG + leg])):
-                at = numbers.start_of(leg, rank)
-                row, cost, _, cached, *values = part(found, at, at + numbers.ENTRY_VALUES + len(terms))
-                candidates.append(Candidate(node(int(row)), name, int(cached), terms, tuple(values), cost, rejected_by))
-        return (*candidates, *filters.rejected(self.query, view))
+            name, terms, at, size = LEGS[leg]
+            rejected_by = REJECTED if leg == LOCAL_LEG and len(self.legs) > 1 and not head[IS_CALM] else ""
+            first = int(head[SKIPPED]) if leg == PREFILL_LEG else 0
+            for place in range(at + first * ENTRY, at + int(head[NUM_LEG + leg]) * ENTRY, ENTRY):
+                row, cost, _, cached, *values = part(found, place, place + size)
+                candidates.append(Candidate(view.node(int(row)), name, int(cached), terms, tuple(values), cost, rejected_by))
+        if not self.is_whole:
+            candidates += filters.rejected(self.query, view)
+        self.told, self.view, self.found = tuple(candidates), None, ()
+        return self.told
 
 
 class Suiting(msgspec.Struct, frozen=True):

@@ -64,7 +64,7 @@ class Seconds:
             cached,
             held,
             source,
-            weighing.paths(roster, view.reported(source)) if source >= 0 else weighing.nothing(roster),
+            weighing.paths(roster, source, view.reported(source).bandwidth) if source >= 0 else weighing.nothing(roster),
             plan.serving,
             plan.decoding,
             plan.prefill,
@@ -79,12 +79,12 @@ class Seconds:
         if first < 0:
             if not plan.may_be_local:
                 raise filters.no_partner(view.node(filters.ready(filters.pools(query, view).prefill, query, view).rows[0]))
-            return self._choice(Compared(weighing, found, ALONE, query, view), view, source)
-        partner, decode = view.reported(first), plan.decode
+            return self._choice(Compared(weighing, found, ALONE, query, view, plan.is_whole), view, source)
+        prefill, decode = view.reported(first), plan.decode
         if query.busy:
-            decode = weighing.rows(filters.ready(filters.partners(filters.pools(query, view).decode, partner, view), query, view))
-        weighing.pair(table, cached, weighing.paths(roster, partner), decode, plan.groups, plan.exchange, asked, found)
-        choice = self._choice(Compared(weighing, found, EITHER if plan.wants_local else APART, query, view), view, source)
+            decode = weighing.rows(filters.ready(filters.partners(filters.pools(query, view).decode, prefill, view), query, view))
+        weighing.pair(table, cached, weighing.paths(roster, first, prefill.bandwidth), decode, plan.groups, plan.exchange, asked, found)
+        choice = self._choice(Compared(weighing, found, EITHER if plan.wants_local else APART, query, view, plan.is_whole), view, source)
         if choice.mode == "remote":
             return choice
         return replace(choice, suits=Suiting(query, view, weighing.bears, table, asked, float(found[numbers.BEARABLE])))
@@ -99,7 +99,7 @@ class Seconds:
         row = weighing.parked(
             weighing.table(view),
             known(query, roster, weighing)[0],
-            weighing.paths(roster, prefill),
+            weighing.paths(roster, roster.row_of.get(prefill.incarnation, -1), prefill.bandwidth),
             weighing.rows(roster.prefill),
             weighing.rows(roster.decode_only),
             weighing.rows(pool),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,14 @@ from pdcluster_router.stations import Station
 def plain_again() -> Iterator[None]:
     yield
     compiled.use(compiled.PLAIN)
+
+
+def endless(directory: Path) -> Path:
+    """In place of Python: notes its number and never ends."""
+    program = directory / "endless"
+    program.write_text(f"#!/bin/sh\necho $$ > {directory}/pid\nexec sleep 600\n")
+    program.chmod(0o755)
+    return program
 
 
 def test_columns_are_the_fields_of_a_station_in_their_order() -> None:
@@ -52,12 +61,36 @@ async def test_a_router_goes_on_in_python_when_that_process_fails(monkeypatch: p
     assert compiled.in_use() is compiled.PLAIN and "ended with 1" in caplog.text
 
 
-async def test_a_router_that_stops_leaves_no_process_that_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    endless = tmp_path / "endless"
-    endless.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
-    endless.chmod(0o755)
+async def test_a_router_goes_on_in_python_when_that_process_does_not_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: False)
-    monkeypatch.setattr(process.sys, "executable", str(endless))
+    monkeypatch.setattr(process.sys, "executable", str(endless(tmp_path)))
+    monkeypatch.setattr(process, "COMPILE_S", 0.3)
+    async with asyncio.timeout(30):
+        await process.compile_choices()
+    assert compiled.in_use() is compiled.PLAIN and "did not end within 0.3 s" in caplog.text
+    assert not Path(f"/proc/{int((tmp_path / 'pid').read_text())}").exists()
+
+
+@pytest.mark.parametrize("failure", [EOFError("Ran out of input"), pickle.UnpicklingError("pickle data was truncated"), KeyError("no such function")])
+async def test_a_file_of_the_cache_that_cannot_be_read_does_not_stop_a_router(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: Exception
+) -> None:
+    """numba reads what is kept with pickle, and a power cut may leave half of it."""
+
+    def broken() -> compiled.Compiled:
+        raise failure
+
+    monkeypatch.setattr(compiled, "Compiled", broken)
+    monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: True)
+    await process.compile_choices()
+    assert compiled.in_use() is compiled.PLAIN and "remove /" in caplog.text
+
+
+async def test_a_router_that_stops_leaves_no_process_that_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: False)
+    monkeypatch.setattr(process.sys, "executable", str(endless(tmp_path)))
     compiling = asyncio.create_task(process.compile_choices())
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         await asyncio.sleep(0.01)

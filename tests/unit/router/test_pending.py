@@ -85,7 +85,7 @@ def test_sums_that_are_not_those_of_their_parts_are_found(wrong: Pending) -> Non
     pending = PendingWork()
     pending.enter("a", "r1", Sent(0, 1, Pending(1, 7), b""))
     pending.check_integrity()
-    pending._totals["a"] = wrong
+    pending._accounts["a"].total = wrong
     with pytest.raises(IntegrityError, match="its parts make"):
         pending.check_integrity()
 

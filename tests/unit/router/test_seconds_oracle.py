@@ -11,16 +11,20 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from policy_cases import COST, clusters, queries
+from policy_cases import COST, clusters, make_load, make_node, queries
 from seconds_oracle import PlainSeconds
 
+from pdcluster.bounds import MAX_SECONDS, UINT63
 from pdcluster.config import cache_directory
+from pdcluster.cost import NodeCost
 from pdcluster.errors import Unavailable
+from pdcluster.messages import Endpoint
+from pdcluster_router.headroom import Headroom
 from pdcluster_router.policy import compiled
 from pdcluster_router.policy.base import Candidate, Choice, Policy, Query
 from pdcluster_router.policy.compiled import Weighing
 from pdcluster_router.policy.seconds import Seconds
-from pdcluster_router.view import ClusterView, Pending
+from pdcluster_router.view import ClusterView, NodeView, Pending
 
 UNHURRIED = settings(max_examples=examples(40, 300), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 CLOSE = 1e-9
@@ -166,3 +170,36 @@ def test_what_was_sent_makes_the_view_that_a_new_one_would_be(cluster: ClusterVi
             assert [node.own_station for node in view.nodes] == [node.own_station for node in afresh.nodes]
             assert [view.station_of(node) for node in view.nodes] == [afresh.station(row) for row in range(view.size)]
         assert told is None or told == (former.nodes, former.table.tolist())
+
+
+SECONDS = st.sampled_from([0.0, 5e-324, 1e-300, 1e-9, 1e-3, MAX_SECONDS])
+COUNTS = st.sampled_from([0, 1, 31, 512, 10**6, UINT63])
+COST_FIELDS = ("prefill_fixed_s", "prefill_token_s", "prefill_pair_s", "decode_fixed_s", "decode_row_s", "decode_context_s", "prefill_doubt")
+LOAD_FIELDS = ("waiting", "running", "waiting_tokens", "waiting_pairs", "context_tokens", "rows", "slots", "slots_used", "pages_total", "pages_free")
+
+
+@st.composite
+def odd_nodes(draw: st.DrawFn) -> NodeView:
+    """A node that reports whatever a decoder lets through."""
+    cost = replace(COST.report(), **draw(st.fixed_dictionaries({}, optional=dict.fromkeys(COST_FIELDS, SECONDS))))
+    cost = replace(cost, chunk_tokens=draw(COUNTS), prefill_samples=draw(COUNTS), decode_samples=draw(COUNTS))
+    load = replace(make_load(), itl_s=draw(SECONDS), **draw(st.fixed_dictionaries({}, optional=dict.fromkeys(LOAD_FIELDS, COUNTS))))
+    bandwidth = {f"n{number}": draw(SECONDS) for number in range(2)}
+    return make_node("n", draw(st.sampled_from(["prefill", "decode", "mixed"])), load, NodeCost.of(cost), bandwidth=bandwidth)
+
+
+@UNHURRIED
+@given(nodes=st.lists(odd_nodes(), min_size=1, max_size=4), query=queries(), waited_s=st.sampled_from([0.0, 1.0, 1e6]))
+def test_whatever_nodes_report_there_is_one_choice(by_compiler: Weighing, nodes: list[NodeView], query: Query, waited_s: float) -> None:
+    named = [replace(node, endpoint=Endpoint(f"n{row}", f"n{row}-boot", "n:1")) for row, node in enumerate(nodes)]
+    found = []
+    for way in (by_compiler, compiled.PLAIN):
+        compiled.use(way)
+        cluster = ClusterView(named)
+        choice = answer(Seconds(), query, cluster)
+        goes = choice is not None and Headroom().goes(choice, query, cluster, waited_s, may_slow=False)
+        if goes and choice is not None:
+            assert Headroom().has_open(choice, query, cluster) and Headroom().keeps_pace(choice, query, waited_s)
+        costs = () if choice is None else choice.candidates
+        found.append((choice, repr([(each.node.name, each.leg, each.cost, each.values) for each in costs]), goes))
+    assert found[0] == found[1]
