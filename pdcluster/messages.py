@@ -13,7 +13,26 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pdcluster.bounds import BigCount, Count, Id, Number, Positive, Seconds, SecondsLeft, Text
+from pdcluster.bounds import (
+    MAX_ITEMS,
+    MAX_PATHS,
+    MAX_RANKS,
+    MAX_REASONS,
+    Adverts,
+    BigCount,
+    BytesPerSecond,
+    Count,
+    Id,
+    Number,
+    NumRanks,
+    Positive,
+    Rank,
+    Reasons,
+    Seconds,
+    SecondsLeft,
+    Text,
+    Unsigned,
+)
 from pdcluster.sampling import Sampling as Sampling
 from pdcluster.sampling import Shaping as Shaping
 from pdcluster.sampling import TokenLogprobs as TokenLogprobs
@@ -72,7 +91,7 @@ class Endpoint(Value, frozen=True, array_like=True):
     node: Id
     incarnation: Id
     address: str
-    adverts: tuple[tuple[str, bytes], ...] = ()
+    adverts: Adverts = ()
 
 
 class Ticket(Value, frozen=True, array_like=True):
@@ -82,7 +101,7 @@ class Ticket(Value, frozen=True, array_like=True):
     already filled and must not be written). nonce is random and names the ticket on the wire. ranks: those of the reader, each with a region of
     its own from `region` on, all with the same page ids; page_bytes: of one rank's page."""
 
-    nonce: int
+    nonce: Unsigned
     request: Id
     attempt: Count
     reader: Endpoint
@@ -94,7 +113,7 @@ class Ticket(Value, frozen=True, array_like=True):
     num_tokens: Positive
     cached_tokens: Count
     deadline_s: SecondsLeft
-    ranks: int = 1
+    ranks: NumRanks = 1
 
 
 class Pull(Value, frozen=True, array_like=True):
@@ -102,7 +121,7 @@ class Pull(Value, frozen=True, array_like=True):
     holder.adverts are not used."""
 
     holder: Endpoint
-    num_tokens: int
+    num_tokens: Positive
 
 
 # ---------------------------------------------------------------- router → node
@@ -112,7 +131,7 @@ class Hello(Message, frozen=True, array_like=True):
     """First frame of a link, again after every reconnect: who speaks, and what it believes is open there."""
 
     kind: Literal["router", "node"]
-    open: tuple[tuple[str, int, int], ...] = ()
+    open: Annotated[tuple[tuple[Id, Count, Count], ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     """(request, attempt, next output position expected) for each attempt the router still waits for."""
 
 
@@ -161,7 +180,7 @@ class Release(Message, frozen=True, array_like=True):
 class Manage(Message, frozen=True, array_like=True):
     """An operator's wish for the node: another role, or no new work (cordoned). None leaves that as it is. Idempotent; number names the answer."""
 
-    number: int
+    number: BigCount
     role: Role | None = None
     cordoned: bool | None = None
 
@@ -173,8 +192,8 @@ class AskCache(Message, frozen=True, array_like=True):
 class FetchFile(Message, frozen=True, array_like=True):
     """Ask for a piece of one of the model card's files (tokenizer.json, chat template, …)."""
 
-    name: str
-    offset: int
+    name: Id
+    offset: BigCount
 
 
 # ---------------------------------------------------------------- node → router
@@ -214,7 +233,7 @@ class Welcome(Message, frozen=True, array_like=True):
     """Answer to Hello. `lost`: those attempts of Hello.open that this boot of the node does not know (any more)."""
 
     role: Role
-    lost: tuple[tuple[str, int], ...] = ()
+    lost: Annotated[tuple[tuple[Id, Count], ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
 
 
 class Scheduled(Message, frozen=True, array_like=True):
@@ -288,34 +307,37 @@ class Failed(Message, frozen=True, array_like=True):
     param: Text = ""
 
 
+Root = tuple[SecondsLeft, SecondsLeft, SecondsLeft, SecondsLeft, SecondsLeft, SecondsLeft]
+
+
 class CostReport(Value, frozen=True, array_like=True):
     """Coefficients of the node's cost model (`cost.NodeCost`), in seconds, the numbers of steps they were fitted to, and its error bars
     (`cost.CostError`)."""
 
-    prefill_fixed_s: float
-    prefill_token_s: float
-    prefill_pair_s: float
-    decode_fixed_s: float
-    decode_row_s: float
-    decode_context_s: float
-    chunk_tokens: int
-    prefill_samples: int
-    decode_samples: int
-    prefill_spread: float = 0.0
-    prefill_doubt: float = 0.0
-    prefill_root: tuple[float, float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    decode_spread: float = 0.0
-    decode_doubt: float = 0.0
-    decode_root: tuple[float, float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    prefill_fixed_s: Seconds
+    prefill_token_s: Seconds
+    prefill_pair_s: Seconds
+    decode_fixed_s: Seconds
+    decode_row_s: Seconds
+    decode_context_s: Seconds
+    chunk_tokens: BigCount
+    prefill_samples: BigCount
+    decode_samples: BigCount
+    prefill_spread: Seconds = 0.0
+    prefill_doubt: Seconds = 0.0
+    prefill_root: Root = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    decode_spread: Seconds = 0.0
+    decode_doubt: Seconds = 0.0
+    decode_root: Root = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class PathLoad(Value, frozen=True, array_like=True):
     """One way of KV out of the reporting node, to node `peer` by `backend`. bytes_s: KV bytes per second (not bits, not per rank: all writes to
     that peer together), as its last writes went; 0 as long as none was measured. state: of its breaker. is_chosen: the next writes go by it."""
 
-    peer: str
-    backend: str
-    bytes_s: float
+    peer: Id
+    backend: Id
+    bytes_s: BytesPerSecond
     state: BreakerName = "closed"
     is_chosen: bool = False
 
@@ -332,36 +354,36 @@ class Load(Message, frozen=True, array_like=True):
     resent_chunks, pulls: how many since the node started, by reason or result. draining: no new work, for now or for good. role: None: the card's.
     seen: number of the last frame from the router that gets the report; what came in it and before is counted."""
 
-    waiting: int
-    running: int
-    waiting_tokens: int
-    context_tokens: int
-    pages_total: int
-    pages_free: int
-    pages_cached: int
-    pages_quarantined: int
-    pages_pinned: int
-    slots: int
-    slots_used: int
-    pages_parked: int = 0
+    waiting: BigCount
+    running: BigCount
+    waiting_tokens: BigCount
+    context_tokens: BigCount
+    pages_total: BigCount
+    pages_free: BigCount
+    pages_cached: BigCount
+    pages_quarantined: BigCount
+    pages_pinned: BigCount
+    slots: BigCount
+    slots_used: BigCount
+    pages_parked: BigCount = 0
     draining: bool = False
-    steps: int = 0
-    waiting_pairs: int = 0
-    rows: int = 0
+    steps: BigCount = 0
+    waiting_pairs: BigCount = 0
+    rows: BigCount = 0
     cost: CostReport | None = None
-    paths: tuple[PathLoad, ...] = ()
-    failed_writes: tuple[tuple[str, int], ...] = ()
-    resent_chunks: tuple[tuple[str, int], ...] = ()
+    paths: Annotated[tuple[PathLoad, ...], msgspec.Meta(max_length=MAX_PATHS)] = ()
+    failed_writes: Reasons = ()
+    resent_chunks: Reasons = ()
     role: Role | None = None
-    seen: int = 0
-    itl_s: float = 0.0
-    pulls: tuple[tuple[str, int], ...] = ()
+    seen: BigCount = 0
+    itl_s: Seconds = 0.0
+    pulls: Reasons = ()
 
 
 class CacheDelta(Message, frozen=True, array_like=True):
     """Block hashes that became cached or were evicted, HASH_BYTES each; `snapshot` replaces all that was known."""
 
-    sequence: int
+    sequence: BigCount
     snapshot: bool
     added: bytes
     removed: bytes
@@ -370,7 +392,7 @@ class CacheDelta(Message, frozen=True, array_like=True):
 class Managed(Message, frozen=True, array_like=True):
     """Answer to Manage: how it is now."""
 
-    number: int
+    number: BigCount
     role: Role
     cordoned: bool
 
@@ -378,9 +400,9 @@ class Managed(Message, frozen=True, array_like=True):
 class FileChunk(Message, frozen=True, array_like=True):
     """total_bytes 0 means that the node has no such file."""
 
-    name: str
-    offset: int
-    total_bytes: int
+    name: Id
+    offset: BigCount
+    total_bytes: BigCount
     data: bytes
 
 
@@ -391,24 +413,24 @@ class ChunkEntry(Value, frozen=True, array_like=True):
     """One chunk as its writer describes it: which tokens of which layers, how many payload bytes, their digest (0 with digests off), and which
     try of it was the last."""
 
-    index: int
-    first_token: int
-    num_tokens: int
-    first_layer: int
-    num_layers: int
-    nbytes: int
-    digest: int
-    trial: int = 0
+    index: Count
+    first_token: Count
+    num_tokens: Positive
+    first_layer: Count
+    num_layers: Positive
+    nbytes: Number
+    digest: Unsigned
+    trial: Count = 0
 
 
 class Leg(Value, frozen=True, array_like=True):
     """What one rank of the writer wrote to one rank of the reader: the KV of heads [first_head, first_head + num_heads), counted over the model."""
 
-    rank: int
-    reader_rank: int
-    first_head: int
-    num_heads: int
-    chunks: tuple[ChunkEntry, ...]
+    rank: Rank
+    reader_rank: Rank
+    first_head: Count
+    num_heads: Positive
+    chunks: Annotated[tuple[ChunkEntry, ...], msgspec.Meta(max_length=MAX_ITEMS)]
 
 
 class Commit(Message, frozen=True, array_like=True):
@@ -417,39 +439,39 @@ class Commit(Message, frozen=True, array_like=True):
     block_tokens: in the order of the wire, so many tokens follow each other before the next layer, plane or head (transfer.geometry).
     first_token: None when the KV was pulled, because nothing was sampled then."""
 
-    nonce: int
-    block_tokens: int
-    legs: tuple[Leg, ...]
-    first_token: int | None
+    nonce: Unsigned
+    block_tokens: Positive
+    legs: Annotated[tuple[Leg, ...], msgspec.Meta(max_length=2 * MAX_RANKS)]
+    first_token: Count | None
     first_logprobs: TokenLogprobs | None = None
-    round: int = 0
+    round: Count = 0
 
 
 class CommitAck(Message, frozen=True, array_like=True):
     """resend: chunk indexes that did not verify and may be written again under the same ticket; empty means accepted.
     refused: the ticket is dead at the reader (a new attempt is needed). round: that of the Commit it answers."""
 
-    nonce: int
-    resend: tuple[int, ...] = ()
-    refused: str = ""
-    round: int = 0
+    nonce: Unsigned
+    resend: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
+    refused: Text = ""
+    round: Count = 0
 
 
 class Abort(Message, frozen=True, array_like=True):
     """Stop writing under this ticket and say when no write can land any more. Also for tickets the writer has not seen yet.
     remaining_s: how long the writer must remember a ticket that it does not know (a tombstone)."""
 
-    nonce: int
-    reason: str
-    remaining_s: float
+    nonce: Unsigned
+    reason: Text
+    remaining_s: SecondsLeft
 
 
 class AbortAck(Message, frozen=True, array_like=True):
     """Nothing can land under this ticket any more, except by media in `lost`: these need their own fence. Also sent unasked: the writer gave up."""
 
-    nonce: int
-    reason: str
-    lost: tuple[str, ...] = ()
+    nonce: Unsigned
+    reason: Text
+    lost: Annotated[tuple[Id, ...], msgspec.Meta(max_length=MAX_REASONS)] = ()
 
 
 class Fetch(Message, frozen=True, array_like=True):
@@ -463,8 +485,8 @@ class Fetch(Message, frozen=True, array_like=True):
 class Declined(Message, frozen=True, array_like=True):
     """The holder will not write under that ticket, or gave up when it had begun to. No proof of anything: the reader still aborts it."""
 
-    nonce: int
-    reason: str
+    nonce: Unsigned
+    reason: Text
     gave_up: bool = False
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pdcluster.bounds import Count, Positive
+from pdcluster.bounds import Count, Positive, Seconds, Share
 from pdcluster.grammar import Grammar
 
 MAX_BIASES = 1024
@@ -53,10 +53,10 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     choice: Count = 0
     min_tokens: Count = 0
-    temperature: float = 1.0
+    temperature: Seconds = 1.0
     top_k: Positive | None = None
-    top_p: float | None = None
-    min_p: float | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
     stop_token_ids: tuple[Count, ...] = ()
     ignore_eos: bool = False
     logprobs: Count | None = None

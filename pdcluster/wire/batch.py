@@ -19,29 +19,26 @@ class Batch:
         self._head = codec.encode_head(me.node, me.incarnation, to_incarnation)
         self._most_bytes = max_frame_bytes - len(self._head) - codec.MAX_TAIL_BYTES
         self._parts: list[bytes] = []
-        self._num_bytes = 0
-        self._is_closed = False
+        self._room = 0
+        """Bytes that may go with what waits already; 0 behind a message that goes alone."""
 
     def __len__(self) -> int:
         return len(self._parts)
 
-    def encode(self, message: m.AnyMessage) -> bytes:
-        """The message as `add` takes it; raises ProtocolError when no frame could hold it."""
-        return codec.encode_message(message, max_bytes=self._most_bytes)
-
-    def has_room(self, message: m.AnyMessage, part: bytes) -> bool:
-        """Whether it may go with what waits already; when nothing does, it may."""
-        if not self._parts:
-            return True
-        if self._is_closed or isinstance(message, codec.ALONE) or len(self._parts) >= m.MAX_MESSAGES:
+    def put(self, message: m.AnyMessage) -> bool:
+        """Whether it waits with the others now; False: what waits has to leave first. Raises ProtocolError when no frame could hold it."""
+        part, parts, kind = codec.encoded(message), self._parts, type(message)
+        size = len(part)
+        if size > self._most_bytes:
+            raise codec.too_large(kind.__name__, size, self._most_bytes)
+        if not parts:
+            self._room = 0 if kind in codec.ALONE else min(MAX_BATCH_BYTES, self._most_bytes) - size
+        elif size > self._room or kind in codec.ALONE or len(parts) >= m.MAX_MESSAGES:
             return False
-        return self._num_bytes + len(part) <= min(MAX_BATCH_BYTES, self._most_bytes)
-
-    def add(self, message: m.AnyMessage, part: bytes) -> None:
-        """part: what `encode` made of the message, for which there is room."""
-        self._parts.append(part)
-        self._num_bytes += len(part)
-        self._is_closed = isinstance(message, codec.ALONE)
+        else:
+            self._room -= size
+        parts.append(part)
+        return True
 
     def frame(self, sequence: int) -> bytes:
         """All that waits, as frame number `sequence`. It still waits until `clear`."""
@@ -49,5 +46,3 @@ class Batch:
 
     def clear(self) -> None:
         self._parts.clear()
-        self._num_bytes = 0
-        self._is_closed = False

@@ -134,7 +134,7 @@ class Hub:
         if peer in self._retired:
             return self._counted(False, "old_incarnation")
         dialer = self._dialers.get(peer) or self._dial(peer, to)
-        return dialer is not None and self._counted(dialer.send(message, self._now), "high_water")
+        return dialer is not None and self._counted(dialer.send(message, self._now) > 0, "high_water")
 
     def flush(self) -> None:
         """Let everything that was sent leave, one frame per peer."""
@@ -201,13 +201,12 @@ class Hub:
         if route is not None and route.alive:
             return self._send_on(peer, route, message)
         dialer = self._dialers.get(peer)
-        return self._counted(dialer is not None and dialer.send(message, self._now), "unreachable")
+        return self._counted(dialer is not None and dialer.send(message, self._now) > 0, "unreachable")
 
     def _send_on(self, peer: Peer, route: _Route, message: m.AnyMessage) -> bool:
-        part = route.batch.encode(message)
-        if not route.batch.has_room(message, part):
+        if not route.batch.put(message):
             self._flush_route(peer, route)
-        route.batch.add(message, part)
+            route.batch.put(message)
         self._unsent[peer] = route
         return True
 

@@ -9,9 +9,9 @@ What is sent in one turn of the loop leaves as one frame at its end, or before w
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable
+from time import perf_counter
 
 import zmq
 
@@ -59,6 +59,7 @@ class NodeLink:
         self._is_connection_due = True
         """Something may have become of the connection since it was looked at."""
         self._held_since = 0.0
+        """When the first message that waits came; 0: none came since the last flush."""
         self._watch()
         self._timer = self._loop.call_later(self._tick_s, self._tick)
 
@@ -83,19 +84,27 @@ class NodeLink:
     def send(self, message: AnyMessage) -> int:
         """Put one message into this turn's frame, and return that frame's number; raises NodeLost when the link is lost, broken just now, or too
         much waits."""
-        dialer = self._dialer
-        is_first = not dialer.has_unsent
-        if not dialer.send(message, self._loop.time()):
-            node, state = self.endpoint.node, self.state
-            why = self.lost_because or (f"its link is {state.name.lower()} and takes no more frames")
-            raise NodeLost(f"cannot send {type(message).__name__} to {node} at {self.endpoint.address}: {why}")
-        number = dialer.next_number
-        if is_first:
-            self._held_since = time.perf_counter()
+        number = self._dialer.put(message) or self._make_room(message)
+        if not self._held_since:
+            self._held_since = perf_counter()
             self._end_turn_soon()
-        elif time.perf_counter() - self._held_since >= HELD_S:
-            dialer.flush(self._loop.time())
+        elif perf_counter() - self._held_since >= HELD_S:
+            self._flush()
         return number
+
+    def _make_room(self, message: AnyMessage) -> int:
+        """For a message that does not go with what waits."""
+        self._held_since = 0.0
+        number = self._dialer.send(message, self._loop.time())
+        if number:
+            return number
+        node, state = self.endpoint.node, self.state
+        why = self.lost_because or (f"its link is {state.name.lower()} and takes no more frames")
+        raise NodeLost(f"cannot send {type(message).__name__} to {node} at {self.endpoint.address}: {why}")
+
+    def _flush(self) -> None:
+        self._held_since = 0.0
+        self._dialer.flush(self._loop.time())
 
     def close(self) -> None:
         """Let go of the sockets; on_state is not called. Idempotent."""
@@ -111,9 +120,9 @@ class NodeLink:
 
     def _end_turn(self) -> None:
         self._is_end_due = False
-        self._dialer.flush(self._loop.time())
+        self._flush()
         self._drain()
-        self._dialer.flush(self._loop.time())
+        self._flush()
 
     def _on_readable(self) -> None:
         self._drain()
@@ -137,11 +146,12 @@ class NodeLink:
 
     def _deliver(self, messages: list[AnyMessage]) -> None:
         # One message that its receiver cannot stand must not cost the others of the same batch.
+        on_message = self._on_message
         for message in messages:
             if self._closed:
                 return
             try:
-                self._on_message(message)
+                on_message(message)
             except Exception as error:
                 what = f"{type(message).__name__} from {self.endpoint.node} was not handled"
                 self._loop.call_exception_handler({"message": what, "exception": error})

@@ -175,7 +175,7 @@ def frames() -> tuple[bytes, ...]:
     alone = tuple(codec.encode(m.Envelope(m.PROTOCOL_VERSION, "a", "a1", "b1", 1, (message,))) for message in said)
     batch = Batch(Peer("a", "a1"), "b1", max_frame_bytes=codec.MAX_FRAME_BYTES)
     for message in said[1:]:
-        batch.add(message, batch.encode(message))
+        assert batch.put(message)
     return (*alone, batch.frame(2**63 - 1))
 
 

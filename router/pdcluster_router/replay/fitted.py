@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from pdcluster.cost import CostError, NodeCost, Root
+from pdcluster.bounds import UINT63, BigCount, Seconds
+from pdcluster.cost import CostError, NodeCost
 from pdcluster.errors import ConfigError, ProtocolError
-from pdcluster.messages import CostReport
-from pdcluster.wire.codec import check_cost
+from pdcluster.messages import CostReport, Root
 
 MAX_FILE_BYTES = 1 << 20
 SIGMAS = 1.645
@@ -37,10 +37,9 @@ def read_cost(path: Path) -> NodeCost:
         found = msgspec.json.decode(text, type=dict[str, object])
         fields = found.get("cost", found)
         report = msgspec.convert(_snake_case(fields), _AsFile)
-        check_cost(report.report())
+        cost = NodeCost.of(report.report())
     except (msgspec.DecodeError, ProtocolError) as error:
         raise ConfigError(f"{path} holds no cost of a node: {error}; give the JSON of DescribeNode, or its cost") from error
-    cost = NodeCost.of(report.report())
     if not (cost.prefill.seconds(1) > 0 and cost.decode.seconds(1, 1) > 0):
         raise ConfigError(f"by {path} a step takes no time at all; let the node compute prompts and decode first")
     return cost
@@ -68,20 +67,20 @@ def _shifted(values: tuple[float, float, float], error: CostError, chance: rando
 class _AsFile(msgspec.Struct, forbid_unknown_fields=True):
     """CostReport by names; protobuf's JSON leaves out zeros and writes 64-bit integers as strings."""
 
-    prefill_fixed_s: float = 0.0
-    prefill_token_s: float = 0.0
-    prefill_pair_s: float = 0.0
-    decode_fixed_s: float = 0.0
-    decode_row_s: float = 0.0
-    decode_context_s: float = 0.0
-    chunk_tokens: int | str = 0
-    prefill_samples: int | str = 0
-    decode_samples: int | str = 0
-    prefill_spread: float = 0.0
-    prefill_doubt: float = 0.0
+    prefill_fixed_s: Seconds = 0.0
+    prefill_token_s: Seconds = 0.0
+    prefill_pair_s: Seconds = 0.0
+    decode_fixed_s: Seconds = 0.0
+    decode_row_s: Seconds = 0.0
+    decode_context_s: Seconds = 0.0
+    chunk_tokens: BigCount | str = 0
+    prefill_samples: BigCount | str = 0
+    decode_samples: BigCount | str = 0
+    prefill_spread: Seconds = 0.0
+    prefill_doubt: Seconds = 0.0
     prefill_root: Root = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    decode_spread: float = 0.0
-    decode_doubt: float = 0.0
+    decode_spread: Seconds = 0.0
+    decode_doubt: Seconds = 0.0
     decode_root: Root = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     def report(self) -> CostReport:
@@ -92,7 +91,7 @@ class _AsFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _integer(name: str, value: int | str) -> int:
-    if isinstance(value, str) and not (value.isascii() and value.isdigit() and len(value) < 20):
+    if isinstance(value, str) and not (value.isascii() and value.isdigit() and len(value) < 20 and int(value) <= UINT63):
         raise ProtocolError(f"{name} is {value[:40]!r}, which is no number")
     return int(value)
 

@@ -23,9 +23,7 @@ def envelope(sequence: int, *messages: m.AnyMessage) -> m.Envelope:
 def filled(*messages: m.AnyMessage, max_frame_bytes: int = MAX_FRAME_BYTES) -> Batch:
     batch = Batch(ME, "inc-r", max_frame_bytes=max_frame_bytes)
     for message in messages:
-        part = batch.encode(message)
-        assert batch.has_room(message, part)
-        batch.add(message, part)
+        assert batch.put(message)
     return batch
 
 
@@ -47,30 +45,30 @@ def test_a_batch_is_empty_again_when_it_is_cleared_and_keeps_its_frame_until_the
     assert len(batch) == 2 and batch.frame(7) == batch.frame(7)
     batch.clear()
     assert not batch
-    batch.add(m.Ping(), batch.encode(m.Ping()))
+    assert batch.put(m.Ping())
     assert decode(batch.frame(8)) == envelope(8, m.Ping())
 
 
 @pytest.mark.parametrize("alone", [m.Hello("node"), m.Welcome("mixed")], ids=lambda message: type(message).__name__)
 def test_what_sets_the_count_of_frames_goes_with_nothing_else(alone: m.AnyMessage) -> None:
-    part = Batch(ME, "inc-r", max_frame_bytes=MAX_FRAME_BYTES).encode(alone)
-    assert not filled(m.Release("r")).has_room(alone, part)
+    assert not filled(m.Release("r")).put(alone)
     batch = filled(alone)
-    assert not batch.has_room(m.Release("r"), batch.encode(m.Release("r")))
+    assert not batch.put(m.Release("r")) and not batch.put(alone) and len(batch) == 1
     batch.clear()
-    assert batch.has_room(m.Release("r"), part)
+    assert batch.put(m.Release("r")) and batch.put(m.Release("r"))
     with pytest.raises(ProtocolError, match="which come alone"):
         decode(encode(envelope(1, m.Release("r"), alone)))
 
 
 def test_a_batch_has_a_bound_in_messages_and_one_in_bytes() -> None:
     full = filled(*(m.Release(f"r{number}") for number in range(m.MAX_MESSAGES)))
-    assert not full.has_room(m.AskCache(), full.encode(m.AskCache()))
+    assert not full.put(m.AskCache())
     assert len(decode(full.frame(1)).messages) == m.MAX_MESSAGES
     heavy = filled(m.FileChunk("f", 0, 1 << 20, bytes(MAX_BATCH_BYTES - 100)))
-    for size, has_room in ((10, True), (100, False)):
-        message = m.FileChunk("f", 0, 1 << 20, bytes(size))
-        assert heavy.has_room(message, heavy.encode(message)) is has_room
+    assert not heavy.put(m.FileChunk("f", 0, 1 << 20, bytes(100)))
+    assert heavy.put(m.FileChunk("f", 0, 1 << 20, bytes(10)))
+    assert not heavy.put(m.FileChunk("f", 0, 1 << 20, bytes(60)))
+    assert filled(m.FileChunk("f", 0, 1 << 20, bytes(MAX_BATCH_BYTES))).put(m.Ping()) is False, "a large one has a frame of its own"
 
 
 @pytest.mark.parametrize("limit", [200, 1000, 70_000, 1 << 20])
@@ -80,15 +78,13 @@ def test_no_frame_of_a_batch_exceeds_the_limit_and_what_cannot_fit_is_refused(li
     for size in range(limit - 150, limit):
         message = m.FileChunk("f", 0, 1 << 30, bytes(size))
         try:
-            part = batch.encode(message)
+            assert batch.put(message)
         except ProtocolError as error:
-            assert "FileChunk of" in str(error)
+            assert "FileChunk of" in str(error) and not batch
             continue
-        batch.add(message, part)
         largest = max(largest, len(batch.frame(2**63 - 1)))
         decode(batch.frame(2**63 - 1), max_bytes=limit)
-        if batch.has_room(m.Release("r"), batch.encode(m.Release("r"))):
-            batch.add(m.Release("r"), batch.encode(m.Release("r")))
+        if batch.put(m.Release("r")):
             assert len(batch.frame(1)) <= limit
         batch.clear()
     assert limit - 10 < largest <= limit
