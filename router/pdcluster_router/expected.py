@@ -6,14 +6,16 @@ the chains there are then compared exactly. What is said of a node is never more
 marking costs 150 entries for 100,000 tokens.
 
 An expectation ends when its node reports the last block (hit), when its time is over (missed), when its node leaves, or when newer ones need room. A
-mark names the newest chain of a node only: when that one ends first, the node has the blocks that both share.
+mark names the newest chain of a node only: when that one ends first, the node has the blocks that both share. A chain that is expected again, and
+that all its marks still name, as when many ask for the same, is only expected for longer.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import count
 
 from pdcluster.errors import IntegrityError
@@ -33,11 +35,14 @@ Key = tuple[str, bytes]
 """Node and last block of a chain."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Chain:
+    """num_named: how many of its marks name it, and no newer chain of its node."""
+
     node: str
     hashes: bytes
     until: float
+    num_named: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -66,8 +71,8 @@ class ExpectedBlocks:
         self._chains: dict[Key, Chain] = {}
         self._of_node: dict[str, set[bytes]] = {}
         """The last blocks of each node's chains."""
-        self._ends: list[tuple[float, int, Key]] = []
-        """A heap of when chains end; those that ended earlier stay in it until then."""
+        self._ends: list[tuple[float, int, Chain]] = []
+        """A heap of when chains were to end when it was last looked at; those that ended earlier stay in it until then."""
         self._order = count()
 
     def __len__(self) -> int:
@@ -81,15 +86,31 @@ class ExpectedBlocks:
         """The node is expected to hold these blocks; from `until` on no longer."""
         if not hashes:
             return
-        key = (node, hashes[-HASH_BYTES:])
-        self._end(key)
-        chain = self._chains[key] = Chain(node, hashes, until)
+        key, cuts = (node, hashes[_LAST]), _cuts(len(hashes) // HASH_BYTES)
+        known = self._chains.pop(key, None)
+        if known is not None:
+            if known.num_named == len(cuts) and known.until <= until and known.hashes == hashes:
+                known.until = until
+                self._chains[key] = known  # behind the others again
+                return
+            self._chains[key] = known
+            self._end(key)
+        self._enter(key, cuts, Chain(node, hashes, until))
+
+    def _enter(self, key: Key, cuts: Sequence[slice], chain: Chain) -> None:
+        node, hashes, marks = chain.node, chain.hashes, self._marks
+        self._chains[key] = chain
         self._of_node.setdefault(node, set()).add(key[1])
-        heapq.heappush(self._ends, (until, next(self._order), key))
-        for mark in _marks_of(hashes):
-            held = self._marks.setdefault(mark, {})
-            self._num_marks += node not in held
+        heappush(self._ends, (chain.until, next(self._order), chain))
+        for cut in cuts:
+            held = marks.setdefault(hashes[cut], {})
+            former = held.get(node)
+            if former is None:
+                self._num_marks += 1
+            else:
+                former.num_named -= 1
             held[node] = chain
+        chain.num_named = len(cuts)
         while self._num_marks > self._max_marks:
             self._end(next(iter(self._chains)))
             self.num_crowded_out += 1
@@ -113,18 +134,27 @@ class ExpectedBlocks:
             self._end((node, block))
 
     def expire(self, now: float) -> None:
-        while self._ends and self._ends[0][0] <= now:
-            _, _, key = heapq.heappop(self._ends)
-            chain = self._chains.get(key)
-            if chain is not None and chain.until <= now:
+        ends = self._ends
+        while ends and ends[0][0] <= now:
+            _, order, chain = heappop(ends)
+            key = (chain.node, chain.hashes[-HASH_BYTES:])
+            if self._chains.get(key) is not chain:
+                continue
+            if chain.until > now:
+                heappush(ends, (chain.until, order, chain))  # it was expected again
+            else:
                 self._end(key)
                 self.num_missed += 1
 
     def depths(self, hashes: bytes, now: float) -> dict[str, int]:
         """Leading blocks of the prompt that each node is expected to hold."""
-        self.expire(now)
+        if self._ends and self._ends[0][0] <= now:
+            self.expire(now)
         if not self._chains:
             return {}
+        whole = self._marks.get(hashes[_LAST])
+        if whole is not None and len(self._marks.get(hashes[_FIRST], ())) == len(whole):  # as it mostly is
+            return dict.fromkeys(whole, len(hashes) // HASH_BYTES)
         found: dict[str, int] = {}
         levels = self._levels(hashes)
         for held, num_blocks in levels:
@@ -169,13 +199,15 @@ class ExpectedBlocks:
         self._of_node[node].discard(block)
         if not self._of_node[node]:
             del self._of_node[node]
-        for mark in _marks_of(chain.hashes):
-            held = self._marks.get(mark)
-            if held is not None and held.get(chain.node) is chain:
-                del held[chain.node]
+        hashes, marks = chain.hashes, self._marks
+        for cut in _cuts(len(hashes) // HASH_BYTES):
+            mark = hashes[cut]
+            held = marks.get(mark)
+            if held is not None and held.get(node) is chain:
+                del held[node]
                 self._num_marks -= 1
                 if not held:
-                    del self._marks[mark]
+                    del marks[mark]
         return True
 
     def check_integrity(self) -> None:
@@ -187,7 +219,10 @@ class ExpectedBlocks:
         _require(all(self._marks.values()), "a mark without a chain is left")
         for mark, node, chain in marks:
             _require(self._chains.get((node, chain.hashes[-HASH_BYTES:])) is chain, f"mark {mark.hex()} names a chain that ended")
-        _require({key for _, _, key in self._ends} >= set(self._chains), "a chain has no end")
+        times_named = Counter(chain for _, _, chain in marks)
+        _require(all(chain.num_named == times_named[chain] for chain in self._chains.values()), "marks that name a chain are miscounted")
+        ends = Counter(chain for _, _, chain in self._ends)
+        _require(all(ends[chain] == 1 for chain in self._chains.values()), "a chain has no end, or several")
 
 
 def _block(hashes: bytes, position: int) -> bytes:
@@ -219,8 +254,17 @@ def _rank(num_blocks: int) -> int:
     return FINE * doublings + (num_blocks >> doublings)
 
 
-def _marks_of(hashes: bytes) -> Iterator[bytes]:
-    return (_block(hashes, _position(rank)) for rank in range(1, _rank(len(hashes) // HASH_BYTES) + 1))
+_kept_cuts: list[slice] = []
+_FIRST, _LAST = slice(HASH_BYTES), slice(-HASH_BYTES, None)
+
+
+def _cuts(num_blocks: int) -> list[slice]:
+    """What to cut out of the hashes of so many blocks: a hash for each mark."""
+    num_marks = _rank(num_blocks)
+    for rank in range(len(_kept_cuts) + 1, num_marks + 1):
+        end = _position(rank) * HASH_BYTES
+        _kept_cuts.append(slice(end - HASH_BYTES, end))
+    return _kept_cuts[:num_marks]
 
 
 def _require(condition: bool, complaint: str) -> None:

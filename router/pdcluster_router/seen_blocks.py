@@ -23,21 +23,21 @@ class SeenBlocks:
         self._table = np.zeros(num_blocks, dtype=np.uint64)
         self._places = self._table.data
         """The same memory, for chains so short that calling numpy costs more than what it does."""
+        self._place_of, self._at = num_blocks.__rmod__, self._places.__getitem__
 
     def note(self, hashes: bytes) -> int:
         """Leading blocks of the chain that were seen before; from now on all of them are."""
         return self._note_few(hashes) if len(hashes) <= FEW_BLOCKS * HASH_BYTES else self._note_many(hashes)
 
     def _note_few(self, hashes: bytes) -> int:
-        places, num_places = self._places, len(self._places)
         words = memoryview(hashes).cast("Q")[:: HASH_BYTES // 8].tolist()
-        found = [places[word % num_places] for word in words]
+        found = list(map(self._at, map(self._place_of, words)))
         if found == words:  # as when a prompt is asked about again
             return len(words)
-        num_seen, is_known = 0, True
+        places, place_of, num_seen, is_known = self._places, self._place_of, 0, True
         for word, there in zip(words, found, strict=True):
             if there != word:
-                places[word % num_places], is_known = word, False
+                places[place_of(word)], is_known = word, False
             elif is_known:
                 num_seen += 1
         return num_seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -146,6 +147,56 @@ def test_what_is_expected_is_never_more_than_the_chains_say(
             shared = sum(a == b for a, b in zip(split(hashes), split(chain(asked)), strict=False))
             most[node] = max(most[node], shared)
     assert all(depth <= most[node] for node, depth in found.items())
+
+
+class EndsAndAdds(ExpectedBlocks):
+    """The general way: what is expected again ends, and is expected anew."""
+
+    def add(self, node: str, hashes: bytes, until: float) -> None:
+        self._end((node, hashes[-HASH_BYTES:]))
+        super().add(node, hashes, until)
+
+
+CHAINS = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(chain)
+DEED = st.one_of(
+    st.tuples(st.just("add"), st.sampled_from(NODES[:3]), CHAINS, st.integers(1, 6)),
+    st.tuples(st.sampled_from(["confirm", "withdraw"]), st.sampled_from(NODES[:3]), CHAINS),
+    st.tuples(st.just("drop"), st.sampled_from(NODES[:3])),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    deeds=st.lists(st.tuples(DEED, st.integers(1, 3)), max_size=20), waits=st.lists(st.integers(0, 2), min_size=20, max_size=20),
+    most=st.sampled_from([20, 1 << 18]),
+)  # fmt: skip
+def test_what_is_expected_again_is_what_ends_and_is_expected_anew(
+    deeds: list[tuple[tuple[Any, ...], int]], waits: list[int], most: int
+) -> None:
+    """Said several times over, so that the short way is gone; with room for few marks, too."""
+    short, general, now = ExpectedBlocks(max_marks=most), EndsAndAdds(max_marks=most), 0
+    for ((name, *words), times), wait in zip(deeds, waits, strict=False):
+        now += wait
+        if name == "add":
+            words[2] += now
+        for _ in range(times):
+            for each in (short, general):
+                getattr(each, name)(*words)
+        for asked in (words[1] if len(words) > 1 else chain([0, 1, 1]), chain([0] * 40), chain([1, 0, 1])):
+            assert short.depths(asked, now) == general.depths(asked, now)
+        short.check_integrity()
+    assert len(short) == len(general) and short.num_bytes == general.num_bytes
+    for kind in ("num_hits", "num_missed", "num_crowded_out"):
+        assert getattr(short, kind) == getattr(general, kind)
+
+
+def test_what_is_expected_again_and_again_has_one_end() -> None:
+    expected, text = ExpectedBlocks(), chain([0, 1, 0, 1])
+    for moment in range(1000):
+        expected.add("a", text, moment + 5.0)
+    expected.check_integrity()
+    assert expected.depths(text, 1003.0) == {"a": 4} and expected.num_missed == 0
+    assert expected.depths(text, 1004.0) == {} and expected.num_missed == 1
 
 
 @settings(max_examples=60, deadline=None)
