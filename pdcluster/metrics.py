@@ -18,7 +18,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 MOST_NOTED = 1024
-"""Choices and answers that ended, and as many decisions, that are not counted yet: to count many at once costs little more than one."""
+"""Choices that ended alike, answers that are alike, and decisions, that are not counted yet: to count many at once costs little more than one."""
 
 Ending = tuple[str | None, str | None, str]
 """Mode (None: no first token came), finish reason (None: it did not end well) and backend of a choice."""
@@ -37,7 +37,6 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self._noted: defaultdict[Ending, list[Noted]] = defaultdict(list)
-        self._num_noted = 0
         BeforeScrape(self._count_noted, registry=registry)
 
         def counter(name: str, help_text: str, *labels: str) -> Tally:
@@ -74,16 +73,16 @@ class RouterMetrics:
 
     def note(self, ending: Ending, noted: Noted) -> None:
         """A choice is over. Counted with others like it when somebody looks, or when there are many: a dozen numbers each."""
-        self._noted[ending].append(noted)
-        self._num_noted += 1
-        if self._num_noted >= MOST_NOTED:
+        alike = self._noted[ending]
+        alike.append(noted)
+        if len(alike) >= MOST_NOTED:
             self._count_noted()
 
     def answered(self, endpoint: str, status: int, seconds: float) -> None:
         """An HTTP request is over, seconds after it came. Counted as choices are."""
-        self._answered[endpoint, status].append(seconds)
-        self._num_noted += 1
-        if self._num_noted >= MOST_NOTED:
+        alike = self._answered[endpoint, status]
+        alike.append(seconds)
+        if len(alike) >= MOST_NOTED:
             self._count_noted()
 
     def _count_noted(self) -> None:
@@ -91,7 +90,7 @@ class RouterMetrics:
         for (endpoint, status), seconds in answered.items():
             self.http_requests.labels(endpoint, str(status)).value += len(seconds)
             self.request_seconds.labels(endpoint).observe_all(seconds)
-        alike, self._noted, self._num_noted = self._noted, defaultdict(list), 0
+        alike, self._noted = self._noted, defaultdict(list)
         for (mode, finish, backend), rows in alike.items():
             prompts, outputs, cached, attempts, ttft, ttst, tpot, queue, transfer, moved = zip(*rows, strict=True)
             self.output_tokens.value += sum(outputs)

@@ -117,8 +117,12 @@ class App:
 
     def begin(self, exchange: Exchange) -> None:
         """What can be told from the head alone: who asks, whether there is a place, and whether the body is worth waiting for."""
-        self._metrics.http_requests_open.inc()
+        self._metrics.http_requests_open.value += 1
         try:
+            asked = exchange.asked
+            if asked.tenant is not None:  # a head like that was looked at before
+                exchange.tenant = self._places.take_for(asked.tenant)
+                return
             is_work = exchange.path in self._post
             if not is_work or exchange.method != "POST":
                 self._check_method(exchange)
@@ -129,6 +133,7 @@ class App:
                     _check_media_type(exchange)
                 if b"content-length" in headers:
                     self._check_declared_length(exchange)
+                asked.tenant = exchange.tenant
         except Exception as error:  # the top of a request
             fail(exchange, error, self._metrics)
 
@@ -168,11 +173,12 @@ class App:
             fail(exchange, error, self._metrics)
 
     def over(self, exchange: Exchange) -> None:
+        metrics, path = self._metrics, exchange.path
         if exchange.tenant is not None:
             self._places.give_back(exchange.tenant)
             exchange.tenant = None
-        self._metrics.http_requests_open.dec()
-        self._metrics.answered(self._endpoint(exchange.path), exchange.status, monotonic() - exchange.arrived)
+        metrics.http_requests_open.value -= 1
+        metrics.answered(path if path in self._post else self._endpoint(path), exchange.status, monotonic() - exchange.arrived)
 
     def _check_declared_length(self, exchange: Exchange) -> None:
         """A client that waits for 100-continue, or declares far too much, is answered before it sends the body."""

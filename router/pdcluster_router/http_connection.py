@@ -30,7 +30,7 @@ import httptools
 from pdcluster.api.replies import error_body
 from pdcluster.errors import BadRequest
 from pdcluster_router.http_exchange import Asked, Exchange
-from pdcluster_router.http_heads import Form, Heads, taken_apart
+from pdcluster_router.http_heads import Form, Heads, Known, taken_apart
 from pdcluster_router.posting import Posting
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -119,6 +119,8 @@ class Connection(Protocol):
         """The head that was parsed last."""
         self._form: Form | None = None
         """Of the last request: one that comes again is worth keeping."""
+        self._known: Known | None = None
+        """Of the last request whose head was known."""
         self._is_between = True
         """Nothing of the next request was parsed."""
         self._bare_bytes = 0
@@ -193,23 +195,31 @@ class Connection(Protocol):
 
     def _take(self, data: bytes) -> bool:
         """Whether it is a request whose head is known, or will be now: it is taken in then."""
-        apart = taken_apart(data)
-        if apart is None or self._ends_soon or self.is_paused:
+        if self._ends_soon or self.is_paused:
             return False
-        form, body = apart
-        asked = self._open_ones.heads.get(form)
-        if asked is None:
+        known, body = self._known, None
+        if known is not None and known.is_kept:
+            body = known.body_of(data)
+        if body is None:
+            apart = taken_apart(data)
+            if apart is None:
+                return False
+            form, body = apart
+            known = self._known = self._open_ones.heads.get(form)
+        if known is None:
             return self._learn(form, data, len(body))
-        if len(body) > self._limits.max_body_bytes:
+        limits = self._limits
+        if len(body) > limits.max_body_bytes:
             return False
-        exchange = Exchange(self, asked, self._limits.id_prefix)
+        exchange = self._current = Exchange(self, known.asked, limits.id_prefix)
         exchange.body_bytes, exchange.is_complete = len(body), True
         exchange.parts.append(body)
         self._bare_bytes = 0  # empty lines may have come before it
         self.deadline = math.inf
-        self._begin(exchange)
+        application = self._application
+        application.begin(exchange)
         if not exchange.finished:
-            self._application.complete(exchange)
+            application.complete(exchange)
         return True
 
     def _learn(self, form: Form, data: bytes, body_bytes: int) -> bool:
@@ -335,7 +345,10 @@ class Connection(Protocol):
         if not exchange.keeps_alive:
             self.close()
         elif exchange.is_complete:
-            self._settle()
+            if self._early or self._ahead or self._is_settling:
+                self._settle()
+            else:
+                self._rest()
         else:
             exchange.parts.clear()  # and the rest of its body is dropped as it comes, in the time that a body has
 
@@ -352,7 +365,14 @@ class Connection(Protocol):
             else:
                 self._parse_ahead()
         self._is_settling = False
-        if self._current is None and not self._early and not self._ahead and not self._is_closing:
+        if self._current is None and not self._early and not self._ahead:
+            self._rest()
+
+    def _rest(self) -> None:
+        """There is nothing to do until its client says more."""
+        self._current = None
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
             self.deadline = monotonic() + (self._limits.request_s if self._bare_bytes else self._limits.idle_s)
 
     def _next(self) -> None:

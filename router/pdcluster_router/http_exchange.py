@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 from time import monotonic, time
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from pdcluster.errors import PdclusterError
 from pdcluster_router.drawn import draw
@@ -55,14 +57,16 @@ class Line(Protocol):
         ...
 
 
-class Asked(NamedTuple):
-    """A request's head. headers: names in lower case, the last of equal ones."""
+class Asked(msgspec.Struct, eq=False):
+    """A request's head, or one that many requests have in common. headers: names in lower case, the last of equal ones. tenant: in whose name such
+    requests run, once the application knows it and finds nothing wrong with the head; None: it is looked at."""
 
     method: str
     path: str
     headers: Mapping[bytes, bytes]
     keeps_alive: bool
     is_http_1_0: bool
+    tenant: Tenant | None = None
 
 
 class Befores(dict[int, bytes]):
@@ -83,26 +87,25 @@ class Exchange:
     """Owned by its connection, in the server's loop. tenant: in whose name it holds a place, None while it holds none; on_gone, on_resume: called
     when it is over before its time (with what it ends by), and when the client reads again."""
 
-    __slots__ = (
-        "_is_chunked", "_is_named",
-        "arrived", "body_bytes", "finished", "headers", "id", "is_complete", "is_http_1_0", "is_too_large", "keeps_alive", "line",
-        "method", "on_gone", "on_resume", "parts", "path", "started", "status", "tenant", "trace",
-    )  # fmt: skip
+    # What most requests never change stands here, so that nothing of it is made for each of them.
+    tenant: Tenant | None = None
+    status = body_bytes = 0
+    started = finished = is_complete = is_too_large = _is_chunked = _is_named = False
+    on_gone: Callable[[PdclusterError], object] | None = None
+    on_resume: Callable[[], None] | None = None
 
     def __init__(self, line: Line, asked: Asked, id_prefix: str) -> None:
-        self.line = line
-        self.method, self.path, self.headers, self.keeps_alive, self.is_http_1_0 = asked
+        self.line, self.asked = line, asked
+        self.path, self.headers, self.keeps_alive = asked.path, asked.headers, asked.keeps_alive
         self.arrived = monotonic()
         self.id = id_prefix + draw().hex()
-        self._is_named = False
-        self.trace = self._trace_id()
-        self.tenant: Tenant | None = None
-        self.status = 0
-        self.started = self.finished = self.is_complete = self.is_too_large = self._is_chunked = False
+        given = self.headers.get(b"x-request-id")
+        self.trace = self.id.encode() if given is None else self._trace_of(given)
         self.parts: list[bytes | bytearray] = []
-        self.body_bytes = 0
-        self.on_gone: Callable[[PdclusterError], object] | None = None
-        self.on_resume: Callable[[], None] | None = None
+
+    @property
+    def method(self) -> str:
+        return self.asked.method
 
     def header(self, name: bytes) -> str | None:
         """name: lower case. The last one wins."""
@@ -114,9 +117,8 @@ class Exchange:
         """What the client calls this request, "" when it did not say."""
         return self.trace.decode("ascii") if self._is_named else ""
 
-    def _trace_id(self) -> bytes:
+    def _trace_of(self, given: bytes) -> bytes:
         """x-request-id: the client's own when it is short and plain, else ours. Echoed, and explained by; inside, `id` names the request."""
-        given = self.headers.get(b"x-request-id")
         own = self.id.encode()
         if given and len(given) <= 128 and given.isascii() and given.decode("ascii").isprintable():
             self._is_named = given != own
@@ -134,9 +136,8 @@ class Exchange:
 
     def take_body(self) -> bytes:
         """Its body, once: a stream may last for minutes, and what it was asked with is of no use meanwhile."""
-        body = bytes(self.parts[0]) if len(self.parts) == 1 else b"".join(self.parts)
-        self.parts.clear()
-        return body
+        parts, self.parts = self.parts, []
+        return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
 
     @property
     def is_paused(self) -> bool:
@@ -147,19 +148,22 @@ class Exchange:
 
     def reply(self, status: int, body: bytes, headers: bytes = JSON) -> None:
         """The whole answer in one write."""
-        head = self._head(status, headers, b"content-length: %d\r\n" % len(body))
-        self.started = self.finished = True
-        self.line.send(head if self.method == "HEAD" else head + body)
-        self.line.end(self)
+        line, asked = self.line, self.asked
+        self.status, self.started, self.finished = status, True, True
+        end = b"\r\n" if self.keeps_alive and not asked.is_http_1_0 else self._ending()
+        head = STATUS_LINES[status], _date.line(), len(body), self.trace, headers, end, b"" if asked.method == "HEAD" else body
+        line.send(b"%b%bcontent-length: %d\r\nx-request-id: %b\r\n%b%b%b" % head)
+        line.end(self)
 
     def start(self, status: int, headers: bytes) -> None:
         """The head of an answer whose length is not known yet. To a client of HTTP/1.0 the connection's end is the answer's."""
-        if self.is_http_1_0:
+        if self.asked.is_http_1_0:
             self.keeps_alive = False
         else:
             self._is_chunked = True
-        self.started = True
-        self.line.post(self._head(status, headers, b"transfer-encoding: chunked\r\n" if self._is_chunked else b""))
+        self.status, self.started = status, True
+        framing = b"transfer-encoding: chunked\r\n" if self._is_chunked else b""
+        self.line.post(b"%b%b%bx-request-id: %b\r\n%b%b" % (STATUS_LINES[status], _date.line(), framing, self.trace, headers, self._ending()))
 
     def write(self, data: bytes, *, last: bool = False) -> None:
         if self._is_chunked:
@@ -185,10 +189,11 @@ class Exchange:
             self.line.end(self)
             self.line.abort()
 
-    def _head(self, status: int, headers: bytes, framing: bytes) -> bytes:
-        self.status = status
-        end = b"connection: close\r\n\r\n" if not self.keeps_alive else b"connection: keep-alive\r\n\r\n" if self.is_http_1_0 else b"\r\n"
-        return b"%b%b%bx-request-id: %b\r\n%b%b" % (STATUS_LINES[status], _date.line(), framing, self.trace, headers, end)
+    def _ending(self) -> bytes:
+        """Of a head."""
+        if not self.keeps_alive:
+            return b"connection: close\r\n\r\n"
+        return b"connection: keep-alive\r\n\r\n" if self.asked.is_http_1_0 else b"\r\n"
 
 
 class _Date:
@@ -199,9 +204,10 @@ class _Date:
         self._line = b""
 
     def line(self) -> bytes:
-        now = int(time())
-        if now != self._second:
-            self._second, self._line = now, b"date: " + formatdate(now, usegmt=True).encode() + b"\r\n"
+        now = time()
+        if not self._second <= now < self._second + 1:  # a clock may be set back, too
+            self._second = int(now)
+            self._line = b"date: " + formatdate(self._second, usegmt=True).encode() + b"\r\n"
         return self._line
 
 

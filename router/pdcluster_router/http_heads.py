@@ -1,5 +1,5 @@
 """Heads of requests that were parsed before. A client says the same with each of its requests, but for the length of the body: what its first ones
-came to holds for all that are equal byte by byte, digits of that length aside.
+came to holds for all that are equal byte by byte, digits of that length aside. The one that a connection said last is looked for first (`Known`).
 
 Only plain ones are kept, whose body has a length and came in the same read; everything else is parsed (`http_connection`). Knows no connection.
 """
@@ -7,6 +7,8 @@ Only plain ones are kept, whose body has a length and came in the same read; eve
 from __future__ import annotations
 
 import re
+
+from msgspec.structs import replace
 
 from pdcluster_router.http_exchange import Asked
 
@@ -19,7 +21,8 @@ KEPT_S = 600.0
 NOT_PLAIN = (b"transfer-encoding", b"expect", b"upgrade", b"connection")
 """Who says one of these means something beyond the request, and is parsed each time."""
 
-_length = re.compile(rb"\r\ncontent-length: ?([0-9]{1,12})\r\n", re.IGNORECASE)
+MAX_DIGITS = 12
+_length = re.compile(rb"\r\ncontent-length: ?([0-9]{1,%d})\r\n" % MAX_DIGITS, re.IGNORECASE)
 
 Form = tuple[bytes, bytes]
 """A head without the digits of its length: what stands before and after them."""
@@ -36,8 +39,30 @@ def taken_apart(data: bytes) -> tuple[Form, bytes] | None:
     return ((data[:start], data[stop:end]), data[body:]) if len(data) - body == int(data[start:stop]) else None
 
 
-class Heads(dict[Form, Asked]):
-    """What forms came to. Headers are without the length, which belongs to one request. Shared by connections of one loop."""
+class Known:
+    """One form, and what it came to: headers are without the length, which belongs to one request. is_kept: False once it is forgotten."""
+
+    __slots__ = ("_before", "_rest", "_rest_bytes", "_start", "asked", "is_kept")
+
+    def __init__(self, form: Form, asked: Asked) -> None:
+        self.asked, self.is_kept = asked, True
+        self._before, self._rest = form[0], form[1] + b"\r\n\r\n"
+        self._start, self._rest_bytes = len(self._before), len(self._rest)
+
+    def body_of(self, data: bytes) -> bytes | None:
+        """The body, where this is exactly one request of this form: what `taken_apart` says, told from what is known of the form."""
+        if not data.startswith(self._before):
+            return None
+        start = self._start
+        stop = data.find(b"\r", start, start + MAX_DIGITS + 1)
+        if stop < 0 or not data.startswith(self._rest, stop):
+            return None
+        digits, body = data[start:stop], data[stop + self._rest_bytes :]
+        return body if digits.isdigit() and int(digits) == len(body) else None
+
+
+class Heads(dict[Form, Known]):
+    """What is known. Shared by connections of one loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +71,13 @@ class Heads(dict[Form, Asked]):
     def forget(self, now: float) -> None:
         """All of them, each KEPT_S; those that are still said are learned again."""
         if now >= self._until:
-            self.clear()
+            self._forget_all()
             self._until = now + KEPT_S
+
+    def _forget_all(self) -> None:
+        for known in self.values():
+            known.is_kept = False
+        self.clear()
 
     def learn(self, form: Form, asked: Asked, body_bytes: int) -> None:
         """What was parsed, of a request with such a body."""
@@ -56,6 +86,6 @@ class Heads(dict[Form, Asked]):
         if asked.method != "POST" or asked.is_http_1_0 or not asked.keeps_alive or any(name in asked.headers for name in NOT_PLAIN):
             return
         if len(self) >= MAX_HEADS:
-            self.clear()  # so many clients at a time are parsed
+            self._forget_all()  # so many clients at a time are parsed
         headers = {name: value for name, value in asked.headers.items() if name != b"content-length"}
-        self[form] = asked._replace(headers=headers)
+        self[form] = Known(form, replace(asked, headers=headers, tenant=None))

@@ -29,7 +29,11 @@ class Places:
 
     def take(self, authorization: str | None = None) -> Tenant:
         """One place for the tenant with that key, until `give_back`; raises Unauthorized, and Overloaded when there is none."""
-        tenant, shares = self._tenants.identify(authorization), self._shares
+        return self.take_for(self._tenants.identify(authorization))
+
+    def take_for(self, tenant: Tenant) -> Tenant:
+        """One place for that tenant, until `give_back`; raises Overloaded when there is none."""
+        shares = self._shares
         if tenant.max_requests is not None and (own := shares.taken_by(tenant.name)) >= tenant.max_requests:
             raise self._refused(tenant, "tenant_requests", f"{own} requests of tenant {tenant.name} are being worked on, as many as it may have")
         if not shares.take_if_room(tenant.name):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pdcluster_router import http_connection
 from pdcluster_router.http_connection import Connection, Connections, LineLimits
 from pdcluster_router.http_exchange import Asked, Exchange
-from pdcluster_router.http_heads import KEPT_S, MAX_BYTES, MAX_HEADS, Heads, taken_apart
+from pdcluster_router.http_heads import KEPT_S, MAX_BYTES, MAX_HEADS, Heads, Known, taken_apart
 from pdcluster_router.server import _sweep
 
 Heard = tuple[str, str, dict[bytes, bytes], bytes, bool]
@@ -93,9 +93,33 @@ def test_a_head_that_means_more_than_its_request_is_parsed_each_time(headers: tu
     assert not open_ones.heads
 
 
-@pytest.mark.parametrize("length", ["2", "0", "+1", "1 ", "0x1", "1, 1", "9999999999999"])
+LIKE_IT = Asked("POST", "/v1/completions", {b"content-length": b"1"}, True, False)
+WRONG_LENGTHS = ("2", "0", "+1", "1 ", "0x1", "1, 1", "9999999999999", "", "\u0661", "0000000000001")
+
+
+@pytest.mark.parametrize("length", WRONG_LENGTHS)
 def test_a_length_that_is_not_the_bodys_is_left_to_the_parser(length: str) -> None:
-    assert taken_apart(said(b"a", length=length)) is None
+    apart = taken_apart(said(b"a"))
+    assert apart is not None
+    assert taken_apart(said(b"a", length=length)) is None is Known(apart[0], LIKE_IT).body_of(said(b"a", length=length))
+
+
+@given(
+    of=st.tuples(st.sampled_from([(), ("x: 1",), ("x: 12",)]), st.binary(max_size=12)),
+    headers=st.sampled_from([(), ("x: 1",), ("x: 12",), ("x: 1", "content-length: 1"), ("x: 1", "y:")]),
+    body=st.one_of(st.binary(max_size=12), st.sampled_from([b"\r\n\r\n", b"\r\ncontent-length: 1\r\n\r\n"]), st.integers(0, 2000).map(bytes)),
+    length=st.one_of(st.none(), st.sampled_from(WRONG_LENGTHS), st.integers(0, 20).map(str)),
+    cut=st.integers(0, 4),
+)
+def test_what_a_connection_said_last_is_found_as_anything_that_is_known(
+    of: tuple[tuple[str, ...], bytes], headers: tuple[str, ...], body: bytes, length: str | None, cut: int
+) -> None:
+    known = taken_apart(said(of[1], *of[0]))
+    assert known is not None
+    data = said(body, *headers, length=length)
+    data = data[: len(data) - cut]
+    apart = taken_apart(data)
+    assert Known(known[0], LIKE_IT).body_of(data) == (None if apart is None or apart[0] != known[0] else apart[1])
 
 
 def test_two_lengths_are_refused_however_often_they_are_said() -> None:
@@ -162,6 +186,21 @@ def test_a_key_is_not_kept_long_after_its_client_left() -> None:
     connection.connection_lost(None)
     open_ones.heads.forget(now=100.0 + KEPT_S)
     assert not open_ones.heads and len(echo.heard) == 3
+
+
+def test_a_connection_that_stays_learns_again_what_was_forgotten() -> None:
+    open_ones = Connections()
+    connection, wire, echo = opened(open_ones)
+    open_ones.heads.forget(now=100.0)
+    for _ in range(5):
+        connection.data_received(said(b"a"))
+    (first,) = open_ones.heads.values()
+    open_ones.heads.forget(now=100.0 + KEPT_S)
+    assert not first.is_kept
+    for _ in range(2):
+        connection.data_received(said(b"a"))
+    (second,) = open_ones.heads.values()
+    assert second is not first and second.is_kept and len(echo.heard) == 7 == wire.written.count(b" 200 ")
 
 
 async def test_who_looks_at_deadlines_has_old_heads_forgotten() -> None:
