@@ -8,8 +8,8 @@ by the nodes' cost models (wait on the node + own prompt), so that policies with
   hit        prompt tokens found in the cache, beside those that the best candidate held (reachable), and those that a cache which never forgets
              would have held (ideal, `seen_blocks`).
 
-Memory is bounded by count and by bytes; the oldest go first. A decision is noted in bare numbers, since few are ever read: records for people are
-made of them for whoever asks.
+Memory is bounded by count and by bytes; the oldest go first. Requests and decisions are noted in bare numbers, since few are ever read: records for
+people are made of them for whoever asks.
 """
 
 from __future__ import annotations
@@ -108,14 +108,30 @@ class Weighed(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Decided(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A decision as it is noted: its record, whose candidates are still these. names: of the terms of each leg."""
+    """A decision as it is noted: the fields of its record, whose candidates are still these. names: of the terms of each leg."""
 
-    record: DecisionRecord
+    at_s: float
+    held_s: float
+    policy: str
+    mode: str
+    prefill: str | None
+    decode: str
+    num_tokens: int
+    predicted_ttft_s: float | None
+    predicted_tpot_s: float | None
+    estimated_ttft_s: float
+    num_candidates: int
     candidates: tuple[Weighed, ...]
+    shadow: ShadowRecord | None
+    pull: str | None
+    pull_tokens: int
     names: dict[str, tuple[str, ...]]
+    failed: str = ""
 
     def told(self) -> DecisionRecord:
-        return msgspec.structs.replace(self.record, candidates=[each.told(self.names.get(each.leg, ())) for each in self.candidates])
+        fields = {name: getattr(self, name) for name in DecisionRecord.__struct_fields__}
+        fields["candidates"] = [each.told(self.names.get(each.leg, ())) for each in self.candidates]
+        return DecisionRecord(**fields)
 
 
 class HitTokens(msgspec.Struct, frozen=True):
@@ -124,7 +140,9 @@ class HitTokens(msgspec.Struct, frozen=True):
     ideal: int
 
 
-NO_HIT = HitTokens(0, 0, 0)
+Hit = tuple[int, int, int]
+"""As HitTokens."""
+NO_HIT: Hit = 0, 0, 0
 
 
 class Hindsight(msgspec.Struct, frozen=True):
@@ -137,6 +155,10 @@ class Hindsight(msgspec.Struct, frozen=True):
     best: str | None
     best_ttft_s: float | None
     hit: HitTokens | None
+
+
+Judged = tuple[float, float, float, str | None, float | None, Hit | None]
+"""As Hindsight."""
 
 
 class Explanation(msgspec.Struct, omit_defaults=True):
@@ -158,16 +180,30 @@ class Explanation(msgspec.Struct, omit_defaults=True):
     why: str = ""
 
 
-class Noted(msgspec.Struct, array_like=True):
-    """What is kept of a request: its explanation, whose decisions are still these."""
+class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request as it is noted: the fields of its explanation, some of which are still these."""
 
-    explanation: Explanation
+    request: str
+    arrived: float
+    tenant: str
+    priority: int
     decisions: list[Decided]
-    considered: Decided | None = None
+    ttft_s: float | None
+    attempts: int
+    error: str | None
+    hindsight: Judged | None
+    client_id: str
+    considered: Decided | None
+    why: str
 
     def told(self) -> Explanation:
-        considered = None if self.considered is None else self.considered.told()
-        return msgspec.structs.replace(self.explanation, decisions=[decided.told() for decided in self.decisions], considered=considered)
+        fields = {name: getattr(self, name) for name in Explanation.__struct_fields__}
+        fields["decisions"] = [decided.told() for decided in self.decisions]
+        fields["considered"] = None if self.considered is None else self.considered.told()
+        if self.hindsight is not None:
+            ttft_s, error_s, regret_s, best, best_ttft_s, hit = self.hindsight
+            fields["hindsight"] = Hindsight(ttft_s, error_s, regret_s, best, best_ttft_s, None if hit is None else HitTokens(*hit))
+        return Explanation(**fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,34 +217,23 @@ class Kept:
 class Record:
     """One request that runs. attempts and cached_tokens (of the prompt, as the nodes found them; None: not known) are the dispatcher's to set."""
 
-    __slots__ = (
-        "_considered",
-        "_considered_at",
-        "_explainer",
-        "_first_at",
-        "_ideal",
-        "_last",
-        "_last_at",
-        "_reachable",
-        "_started",
-        "attempts",
-        "cached_tokens",
-        "noted",
-    )  # fmt: skip
+    # What is set as it goes on; until then nothing of it is made.
+    attempts = 0
+    cached_tokens: int | None = None
+    _considered: Decision | None = None
+    _considered_at = 0.0
+    _first_at: float | None = None
+    _last: Decided | None = None
+    _last_at = 0.0
+    _reachable = 0
+    _ideal: int | None = None
 
-    def __init__(self, explainer: Explainer, explanation: Explanation, started: float) -> None:
-        self.noted = Noted(explanation, [])
-        self.attempts = 0
-        self.cached_tokens: int | None = None
-        self._considered: Decision | None = None
-        self._considered_at = started
+    def __init__(self, explainer: Explainer, request: str, standing: Standing, arrived: float, started: float, client_id: str) -> None:
+        """arrived: Unix seconds."""
         self._explainer = explainer
-        self._started = started
-        self._first_at: float | None = None
-        self._last: Decided | None = None
-        self._last_at = started
-        self._reachable = 0
-        self._ideal: int | None = None
+        self.request, self._standing, self._client_id = request, standing, client_id
+        self._arrived, self._started = arrived, started
+        self._decisions: list[Decided] = []
 
     def consider(self, decision: Decision, now: float) -> None:
         """It was scored; whether it may go is for others to say."""
@@ -216,60 +241,71 @@ class Record:
 
     def failed(self, why: str) -> None:
         """The attempt of the last decision came to nothing."""
-        if self.noted.decisions:
-            last = self.noted.decisions[-1]
-            self.noted.decisions[-1] = msgspec.structs.replace(last, record=msgspec.structs.replace(last.record, failed=why[:MAX_WHY]))
+        if self._decisions:
+            self._decisions[-1] = msgspec.structs.replace(self._decisions[-1], failed=why[:MAX_WHY])
 
     def decided(self, decision: Decision, asked: float, now: float) -> None:
         """asked: when the attempt began to look for a place."""
         self._considered = None
-        query = decision.query
-        decided = self._explainer.record(decision, now - self._started, now - asked)
-        if decided.record.shadow is not None:
-            self._explainer.count(decided.record.shadow)
-        decisions = self.noted.decisions
+        explainer, decisions = self._explainer, self._decisions
+        decided = explainer.record(decision, now - self._started, now - asked)
+        if decided.shadow is not None:
+            explainer.count(decided.shadow)
         if len(decisions) >= MAX_DECISIONS:
             del decisions[MAX_DECISIONS // 2]
         decisions.append(decided)
         if self._first_at is not None:
             return  # hindsight is about the decision that brought the first token
+        query = decision.query
         if self._ideal is None:
-            self._ideal = self._explainer.seen(query)
+            self._ideal = explainer.seen(query)
         self._last, self._last_at = decided, now
-        there, reachable = decision.view.roster.row_of, 0
-        for incarnation, cached in query.cached.items():
-            if cached > reachable and incarnation in there:
-                reachable = cached
-        self._reachable = reachable if reachable < query.num_tokens else query.num_tokens
+        cached = query.cached
+        if cached:
+            there = decision.view.roster.row_of
+            most = max([tokens for incarnation, tokens in cached.items() if incarnation in there], default=0)
+            self._reachable = most if most < query.num_tokens else query.num_tokens
+        else:
+            self._reachable = 0
 
     def first_token(self, moment: float) -> None:
         if self._first_at is None:
             self._first_at = moment
-            self.noted.explanation.ttft_s = moment - self._started
 
     def so_far(self) -> Noted:
         """With what it waits for, if it waits."""
-        if self._considered is not None:
-            at_s = self._considered_at - self._started
-            self.noted.considered = self._explainer.record(self._considered, at_s, at_s)
-        else:
-            self.noted.considered = None
-        return self.noted
+        return self._noted(0, None, "", None)
 
     def end(self, error: str | None, why: str = "") -> Noted:
-        explanation = self.so_far().explanation
-        explanation.why = "" if error is None else why[:MAX_WHY]
-        explanation.attempts = self.attempts
-        explanation.error = error
-        if self._last is not None and self._first_at is not None:
-            explanation.hindsight = hindsight(self._last, self._first_at - self._last_at, self._hit())
-        return self.noted
+        first_at, last = self._first_at, self._last
+        judged = None if first_at is None or last is None else hindsight(last, first_at - self._last_at, self._hit())
+        return self._noted(self.attempts, error, "" if error is None else why[:MAX_WHY], judged)
 
-    def _hit(self) -> HitTokens | None:
-        if self.cached_tokens is None:
-            return None
+    def _noted(self, attempts: int, error: str | None, why: str, judged: Judged | None) -> Noted:
+        first_at, standing, considered = self._first_at, self._standing, None
+        if self._considered is not None:
+            at_s = self._considered_at - self._started
+            considered = self._explainer.record(self._considered, at_s, at_s)
+        return Noted(
+            self.request,
+            self._arrived,
+            standing.tenant,
+            standing.priority,
+            self._decisions,
+            None if first_at is None else first_at - self._started,
+            attempts,
+            error,
+            judged,
+            self._client_id,
+            considered,
+            why,
+        )
+
+    def _hit(self) -> Hit | None:
         achieved, reachable, ideal = self.cached_tokens, self._reachable, self._ideal or 0
-        return HitTokens(achieved, reachable if reachable > achieved else achieved, ideal if ideal > achieved else achieved)
+        if achieved is None:
+            return None
+        return achieved, reachable if reachable > achieved else achieved, ideal if ideal > achieved else achieved
 
 
 class Explainer:
@@ -296,8 +332,7 @@ class Explainer:
 
     def open(self, request: str, standing: Standing, now: float, client_id: str = "") -> Record:
         """A record, until `close`. client_id: what its client calls it, "" for nothing."""
-        record = Record(self, Explanation(request, self._wall(), standing.tenant, standing.priority, [], client_id=client_id), now)
-        self._open[request] = record
+        record = self._open[request] = Record(self, request, standing, self._wall(), now, client_id)
         if client_id:
             self._by_client.setdefault(client_id, {})[request] = None
             self._client_of[request] = client_id
@@ -305,14 +340,13 @@ class Explainer:
 
     def close(self, record: Record, error: str | None, why: str = "") -> None:
         """error: the code of the error that it ended with, None for a good end; why: its message."""
-        noted = record.end(error, why)
-        explanation = noted.explanation
-        del self._open[explanation.request]
-        judged = explanation.hindsight
+        request, noted = record.request, record.end(error, why)
+        del self._open[request]
+        judged = noted.hindsight
         if judged is not None:
-            hit = judged.hit or NO_HIT
-            self._metrics.judged((judged.error_s, judged.regret_s, hit.achieved, hit.reachable, hit.ideal))
-        self._keep(explanation.request, self._encoder.encode(noted))
+            _, error_s, regret_s, _, _, hit = judged
+            self._metrics.judged((error_s, regret_s, *(hit or NO_HIT)))
+        self._keep(request, self._encoder.encode(noted))
 
     # ------------------------------------------------------------ what operators ask
 
@@ -349,49 +383,42 @@ class Explainer:
 
     def record(self, decision: Decision, at_s: float, held_s: float) -> Decided:
         choice, query = decision.choice, decision.query
-        first, predicted, candidates = choice.first, choice.predicted, choice.record()
-        estimate_s = self._headroom.ttft_s(first, query)
-        decided = DecisionRecord(
+        prefill, decode, pull, predicted, candidates = choice.prefill, choice.decode, choice.pull, choice.predicted, choice.record()
+        first, ttft_s_of = decode if prefill is None else prefill, self._headroom.ttft_s
+        estimate_s = ttft_s_of(first, query)
+        found: list[Weighed] = []
+        names: dict[str, tuple[str, ...]] = {}
+        for each in candidates if decision.view.size <= MAX_CANDIDATES else _worth_keeping(candidates):
+            node, leg, rejected_by, ttft_s, spread, doubt = each.node, each.leg, each.rejected_by, None, None, 0.0
+            if each.names:
+                names[leg] = each.names
+            if leg != "decode" and not rejected_by:  # a node has one estimate, whatever the leg, and none for decoding alone
+                ttft_s, cost = estimate_s if node is first else ttft_s_of(node, query), node.cost
+                if cost is not None:
+                    error = cost.prefill.error
+                    spread, doubt = error.spread or None, error.doubt
+            found.append(Weighed(node.endpoint.node, leg, each.cached_tokens, each.cost, each.values, ttft_s, rejected_by, spread, doubt))
+        return Decided(
             at_s,
             held_s,
             choice.policy,
             choice.mode,
-            choice.prefill.endpoint.node if choice.prefill is not None else None,
-            choice.decode.endpoint.node,
+            None if prefill is None else prefill.endpoint.node,
+            decode.endpoint.node,
             query.num_tokens,
             predicted.ttft_s,
             predicted.tpot_s,
             estimate_s,
             len(candidates),
-            [],
+            tuple(found),
             None if decision.shadow is None else _shadow(choice, decision.shadow),
-            choice.pull.endpoint.node if choice.pull is not None else None,
+            None if pull is None else pull.endpoint.node,
             choice.pull_tokens,
+            names,
         )
-        kept = candidates if decision.view.size <= MAX_CANDIDATES else _worth_keeping(candidates)
-        return self._noted(decided, kept, query, {first.endpoint.incarnation: estimate_s})
 
     def count(self, shadow: ShadowRecord) -> None:
         self._metrics.shadow_decisions.labels(shadow.policy, "same" if shadow.agrees else "other").inc()
-
-    def _noted(self, record: DecisionRecord, candidates: Sequence[Candidate], query: Query, estimates: dict[str, float]) -> Decided:
-        """A node has one estimate, whatever the leg, and none for decoding alone. estimates: those that were made already, by incarnation."""
-        found: list[Weighed] = []
-        names: dict[str, tuple[str, ...]] = {}
-        for candidate in candidates:
-            endpoint, leg, rejected_by, ttft_s = candidate.node.endpoint, candidate.leg, candidate.rejected_by, None
-            if candidate.names:
-                names[leg] = candidate.names
-            if leg != "decode" and not rejected_by:
-                ttft_s = estimates.get(endpoint.incarnation)
-                if ttft_s is None:
-                    ttft_s = estimates[endpoint.incarnation] = self._headroom.ttft_s(candidate.node, query)
-            cost, spread, doubt = candidate.node.cost, None, 0.0
-            if ttft_s is not None and cost is not None:
-                error = cost.prefill.error
-                spread, doubt = error.spread or None, error.doubt
-            found.append(Weighed(endpoint.node, leg, candidate.cached_tokens, candidate.cost, candidate.values, ttft_s, rejected_by, spread, doubt))
-        return Decided(record, tuple(found), names)
 
     def _keep(self, request: str, encoded: bytes) -> None:
         ended, kept = self._ended, self._kept
@@ -402,28 +429,28 @@ class Explainer:
         while len(ended) > kept.requests or self._num_bytes > kept.size_bytes:
             name, oldest = ended.popitem(last=False)
             self._num_bytes -= len(oldest)
-            self._forget_client(name)
+            if name in self._client_of:
+                self._forget_client(name)
 
     def _forget_client(self, request: str) -> None:
-        client_id = self._client_of.pop(request, None)
-        if client_id is None:
-            return
+        client_id = self._client_of.pop(request)
         del self._by_client[client_id][request]
         if not self._by_client[client_id]:
             del self._by_client[client_id]
 
 
-def hindsight(decided: Decided, ttft_s: float, hit: HitTokens | None) -> Hindsight:
+def hindsight(decided: Decided, ttft_s: float, hit: Hit | None) -> Judged:
     """ttft_s: actual, since the decision."""
-    decision = decided.record
-    expected_s = decision.estimated_ttft_s if decision.predicted_ttft_s is None else decision.predicted_ttft_s
-    chosen = decision.prefill or decision.decode
-    if len(decided.candidates) == 1 and decided.candidates[0].node == chosen:
-        return Hindsight(ttft_s, ttft_s - expected_s, 0.0, None, None, hit)
-    others = [(c.ttft_s, c.node) for c in decided.candidates if c.ttft_s is not None and c.node != chosen]
-    best_ttft_s, best = min(others, default=(None, None))
-    regret_s = 0.0 if best_ttft_s is None else max(ttft_s - best_ttft_s, 0.0)
-    return Hindsight(ttft_s, ttft_s - expected_s, regret_s, best, best_ttft_s, hit)
+    expected_s = decided.estimated_ttft_s if decided.predicted_ttft_s is None else decided.predicted_ttft_s
+    candidates, chosen = decided.candidates, decided.prefill or decided.decode
+    if len(candidates) == 1 and candidates[0].node == chosen:
+        return ttft_s, ttft_s - expected_s, 0.0, None, None, hit
+    others = [(c.ttft_s, c.node) for c in candidates if c.ttft_s is not None and c.node != chosen]
+    if not others:
+        return ttft_s, ttft_s - expected_s, 0.0, None, None, hit
+    best_ttft_s, best = min(others)
+    regret_s = ttft_s - best_ttft_s
+    return ttft_s, ttft_s - expected_s, regret_s if regret_s > 0.0 else 0.0, best, best_ttft_s, hit
 
 
 def _shadow(live: Choice, shadow: Choice) -> ShadowRecord:

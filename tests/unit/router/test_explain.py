@@ -141,7 +141,7 @@ def test_the_shadow_is_compared_with_what_was_done() -> None:
 
 
 def test_what_is_kept_is_bounded_by_count_and_by_bytes() -> None:
-    for kept in (Kept(requests=50), Kept(size_bytes=20_000)):
+    for kept in (Kept(requests=50), Kept(size_bytes=12_000)):
         explainer, _ = make_explainer(kept)
         for number in range(200):
             with entered(explainer, f"r{number}", ANYBODY, 0.0) as record:
