@@ -19,25 +19,22 @@ from asyncio import BaseTransport, Event, Protocol, Transport
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from time import monotonic
 from typing import Protocol as Seam
 from typing import cast
-from urllib.parse import unquote
 
 import httptools
 
 from pdcluster.api.replies import error_body
 from pdcluster.errors import BadRequest
 from pdcluster_router.http_exchange import Asked, Exchange
-from pdcluster_router.http_heads import Form, Heads, Known, taken_apart
+from pdcluster_router.http_heads import Form, Heads, Known, path_of, taken_apart
 from pdcluster_router.posting import Posting
 
 MAX_HEAD_BYTES = 64 * 1024
 DISCARD_FACTOR = 8
 MAX_AHEAD_BYTES = 64 * 1024
 FRAMING = (b"content-length", b"transfer-encoding", b"connection")
-USUAL_URL_BYTES = 64
 MOST_POSTED_BYTES = 16 * 1024
 """What is posted beyond that is sent at once, so that the transport says when its client does not read."""
 
@@ -287,8 +284,7 @@ class Connection(Protocol):
             return
         keeps_alive = parser.should_keep_alive() and not wants_other and not self._ends_soon
         is_http_1_0 = parser.get_http_version() == "1.0"
-        path = _usual_path(self._url) if len(self._url) <= USUAL_URL_BYTES else _path(self._url)
-        self._asked = Asked(method, path, self._headers, keeps_alive, is_http_1_0)
+        self._asked = Asked(method, path_of(self._url), self._headers, keeps_alive, is_http_1_0)
         exchange = Exchange(self, self._asked, self._limits.id_prefix)
         self._parsing = exchange
         self._bare_bytes = 0
@@ -481,18 +477,3 @@ class Connection(Protocol):
 
 def nowhere(data: bytes, /) -> None:
     """Of a connection that is not there."""
-
-
-def _path(url: bytes) -> str:
-    """Of a request target; what no parser understands names no endpoint."""
-    if not url.startswith(b"/"):
-        try:
-            url = httptools.parse_url(url).path or b"/"
-        except httptools.HttpParserInvalidURLError:
-            return url.decode("latin-1")
-    path = url.partition(b"?")[0].partition(b"#")[0].decode("latin-1")
-    return unquote(path) if "%" in path else path
-
-
-_usual_path = lru_cache(maxsize=256)(_path)
-"""There are few that are asked for."""

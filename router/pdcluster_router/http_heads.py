@@ -1,5 +1,6 @@
 """Heads of requests that were parsed before. A client says the same with each of its requests, but for the length of the body: what its first ones
 came to holds for all that are equal byte by byte, digits of that length aside. The one that a connection said last is looked for first (`Known`).
+Also here: what a request target names.
 
 Only plain ones are kept, whose body has a length and came in the same read; everything else is parsed (`http_connection`). Knows no connection.
 """
@@ -7,7 +8,10 @@ Only plain ones are kept, whose body has a length and came in the same read; eve
 from __future__ import annotations
 
 import re
+from functools import lru_cache
+from urllib.parse import unquote
 
+import httptools
 from msgspec.structs import replace
 
 from pdcluster_router.http_exchange import Asked
@@ -21,6 +25,7 @@ KEPT_S = 600.0
 NOT_PLAIN = (b"transfer-encoding", b"expect", b"upgrade", b"connection")
 """Who says one of these means something beyond the request, and is parsed each time."""
 
+USUAL_URL_BYTES = 64
 MAX_DIGITS = 12
 _length = re.compile(rb"\r\ncontent-length: ?([0-9]{1,%d})\r\n" % MAX_DIGITS, re.IGNORECASE)
 
@@ -89,3 +94,22 @@ class Heads(dict[Form, Known]):
             self._forget_all()  # so many clients at a time are parsed
         headers = {name: value for name, value in asked.headers.items() if name != b"content-length"}
         self[form] = Known(form, replace(asked, headers=headers, tenant=None))
+
+
+def path_of(url: bytes) -> str:
+    """Of a request target; what no parser understands names no endpoint."""
+    return _usual_path(url) if len(url) <= USUAL_URL_BYTES else _path(url)
+
+
+def _path(url: bytes) -> str:
+    if not url.startswith(b"/"):
+        try:
+            url = httptools.parse_url(url).path or b"/"
+        except httptools.HttpParserInvalidURLError:
+            return url.decode("latin-1")
+    path = url.partition(b"?")[0].partition(b"#")[0].decode("latin-1")
+    return unquote(path) if "%" in path else path
+
+
+_usual_path = lru_cache(maxsize=256)(_path)
+"""There are few that are asked for."""
