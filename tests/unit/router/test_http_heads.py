@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
+from answer_by_hand import ByHand
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_dispatcher import MODEL
 
 from pdcluster_router import http_connection
+from pdcluster_router.app import HttpSettings, create_app
 from pdcluster_router.http_connection import Connection, Connections, LineLimits
 from pdcluster_router.http_exchange import Asked, Exchange
 from pdcluster_router.http_heads import KEPT_S, MAX_BYTES, MAX_HEADS, Heads, Known, taken_apart
-from pdcluster_router.server import _sweep
+from pdcluster_router.places import Places
+from pdcluster_router.server import _sweep, router_metrics
+from pdcluster_router.tenants import Entry, Tenants
 
 Heard = tuple[str, str, dict[bytes, bytes], bytes, bool]
 
@@ -225,6 +231,33 @@ def test_empty_lines_between_known_requests_add_up_to_no_head(monkeypatch: pytes
         connection.data_received(said(b"a" * 200))
         connection.data_received(b"\r\n")
     assert len(echo.heard) == 60 and not wire.is_closed
+
+
+async def test_who_says_a_known_head_is_in_the_same_name_and_has_no_more_places_than_others() -> None:
+    dispatcher, key = ByHand(), "sk-acme-0001"
+    places = Places(10, Tenants({"acme": Entry(keys=[key], max_requests=1), "other": Entry(keys=["sk-other-0001"])}))
+    app, open_ones = create_app(dispatcher, HttpSettings(), router_metrics(), places), Connections()
+    wires = []
+
+    def ask(body: bytes, key: str = key, kind: str = "application/json") -> bytes:
+        """What is answered on a connection of its own."""
+        connection, wire = Connection(app, LineLimits(1 << 20), open_ones), Wire()
+        connection.connection_made(wire)
+        for _ in range(3):
+            connection.data_received(said(b"{", f"authorization: Bearer {key}", f"content-type: {kind}"))
+        wire.written = b""
+        connection.data_received(said(body, f"authorization: Bearer {key}", f"content-type: {kind}"))
+        wires.append(wire)
+        return wire.written
+
+    prompt = json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 2}).encode()
+    for _ in range(3):
+        assert b" 401 " in ask(prompt, "sk-nobody-0001") and b" 415 " in ask(prompt, kind="text/html")
+        assert b" 400 " in ask(b"{") and places.num_taken == 0 and len(open_ones.heads) == 3
+    assert ask(prompt) == b"" and places.num_taken == 1
+    assert b" 429 " in ask(prompt) and b"1 requests of tenant acme" in wires[-1].written
+    assert ask(prompt, "sk-other-0001") == b"" and places.num_taken == 2
+    assert len(dispatcher.sinks) == 2
 
 
 REQUESTS = st.lists(
