@@ -314,7 +314,12 @@ def _headers(kind: bytes, route: Route | None) -> bytes:
 def named_headers(kind: bytes, mode: str, prefill: str | None, decode: str | None, backend: str) -> bytes:
     """Asked for with every request, and there are few pairs of nodes."""
     named = (("mode", mode), ("prefill", prefill), ("decode", decode), ("transfer", backend))
-    return kind + b"".join(b"x-pdcluster-%b: %b\r\n" % (name.encode(), value.encode("latin-1", "replace")) for name, value in named if value)
+    return kind + b"".join(b"x-pdcluster-%b: %b\r\n" % (name.encode(), _header_value(value)) for name, value in named if value)
+
+
+def _header_value(text: str) -> bytes:
+    """Of what a node calls itself, or a medium: it is the node's word, and shall not begin lines of its own."""
+    return "".join([each if each.isprintable() else "?" for each in text]).encode("latin-1", "replace")
 
 
 def usage_of(prepared: Prepared) -> Usage:

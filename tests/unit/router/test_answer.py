@@ -10,7 +10,9 @@ from answer_by_hand import ByHand, asked
 from scripted_dispatcher import ROUTE, TEXT
 
 from pdcluster.errors import NodeLost
+from pdcluster_router.answer import named_headers
 from pdcluster_router.generation import Done, Timeline
+from pdcluster_router.http_exchange import JSON
 
 
 async def test_a_stop_string_that_was_left_unread_does_not_end_the_other_choices() -> None:
@@ -87,3 +89,17 @@ async def test_an_answer_that_is_an_error_is_no_garbage(is_stream: bool) -> None
         assert left() is None, "only the garbage collector finds it"
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", ["n-1\r\nset-cookie: a=b", "n-1\nx: y", "n\x00", "n\x7f\x85"])
+def test_what_nodes_call_themselves_and_their_media_begins_no_line_of_a_head(name: str) -> None:
+    head = named_headers(JSON, "remote", name, name, name)
+    lines = head.split(b"\r\n")
+    assert [line.partition(b":")[0] for line in lines] == [
+        b"content-type", b"x-pdcluster-mode", b"x-pdcluster-prefill", b"x-pdcluster-decode", b"x-pdcluster-transfer", b"",
+    ]  # fmt: skip
+    assert all(line.decode("latin-1").isprintable() for line in lines)
+
+
+def test_names_that_no_head_can_hold_are_told_as_far_as_it_can() -> None:
+    assert named_headers(JSON, "local", None, "\u7bc0 caf\xe9", "") == JSON + b"x-pdcluster-mode: local\r\nx-pdcluster-decode: ? caf\xe9\r\n"
