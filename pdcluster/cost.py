@@ -122,6 +122,15 @@ class DecodeCost:
         return self.row_s * rows + self.context_s * context_tokens
 
 
+SHORTEST_S = 1e-18
+"""What takes less than that takes nothing: divided by less, seconds and rows as large as a report may have them are more than a float can be, and
+one node with such numbers left the others without a choice."""
+
+
+def _measured(seconds: float) -> float:
+    return seconds if seconds >= SHORTEST_S else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class NodeCost:
     prefill: PrefillCost
@@ -129,13 +138,12 @@ class NodeCost:
 
     @classmethod
     def of(cls, report: CostReport) -> NodeCost:
-        r = report
+        r, told = report, _measured
         prefill_error = CostError(r.prefill_spread, r.prefill_doubt, r.prefill_root)
         decode_error = CostError(r.decode_spread, r.decode_doubt, r.decode_root)
-        return cls(
-            PrefillCost(r.prefill_fixed_s, r.prefill_token_s, r.prefill_pair_s, r.chunk_tokens, r.prefill_samples, prefill_error),
-            DecodeCost(r.decode_fixed_s, r.decode_row_s, r.decode_context_s, r.decode_samples, decode_error),
-        )
+        prefill = told(r.prefill_fixed_s), told(r.prefill_token_s), told(r.prefill_pair_s)
+        decode = told(r.decode_fixed_s), told(r.decode_row_s), told(r.decode_context_s)
+        return cls(PrefillCost(*prefill, r.chunk_tokens, r.prefill_samples, prefill_error), DecodeCost(*decode, r.decode_samples, decode_error))
 
     def report(self) -> CostReport:
         prefill, decode = self.prefill, self.decode

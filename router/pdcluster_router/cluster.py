@@ -64,6 +64,9 @@ TYPICAL_S = 1.0
 EXPECTED_S = 5.0
 """Blocks of a request that was just sent are expected for so long, and for the time that the node needs for it."""
 
+LEAST_BYTES_S = 1.0
+"""A path that is slower counts as one that was not measured."""
+
 WORK = (Prefill, Reserve)
 ANSWERS = frozenset((Scheduled, Reserved, Delivered, Finished))
 """What only its request has to hear."""
@@ -360,7 +363,7 @@ class Cluster:
             backends=card.backends,
             is_cordoned=load.draining,
             cost=state.cost,
-            bandwidth={path.peer: path.bytes_s for path in load.paths if path.is_chosen and path.bytes_s > 0},
+            bandwidth={path.peer: path.bytes_s for path in load.paths if path.is_chosen and path.bytes_s >= LEAST_BYTES_S},
             kv_bytes_per_token=card.fingerprint.layout.token_bytes,
         )
 
