@@ -114,7 +114,8 @@ class PlainRun(msgspec.Struct, eq=False):
         self.is_at_work = True
         try:
             self._place(self.started)
-            self._watch(self.placed_at)
+            if self.run is None:
+                self._watch(self.placed_at, job.deadline)
             if self.letters:
                 self._read_letters()
         except Exception as error:  # the top of what happens to a request
@@ -433,12 +434,10 @@ class PlainRun(msgspec.Struct, eq=False):
 
     # ------------------------------------------------------------ clocks
 
-    def _watch(self, now: float) -> None:
-        """Have an alarm before any clock runs out that may be started until then."""
-        if self.run is not None or self.is_over:
-            return
+    def _watch(self, now: float, due: float) -> None:
+        """Have an alarm by then, and before any clock runs out that is started until it rings."""
         rounds = self.local_rounds if self.prefill is None else self.remote_rounds
-        seconds = self.job.deadline - now
+        seconds = due - now
         if seconds >= rounds.seconds:
             self.round = rounds.join(self, now)
         else:
@@ -451,7 +450,7 @@ class PlainRun(msgspec.Struct, eq=False):
             return
         now, due = self.shared.clock(), min((self.job.deadline, *general.clocks(self).values()))
         if now < due:
-            self._watch(now)
+            self._watch(now, due)
         else:
             self._become().look()
 

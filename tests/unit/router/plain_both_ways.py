@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -69,28 +70,33 @@ INFOS = (ModelInfo(MODEL, 1, 256, VOCAB, (EOS,)),)
 
 
 class AlarmsByHand:
-    """Implements alarms.Alarms: they ring when the test says so."""
+    """Implements alarms.Alarms by the test's clock: they ring when the test looks at them."""
 
-    def __init__(self) -> None:
-        self._set: dict[int, Callable[[], None]] = {}
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._set: dict[int, tuple[float, Callable[[], None]]] = {}
         self._numbers = itertools.count()
+        self._clock = clock
 
     def __len__(self) -> int:
         """But for rounds that nobody is in any more."""
-        return sum(1 for ring in self._set.values() if not isinstance(ring, partial) or ring.args[0])
+        return sum(1 for _, ring in self._set.values() if not isinstance(ring, partial) or ring.args[0])
 
     def set(self, seconds: float, ring: Callable[[], None]) -> int:
         number = next(self._numbers)
-        self._set[number] = ring
+        self._set[number] = self._clock() + seconds - 1e-9, ring
         return number
 
     def drop(self, tick: int, ring: Callable[[], None]) -> None:
         self._set.pop(tick, None)
 
     def ring(self) -> None:
-        rings, self._set = list(self._set.values()), {}
-        for ring in rings:
-            ring()
+        """Those whose time has come, the first one first."""
+        for _ in range(100):
+            moment, number = min(((moment, number) for number, (moment, _) in self._set.items()), default=(math.inf, -1))
+            if moment > self._clock():
+                return
+            self._set.pop(number)[1]()
+        raise AssertionError(f"alarms go on ringing at {self._clock()}: {self._set}")
 
 
 @dataclass
@@ -101,11 +107,11 @@ class Scene:
     cluster: FakeCluster
     deadline_s: float = 600.0
     moment: float = 100.0
-    alarms: AlarmsByHand = field(default_factory=AlarmsByHand)
     told: list[object] = field(default_factory=list)
     """All that was to be seen after each step."""
 
     def __post_init__(self) -> None:
+        self.alarms = AlarmsByHand(lambda: self.moment)
         stages = StageDeadlines(queue_s=20.0, liveness_s=10.0, handshake_s=3.0, transfer_s=5.0, hold_s=60.0)
         self.chooser = make_chooser(self.cluster, force=self.force)
         dispatch = Dispatch(self.cluster, Models(), self.chooser, DispatchSettings(stages=stages, hold_s=0.3), lambda: self.moment)  # type: ignore[arg-type]
@@ -213,7 +219,7 @@ class Scene:
             case "cancelled":
                 self.dispatch.open.cancel(self.exchange.id, "enough")
             case "time":
-                self.moment += (0.5, 3.0, 5.0, 10.0)[number % 4]
+                self.moment += (0.5, 2.9, 5.0, 10.0)[number % 4]
                 self.alarms.ring()
 
     # ------------------------------------------------------------ what is to be seen

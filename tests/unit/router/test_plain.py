@@ -32,8 +32,8 @@ USUAL = {
 }
 
 HAPPENS = (
-    "again", "early", "empty", "wrong token", "stranger", "refused", "failed", "lost", "rewelcomed", "dead", "pause", "resume", "gone", "stopping",
-    "cancelled", "time", "row", "scheduled", "token", "reserved", "delivered", "finished", "ended early",
+    "again", "early", "empty", "wrong token", "stranger", "refused", "failed", "lost", "rewelcomed", "dead", "pause", "resume",
+    "gone", "stopping", "cancelled", "time", "row", "scheduled", "token", "reserved", "delivered", "finished", "ended early",
 )  # fmt: skip
 ONE = st.tuples(st.sampled_from(HAPPENS), st.integers(0, 11), TOKENS)
 
@@ -73,12 +73,34 @@ def test_both_ways_are_the_same_to_everybody(script: tuple[str, Steps], fields: 
 
 
 @pytest.mark.parametrize("what", HAPPENS)
-@pytest.mark.parametrize(("nodes", "usual", "fields"), [("one node", LOCAL, {}), ("a pair", REMOTE, {"stream": True})], ids=["local", "remote"])
+@pytest.mark.parametrize(
+    ("nodes", "usual", "fields"),
+    [("one node", LOCAL, {}), ("a pair", REMOTE, {"stream": True}), ("a pair", LATE, {})],
+    ids=["local", "remote", "late"],
+)
 def test_whatever_happens_whenever_it_happens(nodes: str, usual: Steps, fields: dict[str, object], what: str) -> None:
     for place in range(len(usual) + 1):
-        steps = [*usual[:place], (what, 1, (LETTERS[7],)), *usual[place:]]
+        steps = [*usual[:place], (what, 1, (LETTERS[7], LETTERS[8])), *usual[place:]]
         general, short = (told(is_plain, nodes, steps, {"prompt": PROMPT, **fields}) for is_plain in (False, True))
         assert short == general, f"{what} at {place}"
+
+
+SOON, LATER, LATEST = ("time", 0, ()), ("time", 1, ()), ("time", 2, ())
+CLOCKS: list[tuple[str, Steps]] = [
+    ("one node", [*LOCAL[:1], LATER, *LOCAL[1:3], LATEST, LATER, LATER]),
+    ("one node", [*LOCAL[:3], *[LATER] * 8]),
+    ("one node", [LATER] * 9),
+    ("a pair", [*REMOTE[:1], LATER, SOON]),
+    ("a pair", [*REMOTE[:2], LATER, REMOTE[2], LATER, *[SOON] * 5]),
+    ("a pair", [*REMOTE[:3], REMOTE[4], *[LATER] * 4]),
+]
+"""Each is looked at shortly before a clock runs out, and after it."""
+
+
+@pytest.mark.parametrize(("nodes", "steps"), CLOCKS)
+def test_a_clock_that_runs_out_is_seen_when_it_does(nodes: str, steps: Steps) -> None:
+    general, short = (told(is_plain, nodes, steps, {"prompt": PROMPT}) for is_plain in (False, True))
+    assert short == general
 
 
 @pytest.mark.parametrize("nodes", sorted(USUAL))
