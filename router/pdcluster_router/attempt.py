@@ -186,7 +186,7 @@ class Attempt:
                 late = f"node {first.endpoint.node} did not schedule the prompt within {self._stages.queue_s:g} s"
                 raise RetryAttempt(errors.DeadlineExceeded(late, "queue"), first.endpoint.incarnation)
             case Stage.ROOM:
-                self._reserve_anywhere()
+                self.reserve_anywhere()
             case Stage.HANDSHAKE:
                 self._decode_leg_failed(errors.DeadlineExceeded("the decode node did not answer Reserve", "handshake"))
             case Stage.TRANSFER:
@@ -247,7 +247,7 @@ class Attempt:
         if self._job.note_cached(message.cached_tokens):
             self._route = None
         if self._decode is None and ROOM not in self._clocks:
-            self._reserve_anywhere()
+            self.reserve_anywhere()
         return ()
 
     def _on_finished(self, leg: Leg, message: Finished) -> Sequence[Chunk]:
@@ -289,7 +289,7 @@ class Attempt:
         if not self._is_reserved:
             self._held = row
             if self._decode is None and ROOM not in self._clocks:
-                self._reserve_anywhere()  # its Scheduled was lost
+                self.reserve_anywhere()  # its Scheduled was lost
             return ()
         self._start_transfer_clock()
         return self._emit(row)
@@ -336,7 +336,7 @@ class Attempt:
         self._leave_alone(leg, message.retry_after_s)
         if message.leg != "reserve":
             raise RetryAttempt(cause, leg.endpoint.incarnation)
-        self._reserve_anywhere()
+        self.reserve_anywhere()
         return ()
 
     def _on_failed(self, leg: Leg, message: Failed) -> Sequence[Chunk]:
@@ -374,11 +374,11 @@ class Attempt:
             raise RetryAttempt(cause, failed.endpoint.incarnation)
         self._avoid.add(failed.endpoint.incarnation)
         self._leave_decode()
-        self._reserve_anywhere()
+        self.reserve_anywhere()
 
     # ------------------------------------------------------------ reserving
 
-    def _reserve_anywhere(self) -> None:
+    def reserve_anywhere(self) -> None:
         """Reserve on the best decode node that has not just refused or failed; when all have, ask again later."""
         job, now = self._job, self._clock()
         preferred = self._decode_node

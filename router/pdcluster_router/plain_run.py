@@ -154,31 +154,30 @@ class PlainRun(msgspec.Struct, eq=False):
         self.record.decided(decision, asked, now)
         shared.chooser.note_sent(choice, query.num_tokens, query.cached_on(first), now)
         pull = Pull(choice.pull.endpoint, choice.pull_tokens) if choice.pull is not None and choice.pull_tokens else None
-        leg = self._enter(first.endpoint)
+        leg, decode = self._enter(first.endpoint), choice.decode
+        self.prefill, self.decode = (leg, None) if is_remote else (None, leg)
         try:
             shared.cluster.send(first.endpoint, Prefill(self._work(leg, now), is_remote, pull))
         except errors.NodeLost:
+            self.prefill = self.decode = None
             self._withdraw(leg)
             self._become().go_on(choice, now, None)
             return
-        if not is_remote:
-            self.decode = leg
-            return
-        self.prefill, decode = leg, choice.decode
-        if decode.has_slack and not (job.busy and job.busy_s(decode.endpoint.incarnation, now)) and not self._reserve(now):
-            self._become()
+        if is_remote and decode.has_slack and not (job.busy and job.busy_s(decode.endpoint.incarnation, now)) and not self._reserve(now):
+            self._become().reserve()
 
     def _reserve(self, now: float) -> bool:
         """False: the decode node is gone, and nothing was sent."""
         choice, prefill = self.choice, self.prefill
         assert choice is not None and prefill is not None  # it has nodes
         leg = self._enter(choice.decode.endpoint)
+        self.decode, self.reserved_at = leg, now
         try:
             self.shared.cluster.send(leg.endpoint, Reserve(self._work(leg, now), prefill.endpoint))
         except errors.NodeLost:
+            self.decode = None
             self._withdraw(leg)
             return False
-        self.decode, self.reserved_at = leg, now
         return True
 
     def _enter(self, endpoint: Endpoint) -> Leg:
@@ -457,10 +456,9 @@ class PlainRun(msgspec.Struct, eq=False):
     def _drop_alarm(self) -> None:
         if self.round is not None:
             self.round.pop(self, None)
-            self.round = None
         elif self.alarm is not None:
             self.shared.alarms.drop(self.alarm, self.ring)
-            self.alarm = None
+        self.round = self.alarm = None
 
     # ------------------------------------------------------------ what else happens
 

@@ -158,6 +158,11 @@ class Run:
         attempt.go_on(begun)
         self._watch(attempt.due)
 
+    def reserve(self) -> None:
+        """Its prompt was sent, and the decode node that was chosen takes nothing: on this one again, which notes that, or on another."""
+        assert self._attempt is not None  # it has nodes
+        self._step(self._attempt.reserve_anywhere)
+
     # ------------------------------------------------------------ what moves it
 
     def _led(self, incarnation: str | None) -> None:

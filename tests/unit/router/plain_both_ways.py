@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -208,6 +208,10 @@ class Scene:
                 self.cluster.ledger.rewelcome(f"{leg[0]}-boot")
             case "dead" if leg is not None:
                 self.cluster.dead.add(leg[0])  # only who sends finds out
+            case "deaf" if leg is not None:
+                self.cluster.deaf.add(leg[0])
+            case "hears":
+                self.cluster.deaf.clear()
             case "pause" | "resume":
                 self.line.is_paused = what == "pause"
                 if not self.line.is_paused and self.exchange.on_resume is not None:
@@ -260,9 +264,11 @@ def plain(value: object) -> object:
 Steps = list[tuple[str, int, tuple[int, ...]]]
 
 
-async def play(is_plain: bool, nodes: str, steps: Steps, fields: dict[str, object], deadline_s: float = 600.0) -> Scene:
-    """Each step with what comes of it; then the client leaves, if it has no answer."""
-    scene = Scene(is_plain, FakeCluster(CLUSTERS[nodes]()), deadline_s)
+async def play(
+    is_plain: bool, nodes: str, steps: Steps, fields: dict[str, object], deadline_s: float = 600.0, deaf: Collection[str] = ()
+) -> Scene:
+    """Each step with what comes of it; then the client leaves, if it has no answer. deaf: nodes to which nothing can be sent at first."""
+    scene = Scene(is_plain, FakeCluster(CLUSTERS[nodes](), deaf=set(deaf)), deadline_s)
     scene.ask(**fields)
     scene.told.append(scene.look())
     for what, number, tokens in steps:
@@ -279,6 +285,7 @@ async def play(is_plain: bool, nodes: str, steps: Steps, fields: dict[str, objec
     return scene
 
 
-def told(is_plain: bool, nodes: str, steps: Steps, fields: dict[str, object], deadline_s: float = 600.0) -> list[object]:
-    return asyncio.run(play(is_plain, nodes, steps, fields, deadline_s)).told
-
+def told(
+    is_plain: bool, nodes: str, steps: Steps, fields: dict[str, object], deadline_s: float = 600.0, deaf: Collection[str] = ()
+) -> list[object]:
+    return asyncio.run(play(is_plain, nodes, steps, fields, deadline_s, deaf)).told

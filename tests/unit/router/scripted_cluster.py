@@ -28,13 +28,15 @@ def make_ticket(work: m.Work, reader: NodeView, writer: m.Endpoint) -> m.Ticket:
 
 @dataclass
 class FakeCluster:
-    """Implements attempt.Cluster. handlers: what a node does with a message, given a function that answers to the request's inbox."""
+    """Implements attempt.Cluster. handlers: what a node does with a message, given a function that answers to the request's inbox; deaf: nodes that
+    are up, but to which nothing can be sent."""
 
     nodes: list[NodeView]
     handlers: dict[str, Callable[[m.Message, Callable[[object], None]], None]] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     sent: list[tuple[str, m.Message]] = field(default_factory=list)
     dead: set[str] = field(default_factory=set)
+    deaf: set[str] = field(default_factory=set)
 
     def view(self) -> ClusterView:
         return ClusterView(tuple(node for node in self.nodes if node.name not in self.dead))
@@ -42,6 +44,8 @@ class FakeCluster:
     def send(self, to: m.Endpoint, message: m.Message) -> None:
         if to.node in self.dead:
             raise NodeLost(f"{to.node} is dead")
+        if to.node in self.deaf:
+            raise NodeLost(f"{to.node} takes no more frames")
         self.sent.append((to.node, message))
         handler = self.handlers.get(to.node)
         if handler is not None:

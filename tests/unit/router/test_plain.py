@@ -9,6 +9,7 @@ from plain_both_ways import CLUSTERS, Scene, Steps, play, told
 from scripted_cluster import FakeCluster
 from scripted_dispatcher import EOS, TEXT, VOCAB
 
+from pdcluster import messages as m
 from pdcluster_router.rounds import Rounds
 
 TALK = [{"role": "user", "content": "hi"}]
@@ -32,7 +33,7 @@ USUAL = {
 }
 
 HAPPENS = (
-    "again", "early", "empty", "wrong token", "stranger", "refused", "failed", "lost", "rewelcomed", "dead", "pause", "resume",
+    "again", "early", "empty", "wrong token", "stranger", "refused", "failed", "lost", "rewelcomed", "dead", "deaf", "hears", "pause", "resume",
     "gone", "stopping", "cancelled", "time", "row", "scheduled", "token", "reserved", "delivered", "finished", "ended early",
 )  # fmt: skip
 ONE = st.tuples(st.sampled_from(HAPPENS), st.integers(0, 11), TOKENS)
@@ -63,11 +64,11 @@ def scripts(draw: st.DrawFn) -> tuple[str, Steps]:
     return nodes, steps + [*steps] * draw(st.booleans())
 
 
-@given(scripts(), FIELDS)
+@given(scripts(), FIELDS, st.sampled_from([(), (), (), ("d0",), ("p0",), ("m0",), ("m0", "p0", "d1")]))
 @settings(deadline=None, max_examples=150)
-def test_both_ways_are_the_same_to_everybody(script: tuple[str, Steps], fields: dict[str, object]) -> None:
+def test_both_ways_are_the_same_to_everybody(script: tuple[str, Steps], fields: dict[str, object], deaf: tuple[str, ...]) -> None:
     nodes, steps = script
-    general, short = (told(is_plain, nodes, steps, fields) for is_plain in (False, True))
+    general, short = (told(is_plain, nodes, steps, fields, deaf=deaf) for is_plain in (False, True))
     for ours, theirs in zip(short, general, strict=True):
         assert ours == theirs
 
@@ -101,6 +102,27 @@ CLOCKS: list[tuple[str, Steps]] = [
 def test_a_clock_that_runs_out_is_seen_when_it_does(nodes: str, steps: Steps) -> None:
     general, short = (told(is_plain, nodes, steps, {"prompt": PROMPT}) for is_plain in (False, True))
     assert short == general
+
+
+@pytest.mark.parametrize("nodes", ["a pair", "two pairs"])
+@pytest.mark.parametrize("deaf", ["p0", "d0", "p1", "d1"])
+def test_a_node_that_takes_no_more_frames_is_passed_over_at_once(nodes: str, deaf: str) -> None:
+    general, short = (told(is_plain, nodes, REMOTE, {"prompt": PROMPT}, deaf=[deaf]) for is_plain in (False, True))
+    assert short == general
+
+
+@pytest.mark.parametrize(("nodes", "node", "kind"), [("one node", "m0", m.Prefill), ("a pair", "p0", m.Prefill), ("a pair", "d0", m.Reserve)])
+async def test_no_leg_is_left_when_sending_fails_by_a_bug(nodes: str, node: str, kind: type) -> None:
+    def break_down(message: m.Message, answer: object) -> None:
+        if isinstance(message, kind):
+            raise RuntimeError("it cannot be sent")
+
+    seen = []
+    for is_plain in (False, True):
+        scene = Scene(is_plain, FakeCluster(CLUSTERS[nodes](), {node: break_down}))
+        scene.ask(prompt=PROMPT)
+        seen.append(scene.look())
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("nodes", sorted(USUAL))
