@@ -447,11 +447,14 @@ class PlainRun(msgspec.Struct, eq=False):
         self.alarm = self.round = None
         if self.is_over or self.run is not None:
             return
-        now, due = self.shared.clock(), min((self.job.deadline, *general.clocks(self).values()))
-        if now < due:
-            self._watch(now, due)
-        else:
-            self._become().look()
+        try:
+            now, due = self.shared.clock(), min((self.job.deadline, *general.clocks(self).values()))
+            if now < due:
+                self._watch(now, due)
+            else:
+                self._become().look()
+        except Exception as error:  # the top of what happens to a request
+            self._fail(error)
 
     def _drop_alarm(self) -> None:
         if self.round is not None:

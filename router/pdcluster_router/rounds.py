@@ -44,7 +44,11 @@ class Rounds:
     def _ring(self, members: Round) -> None:
         if members is self._round:
             self._until = -math.inf  # who joins now needs another one
-        while members:
-            member = next(iter(members))
-            del members[member]
-            member.ring()
+        try:
+            while members:
+                member = next(iter(members))
+                del members[member]
+                member.ring()
+        finally:
+            if members:  # what one of them raises does not cost the others theirs
+                self._alarms.set(0.0, partial(self._ring, members))

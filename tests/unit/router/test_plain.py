@@ -208,3 +208,19 @@ def test_those_of_one_round_share_an_alarm_and_who_joins_when_it_rings_has_anoth
     assert (first.num_rung, left.num_rung, last.num_rung) == (0, 0, 1)
     rounds.join(last, 101.05)
     assert len(alarms.rings) == 3
+
+
+def test_what_one_of_a_round_raises_does_not_cost_the_others_their_alarm() -> None:
+    class Broken(Asked):
+        def ring(self) -> None:
+            raise RuntimeError("broken")
+
+    alarms, broken, second, third = Asked(), Broken(), Asked(), Asked()
+    rounds = Rounds(alarms, 10.0)  # type: ignore[arg-type]
+    for member in (broken, second, third):
+        rounds.join(member, 100.0)
+    with pytest.raises(RuntimeError, match="broken"):
+        alarms.rings[0][1]()  # type: ignore[index]
+    for _, ring in alarms.rings[1:]:  # type: ignore[misc]
+        ring()
+    assert (second.num_rung, third.num_rung) == (1, 1)
