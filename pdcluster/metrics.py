@@ -20,6 +20,9 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 MOST_NOTED = 1024
 """Choices that ended alike, answers that are alike, and decisions, that are not counted yet: to count many at once costs little more than one."""
 
+MAX_MEDIUM_LABELS = 64
+"""Media that are counted by name, beyond them as "other": how one is called is a node's word."""
+
 Ending = tuple[str | None, str | None, str]
 """Mode (None: no first token came), finish reason (None: it did not end well) and backend of a choice."""
 
@@ -36,7 +39,8 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self._noted: defaultdict[Ending, list[Noted]] = defaultdict(list)
+        self._noted: defaultdict[Ending, list[Noted]] = defaultdict(self._another_kind)
+        self._media: set[str] = set()
         BeforeScrape(self._count_noted, registry=registry)
 
         def counter(name: str, help_text: str, *labels: str) -> Tally:
@@ -78,6 +82,19 @@ class RouterMetrics:
         if len(alike) >= MOST_NOTED:
             self._count_noted()
 
+    def _another_kind(self) -> list[Noted]:
+        """There are few, but as many as nodes have names for media."""
+        if len(self._noted) >= MAX_MEDIUM_LABELS:
+            self._count_noted()
+        return []
+
+    def _medium(self, backend: str) -> str:
+        if backend not in self._media:
+            if len(self._media) >= MAX_MEDIUM_LABELS:
+                return "other"
+            self._media.add(backend)
+        return backend
+
     def answered(self, endpoint: str, status: int, seconds: float) -> None:
         """An HTTP request is over, seconds after it came. Counted as choices are."""
         alike = self._answered[endpoint, status]
@@ -90,8 +107,9 @@ class RouterMetrics:
         for (endpoint, status), seconds in answered.items():
             self.http_requests.labels(endpoint, str(status)).value += len(seconds)
             self.request_seconds.labels(endpoint).observe_all(seconds)
-        alike, self._noted = self._noted, defaultdict(list)
-        for (mode, finish, backend), rows in alike.items():
+        alike = list(self._noted.items())
+        self._noted.clear()
+        for (mode, finish, backend), rows in alike:
             prompts, outputs, cached, attempts, ttft, ttst, tpot, queue, transfer, moved = zip(*rows, strict=True)
             self.output_tokens.value += sum(outputs)
             if mode is None:
@@ -109,8 +127,9 @@ class RouterMetrics:
             self.attempts.value += sum(attempts)
             self.queue_seconds.observe_all(queue)
             if mode == "remote":
-                self.transfer_seconds.labels(backend).observe_all(transfer)
-                self.transfer_bytes.labels(backend).value += sum(moved)
+                medium = self._medium(backend)
+                self.transfer_seconds.labels(medium).observe_all(transfer)
+                self.transfer_bytes.labels(medium).value += sum(moved)
 
 
 MAX_TENANT_LABELS = 100

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pdcluster.metrics import MOST_NOTED, ExplainMetrics, RouterMetrics
+from pdcluster.metrics import MAX_MEDIUM_LABELS, MOST_NOTED, ExplainMetrics, RouterMetrics
 from pdcluster.tally import BeforeScrape, Level, Spread, Tally
 
 BUCKETS = (0.001, 0.5, 1.0, 10.0)
@@ -103,15 +103,26 @@ def test_what_is_not_counted_yet_is_bounded() -> None:
     assert sample(metrics, "output_tokens_total") == 4 * MOST_NOTED + 4
 
 
+def test_media_are_counted_by_name_up_to_a_bound_since_their_names_are_the_words_of_nodes() -> None:
+    metrics, num_named = RouterMetrics(CollectorRegistry()), 3 * MAX_MEDIUM_LABELS
+    for number in range(num_named):
+        metrics.note(("remote", "stop", f"medium-{number}"), ENDED)
+        assert len(metrics._noted) <= MAX_MEDIUM_LABELS, "what is not counted yet is bounded, too, however many names it has"
+    told = [sample for family in metrics.registry.collect() for sample in family.samples if sample.name == "pdcluster_kv_transfer_bytes_total"]
+    assert len(told) == MAX_MEDIUM_LABELS + 1 and sum(each.value for each in told) == 4096 * num_named
+    assert sample(metrics, "kv_transfer_bytes_total", backend="medium-0") == 4096
+    assert sample(metrics, "kv_transfer_seconds_count", backend="other") == num_named - MAX_MEDIUM_LABELS
+
+
 def test_an_answer_is_counted_with_others_and_never_twice() -> None:
     metrics = RouterMetrics(CollectorRegistry())
-    for number in range(MOST_NOTED + 1):
+    for number in range(MOST_NOTED + 2):
         metrics.answered("/v1/completions", 200 if number else 400, 0.25)
-    assert sum(series.value for series in metrics.http_requests._series.values()) == MOST_NOTED, "what waits is bounded"
+    assert sum(series.value for series in metrics.http_requests._series.values()) == MOST_NOTED + 1, "what waits is bounded"
     for _ in range(2):
-        assert sample(metrics, "http_requests_total", endpoint="/v1/completions", status="200") == MOST_NOTED
+        assert sample(metrics, "http_requests_total", endpoint="/v1/completions", status="200") == MOST_NOTED + 1
         assert sample(metrics, "http_requests_total", endpoint="/v1/completions", status="400") == 1
-        assert sample(metrics, "request_seconds_sum", endpoint="/v1/completions") == 0.25 * (MOST_NOTED + 1)
+        assert sample(metrics, "request_seconds_sum", endpoint="/v1/completions") == 0.25 * (MOST_NOTED + 2)
 
 
 def test_decisions_are_judged_together_as_they_would_be_one_by_one() -> None:
