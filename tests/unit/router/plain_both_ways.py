@@ -164,7 +164,7 @@ class Scene:
         first, decode = self.leg(m.Prefill), self.leg(m.Reserve) or self.leg(m.Prefill)
         reserve = self.leg(m.Reserve)
         leg = (first, decode)[number % 2]
-        timings = m.Timings(0.25, 0.5, 0.1, 0.05, 4096, 0.75, 3, number % 5, ("shm", "")[number % 2], number % 3)
+        timings = m.Timings(0.25, 0.5, 0.1, 0.05, 4096, 0.75, 3, number % 5, ("tcp", "")[number % 2], number % 3)
         match what:
             case "scheduled":
                 self.says(first, lambda work: m.Scheduled(work.request, work.attempt, number % 7))
@@ -195,7 +195,7 @@ class Scene:
                 reason = ("length", "eos", "stop")[number % 3]
                 self.says(decode, lambda work: m.Finished(work.request, work.attempt, reason, total, timings))  # type: ignore[arg-type]
             case "ended early" if reserve is not None:
-                self.says(first, lambda work: m.Finished(work.request, work.attempt, "length", 1, timings))
+                self.says(first, lambda work: m.Finished(work.request, work.attempt, "length", 1 + number // 9, timings))
             case "refused" if leg is first or reserve is not None:
                 kind = "prefill" if leg is first else "reserve"
                 self.says(leg, lambda work: m.Refused(work.request, work.attempt, kind, "full", 0.01, number % 3 > 0))  # type: ignore[arg-type]

@@ -104,6 +104,13 @@ def test_a_clock_that_runs_out_is_seen_when_it_does(nodes: str, steps: Steps) ->
     assert short == general
 
 
+@pytest.mark.parametrize("reserved", [[], [("reserved", 0, ())]])
+def test_an_end_that_counts_more_tokens_than_came_is_not_taken(reserved: Steps) -> None:
+    steps = [LOCAL[0], *reserved, REMOTE[2], ("ended early", 9, ())]
+    general, short = (told(is_plain, "a pair", steps, {"prompt": PROMPT}) for is_plain in (False, True))
+    assert short == general
+
+
 @pytest.mark.parametrize("nodes", ["a pair", "two pairs"])
 @pytest.mark.parametrize("deaf", ["p0", "d0", "p1", "d1"])
 def test_a_node_that_takes_no_more_frames_is_passed_over_at_once(nodes: str, deaf: str) -> None:
