@@ -20,7 +20,6 @@ from pdcluster.bounds import (
     MAX_REASONS,
     Adverts,
     BigCount,
-    BytesPerSecond,
     Count,
     Id,
     Number,
@@ -33,13 +32,16 @@ from pdcluster.bounds import (
     Text,
     Unsigned,
 )
+from pdcluster.reported import BreakerName as BreakerName
+from pdcluster.reported import CostReport as CostReport
+from pdcluster.reported import PathLoad as PathLoad
+from pdcluster.reported import Value
 from pdcluster.sampling import Sampling as Sampling
 from pdcluster.sampling import Shaping as Shaping
 from pdcluster.sampling import TokenLogprobs as TokenLogprobs
 
 Role = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length", "eos"]
-BreakerName = Literal["closed", "open", "half_open"]
 RefusedLeg = Literal["prefill", "reserve", "deliver"]
 
 HASH_BYTES = 16
@@ -59,10 +61,6 @@ def unpack_tokens(packed: bytes) -> list[int]:
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of everything that is said; one or more of them are a frame."""
-
-
-class Value(msgspec.Struct, frozen=True, array_like=True):
-    """Base of parts of messages."""
 
 
 # ---------------------------------------------------------------- what is asked of a node
@@ -305,41 +303,6 @@ class Failed(Message, frozen=True, array_like=True):
     message: Text
     retryable: bool
     param: Text = ""
-
-
-Root = tuple[SecondsLeft, SecondsLeft, SecondsLeft, SecondsLeft, SecondsLeft, SecondsLeft]
-
-
-class CostReport(Value, frozen=True, array_like=True):
-    """Coefficients of the node's cost model (`cost.NodeCost`), in seconds, the numbers of steps they were fitted to, and its error bars
-    (`cost.CostError`)."""
-
-    prefill_fixed_s: Seconds
-    prefill_token_s: Seconds
-    prefill_pair_s: Seconds
-    decode_fixed_s: Seconds
-    decode_row_s: Seconds
-    decode_context_s: Seconds
-    chunk_tokens: BigCount
-    prefill_samples: BigCount
-    decode_samples: BigCount
-    prefill_spread: Seconds = 0.0
-    prefill_doubt: Seconds = 0.0
-    prefill_root: Root = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    decode_spread: Seconds = 0.0
-    decode_doubt: Seconds = 0.0
-    decode_root: Root = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-class PathLoad(Value, frozen=True, array_like=True):
-    """One way of KV out of the reporting node, to node `peer` by `backend`. bytes_s: KV bytes per second (not bits, not per rank: all writes to
-    that peer together), as its last writes went; 0 as long as none was measured. state: of its breaker. is_chosen: the next writes go by it."""
-
-    peer: Id
-    backend: Id
-    bytes_s: BytesPerSecond
-    state: BreakerName = "closed"
-    is_chosen: bool = False
 
 
 class Load(Message, frozen=True, array_like=True):

@@ -13,6 +13,7 @@ LEVELS: dict[str, float] = {
     "pdcluster.grammar": -0.3,
     "pdcluster.lifecycle": 0,
     "pdcluster.messages": 0,
+    "pdcluster.reported": -0.2,
     "pdcluster.sampling": -0.2,
     "pdcluster.history": 0.2,
     "pdcluster.step": 0.5,

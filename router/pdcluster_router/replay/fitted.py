@@ -15,7 +15,7 @@ import msgspec
 from pdcluster.bounds import UINT63, BigCount, Seconds
 from pdcluster.cost import CostError, NodeCost
 from pdcluster.errors import ConfigError, ProtocolError
-from pdcluster.messages import CostReport, Root
+from pdcluster.reported import CostReport, Root
 
 MAX_FILE_BYTES = 1 << 20
 SIGMAS = 1.645
