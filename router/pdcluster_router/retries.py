@@ -29,7 +29,7 @@ class DispatchSettings:
 
     retries: int = 3
     hold_s: float = 60.0
-    late_report_s: float = 0.02
+    late_report_s: float = 0.1
     stages: StageDeadlines = field(default_factory=StageDeadlines)
     hold: HoldLimits = field(default_factory=HoldLimits)
     headroom: Headroom = field(default_factory=Headroom)
