@@ -120,7 +120,8 @@ def assert_same_as_separate_calls(model: tuple[ModelConfig, Weights], ops: CpuOp
     torch.testing.assert_close(given.hidden(), expected.hidden(), rtol=ROUNDING, atol=ROUNDING)
     logits = given.logits()
     assert logits.shape == (slots.num_rows, VOCABULARY) and expected.best is None
-    torch.testing.assert_close(logits, expected.logits(), rtol=ROUNDING, atol=ROUNDING)
+    alike = computed.logits(given.hidden()[wanted])  # of the same states: a step of bfloat16 in one of them is more than that in a sum of them all
+    torch.testing.assert_close(logits, alike, rtol=ROUNDING, atol=ROUNDING)
     assert given.best is not None and given.best.tolist() == logits.argmax(dim=-1).tolist()
     written = torch.zeros(pages.shape, dtype=torch.bool)
     written[slots.slot_pages, :, :, :, slots.slot_offsets] = True
