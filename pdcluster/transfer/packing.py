@@ -19,8 +19,10 @@ SCATTERED_BYTES = 32 << 10
 """Runs that are shorter on average are packed."""
 
 
-def is_scattered(spans: SpanTable) -> bool:
-    return int(spans.rows[:, 1].sum()) < len(spans) * SCATTERED_BYTES
+def straight(spans: SpanTable) -> SpanTable | None:
+    """The spans joined, to be handed to the kernel as they lie; None where even joined they are so short that a block of them costs less."""
+    joined = spans.joined()
+    return None if joined.nbytes < len(joined) * SCATTERED_BYTES else joined
 
 
 class Block:

@@ -160,15 +160,19 @@ class RunTable(Sequence[Run]):
 
     def cut(self, block_bytes: int) -> tuple[Words, Words]:
         """The rows of the same bytes in order, none across the end of a block, and the first row of each block."""
-        ends = np.cumsum(self.rows[:, 2])
-        starts, total = ends - self.rows[:, 2], int(ends[-1])
-        borders = np.arange(0, total, block_bytes, dtype=np.int64)
-        cuts = np.union1d(starts, borders)
-        which = np.searchsorted(starts, cuts, side="right") - 1
-        inside = cuts - starts[which]
-        lengths = np.diff(cuts, append=total)
-        rows = np.column_stack([self.rows[which, 0] + inside, self.rows[which, 1] + inside, lengths])
-        return rows, np.searchsorted(cuts, borders)
+        lengths = self.rows[:, 2]
+        ends = lengths.cumsum()
+        starts = ends - lengths
+        borders = np.arange(0, int(ends[-1]), block_bytes, dtype=np.int64)
+        before = starts.searchsorted(borders, side="right") - 1  # the row in which each block begins
+        inside = borders - starts[before]
+        amid = inside.nonzero()[0]
+        rows = np.insert(self.rows, before[amid] + 1, self.rows[before[amid]], axis=0)
+        firsts = before + (inside > 0).cumsum()
+        rows[firsts[amid], :2] += inside[amid, None]
+        begins = np.insert(starts, before[amid] + 1, borders[amid])
+        rows[:, 2] = np.diff(begins, append=ends[-1])
+        return rows, firsts
 
     def pieces(self, block_bytes: int) -> list[RunTable]:
         """The same bytes in order, cut so that each piece fits a block and all but the last fill it."""

@@ -23,7 +23,7 @@ from pdcluster.transfer.base import Arrival, Fence, Handle, Peer, Permit, Region
 from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes, level_of_end, memory_of, start_or_release
 from pdcluster.transfer.links import BURST_BYTES, SEND_BYTES, Advert, Answers, Cursor, Link, Listener, connect, decode_advert, sealed
 from pdcluster.transfer.moving import GilWaits, Payload, native, reads, table_of
-from pdcluster.transfer.packing import Block, Packer, Unpacker, is_scattered
+from pdcluster.transfer.packing import Block, Packer, Unpacker, straight
 from pdcluster.transfer.runs import RunTable, SpanTable, run_table
 
 LOG = logging.getLogger(__name__)
@@ -321,10 +321,10 @@ class TcpBackend:
 
     def _prepare(self, runs: RunTable, region: Region, block: Block, *, digests: bool) -> tuple[_Body, Payload | None]:
         """On the lane's thread, when the header is on its way."""
-        if is_scattered(runs.sources):
+        sources = straight(runs.sources)
+        if sources is None:
             packing = Payload(table_of(()), digests=digests, cached=True, waits=self.gil_waits)
             return _Body(Packer(runs, region.address, packing, block), None), packing if digests else None
-        sources = runs.sources
         payload = Payload(reads(sources, region.address), digests=True, cached=True, waits=self.gil_waits) if digests else None
         return _Body(Cursor(self._memory[region.id], sources), payload), payload
 
@@ -373,11 +373,12 @@ class TcpBackend:
 
     def _land(self, link: Link, permit: Permit, stamp: Stamp, region: Region, spans: SpanTable, block: Block) -> tuple[int, Callable[[], int | None]]:
         """Returns how many bytes are still to come when the permit was revoked, and what gives the digest."""
-        if is_scattered(spans):
+        joined = straight(spans)
+        if joined is None:
             unpacker = Unpacker(spans, region.address, block, digests=permit.digests)
             return self._unpack(link, permit, unpacker), unpacker.digest
-        cursor = Cursor(self._memory[region.id], spans)
-        payload = Payload(reads(spans, region.address), digests=True) if permit.digests else None
+        cursor = Cursor(self._memory[region.id], joined)
+        payload = Payload(reads(joined, region.address), digests=True) if permit.digests else None
         return self._fill(link, permit, cursor, payload, stamp.nbytes), partial(_finished, payload, stamp.nbytes)
 
     def _unpack(self, link: Link, permit: Permit, unpacker: Unpacker) -> int:

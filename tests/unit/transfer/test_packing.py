@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdcluster.transfer.base import Run
 from pdcluster.transfer.moving import Payload, table_of
-from pdcluster.transfer.packing import BLOCK_BYTES, SCATTERED_BYTES, Block, Packer, Unpacker, is_scattered
-from pdcluster.transfer.runs import RunTable, run_table, span_table
+from pdcluster.transfer.packing import BLOCK_BYTES, SCATTERED_BYTES, Block, Packer, Unpacker, straight
+from pdcluster.transfer.runs import RunTable, SpanTable, run_table, span_table
 
 SIZE = 4 * BLOCK_BYTES
 
@@ -52,6 +54,31 @@ def test_what_is_unpacked_lies_in_its_places_and_nowhere_else(digests: bool) -> 
     assert unpacker.digest() == (xxhash.xxh3_64(wire).intdigest() if digests else None)
 
 
-def test_pages_are_not_packed_and_pieces_of_pages_are() -> None:
-    assert not is_scattered(span_table([(0, SCATTERED_BYTES), (1 << 20, SCATTERED_BYTES)]))
-    assert is_scattered(span_table([(0, 4096)] * 3))
+def test_pages_go_as_they_lie_and_pieces_of_pages_are_packed() -> None:
+    pages = [(0, SCATTERED_BYTES), (1 << 20, SCATTERED_BYTES)]
+    assert straight(span_table(pages)) == pages
+    assert straight(span_table([(0, 4096), (8192, 4096), (1 << 20, 4096)])) is None
+
+
+def test_pieces_that_lie_one_after_the_other_go_as_one() -> None:
+    pieces = [(start, 4096) for start in range(0, SCATTERED_BYTES, 4096)]
+    assert straight(span_table(pieces)) == [(0, SCATTERED_BYTES)]
+    assert straight(SpanTable(span_table(pieces).rows[::-1])) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.integers(1, 60)), min_size=1, max_size=30), st.integers(1, 200))
+def test_no_row_of_a_cut_goes_across_the_end_of_a_block_and_all_bytes_are_in_order(runs: list[tuple[int, int, int]], block: int) -> None:
+    rows, firsts = RunTable(np.array(runs, dtype=np.int64)).cut(block)
+    at, begins = 0, []
+    for number, (_, _, nbytes) in enumerate(rows.tolist()):
+        assert nbytes > 0
+        assert at // block == (at + nbytes - 1) // block
+        if at % block == 0:
+            begins.append(number)
+        at += nbytes
+    assert firsts.tolist() == begins
+    assert [byte for run in rows.tolist() for byte in pairs_of(*run)] == [byte for run in runs for byte in pairs_of(*run)]
+
+
+def pairs_of(source: int, target: int, nbytes: int) -> list[tuple[int, int]]:
+    return [(source + at, target + at) for at in range(nbytes)]
