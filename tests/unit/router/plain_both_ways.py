@@ -1,6 +1,8 @@
-"""A script of what nodes, clients and operators do, played to a plain request on its short way and on the general one, and all that others see of it.
+"""A script of what nodes, clients and operators do, played to plain requests on their short way and on the general one, and all that others see of
+them.
 
-Moments, names and dates are taken out of what is compared; the dispatcher's clock moves when the script says so, and every alarm rings then.
+Moments, names and dates are taken out of what is compared; the clock, the dispatcher's and the loop's, moves when the script says so, and every alarm
+rings then. Mostly there is one request; a script may ask for more ("ask"), and each step is about the one whose "turn" it is.
 """
 
 from __future__ import annotations
@@ -22,21 +24,29 @@ from scripted_cluster import EMPTY_LOAD, FakeCluster, make_chooser, make_node, s
 from scripted_dispatcher import EOS, TEXT, VOCAB
 
 from pdcluster import messages as m
+from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster.errors import UnknownModel
 from pdcluster.kv.hashing import chain_root
+from pdcluster.metrics import ExplainMetrics, HoldMetrics
+from pdcluster_router.admission import Slo
 from pdcluster_router.app import HttpSettings, create_app
 from pdcluster_router.dispatch import Dispatch
+from pdcluster_router.explain import Explainer
 from pdcluster_router.generation import ModelInfo
+from pdcluster_router.hold import HoldLimits
 from pdcluster_router.http_errors import ClientLeft
 from pdcluster_router.http_exchange import Asked, Exchange
 from pdcluster_router.job import HashChain
+from pdcluster_router.pending import Sent, work_of
 from pdcluster_router.places import Places
 from pdcluster_router.plain import Plain
 from pdcluster_router.policy.base import Force
+from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.retries import DispatchSettings
 from pdcluster_router.server import router_metrics
 from pdcluster_router.stages import StageDeadlines
-from pdcluster_router.view import NodeView
+from pdcluster_router.tenants import Entry, Tenants
+from pdcluster_router.view import ClusterView, NodeView
 
 MODEL = "tiny"
 BUSY_LOAD = msgspec.structs.replace(EMPTY_LOAD, waiting=50, running=8, slots_used=8, waiting_tokens=10**7, rows=8)
@@ -51,6 +61,67 @@ CLUSTERS: dict[str, Callable[[], list[NodeView]]] = {
     "busy": lambda: [make_node("m0", "mixed", BUSY_LOAD)],
     "no node": list,
 }
+
+
+LOADS = (EMPTY_LOAD, BUSY_LOAD, NO_SLACK, msgspec.structs.replace(EMPTY_LOAD, running=8, slots_used=8, rows=8, context_tokens=800))
+COST = NodeCost(PrefillCost(0.005, 1e-3, samples=100), DecodeCost(0.01, 1e-3, samples=100))
+
+KEYS = ("", "Bearer small-key", "Bearer large-key", "Bearer shared-key", "Bearer nobody", "Basic small-key")
+TENANTS = {
+    "small": Entry(keys=["small-key"], max_requests=1, priority=1),
+    "large": Entry(keys=["large-key"], weight=4.0),
+    "shared": Entry(keys=["shared-key"], cache_salt="", priority=-1),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a router is set up, but for its nodes. places: requests at a time; hold_count, hold_bytes: that may wait; shadow: a policy, "broken" for
+    one that fails."""
+
+    has_tenants: bool = False
+    places: int = 4
+    hold_count: int = 1024
+    hold_bytes: int = 2**20
+    ttft_s: float | None = None
+    policy: str = "product"
+    shadow: str = ""
+    has_cost: bool = False
+
+    def dispatch(self) -> DispatchSettings:
+        stages = StageDeadlines(queue_s=20.0, liveness_s=10.0, handshake_s=3.0, transfer_s=5.0, hold_s=60.0)
+        hold = HoldLimits(count=self.hold_count, size_bytes=self.hold_bytes, is_shared=self.has_tenants)
+        return DispatchSettings(stages=stages, hold_s=0.3, hold=hold, slo=Slo(self.ttft_s))
+
+
+class BrokenPolicy:
+    """Implements policy.Policy."""
+
+    name = "broken"
+
+    def choose(self, query: object, view: object) -> object:
+        raise RuntimeError("a shadow that fails")
+
+
+@dataclass
+class CountingCluster(FakeCluster):
+    """A view counts what was sent, as the real one does."""
+
+    def view(self) -> ClusterView:
+        ledger = self.ledger
+        return ClusterView(tuple(node.sent(*ledger.counts(node.incarnation)) for node in super().view().nodes))
+
+    def send(self, to: m.Endpoint, message: m.Message) -> None:
+        super().send(to, message)
+        if isinstance(message, m.Prefill | m.Reserve):
+            work = message.work
+            self.ledger.pending.enter(to.incarnation, work.request, Sent(work.attempt, len(self.sent), work_of(message, 0), work.hashes))
+
+    def report(self, number: int, load: m.Load) -> None:
+        """A node's, which counts all that it was sent."""
+        node = self.nodes[number % len(self.nodes)]
+        self.nodes[self.nodes.index(node)] = msgspec.structs.replace(node, load=load)
+        self.ledger.pending.reported(node.incarnation, len(self.sent))
 
 
 class Models:
@@ -101,25 +172,32 @@ class AlarmsByHand:
 
 @dataclass
 class Scene:
-    """One router with one request."""
+    """One router and who asks it something. at: whose turn it is."""
 
     is_plain: bool
     cluster: FakeCluster
     deadline_s: float = 600.0
+    setting: Setting = Setting()
     moment: float = 100.0
     told: list[object] = field(default_factory=list)
     """All that was to be seen after each step."""
+    exchanges: list[Exchange] = field(default_factory=list)
+    at: int = 0
 
     def __post_init__(self) -> None:
+        setting = self.setting
         self.alarms = AlarmsByHand(lambda: self.moment)
-        stages = StageDeadlines(queue_s=20.0, liveness_s=10.0, handshake_s=3.0, transfer_s=5.0, hold_s=60.0)
-        self.chooser = make_chooser(self.cluster, force=self.force)
-        dispatch = Dispatch(self.cluster, Models(), self.chooser, DispatchSettings(stages=stages, hold_s=0.3), lambda: self.moment)  # type: ignore[arg-type]
+        self.chooser = make_chooser(self.cluster, setting.policy, force=self.force)
+        if setting.shadow:
+            self.chooser.holder.shadow = BrokenPolicy() if setting.shadow == "broken" else make_policy(setting.shadow)  # type: ignore[assignment]
+        self.metrics = router_metrics()
+        settings, hold = setting.dispatch(), HoldMetrics(self.metrics.registry)
+        explainer = Explainer(settings.headroom, ExplainMetrics(self.metrics.registry), lambda: 0.0)
+        dispatch = Dispatch(self.cluster, Models(), self.chooser, settings, lambda: self.moment, hold, explainer)  # type: ignore[arg-type]
         dispatch.shared = dataclasses.replace(dispatch.shared, alarms=self.alarms)  # type: ignore[arg-type]
-        self.dispatch, self.metrics, self.places = dispatch, router_metrics(), Places(4)
+        self.dispatch, self.places = dispatch, Places(setting.places, Tenants(TENANTS) if setting.has_tenants else None, hold)
         plain = Plain(dispatch.shared, self.metrics) if self.is_plain else None
         self.app = create_app(dispatch, HttpSettings(deadline_s=self.deadline_s), self.metrics, self.places, plain=plain)
-        self.line = Line()
         self.noted: list[object] = []
         note_sent = self.chooser.note_sent
         self.chooser.note_sent = lambda *words: self.noted.append((words[0].mode, *words[1:])) or note_sent(*words)  # type: ignore[method-assign,func-returns-value]
@@ -128,22 +206,36 @@ class Scene:
     def force(self) -> Force:
         return "remote" if any(node.role == "prefill" for node in self.cluster.nodes) else "auto"
 
+    @property
+    def exchange(self) -> Exchange:
+        return self.exchanges[self.at]
+
+    @property
+    def line(self) -> Line:
+        line = self.exchange.line
+        assert isinstance(line, Line)
+        return line
+
     def ask(self, headers: dict[bytes, bytes] | None = None, **fields: object) -> None:
         path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
         asked = Asked("POST", path, {b"content-type": b"application/json", **(headers or {})}, True, False)
-        self.exchange = Exchange(self.line, asked, "")
-        self.line.end = self.app.over  # type: ignore[method-assign]
+        line = Line()
+        line.end = self.app.over  # type: ignore[method-assign]
+        exchange = Exchange(line, asked, "")
+        self.at = len(self.exchanges)
+        self.exchanges.append(exchange)
         body = json.dumps({"model": MODEL, "seed": 5, **fields}).encode()
-        self.app.begin(self.exchange)
-        if not self.exchange.finished:
-            self.exchange.keep(body)
-            self.app.complete(self.exchange)
+        self.app.begin(exchange)
+        if not exchange.finished:
+            exchange.keep(body)
+            self.app.complete(exchange)
 
     # ------------------------------------------------------------ what happens
 
     def leg(self, *kinds: type) -> tuple[str, m.Work] | None:
-        """The last one of these that was sent."""
-        return next(((node, message.work) for node, message in reversed(self.cluster.sent) if isinstance(message, kinds)), None)
+        """The last one of these that was sent for whose turn it is."""
+        sent = ((node, message.work) for node, message in reversed(self.cluster.sent) if isinstance(message, kinds))
+        return next((leg for leg in sent if leg[1].request.startswith(self.exchange.id)), None)
 
     def says(self, leg: tuple[str, m.Work] | None, body: Callable[[m.Work], object], boot: str = "boot") -> None:
         if leg is not None:
@@ -158,7 +250,7 @@ class Scene:
 
     @property
     def num_output(self) -> int:
-        return next((entry.num_output for entry in self.dispatch.open.all()), 0)
+        return next((entry.num_output for entry in self.dispatch.open.all() if entry.request.startswith(self.exchange.id)), 0)
 
     def step(self, what: str, number: int, tokens: tuple[int, ...]) -> None:
         first, decode = self.leg(m.Prefill), self.leg(m.Reserve) or self.leg(m.Prefill)
@@ -225,24 +317,45 @@ class Scene:
             case "time":
                 self.moment += (0.5, 2.9, 5.0, 10.0)[number % 4]
                 self.alarms.ring()
+                self.dispatch.waiting.poke()
+            case "ask" if len(self.exchanges) < MOST_ASKED:
+                key = KEYS[number % len(KEYS)]
+                self.ask({b"authorization": key.encode()} if key else None, **ASKED[sum(tokens) % len(ASKED)])
+            case "turn":
+                self.at = number % len(self.exchanges)
+            case "report" if isinstance(self.cluster, CountingCluster) and self.cluster.nodes:
+                self.cluster.report(number, LOADS[sum(tokens) % len(LOADS)])
+                self.dispatch.waiting.poke()
 
     # ------------------------------------------------------------ what is to be seen
 
     def look(self) -> object:
-        ledger, request = self.cluster.ledger, self.exchange.id
+        ledger = self.cluster.ledger
         open_ones = [
-            (o.model, o.num_prompt, o.started, o.attempts, o.mode, o.prefill, o.decode, o.num_output, o.state) for o in self.dispatch.open.all()
+            (o.request, o.model, o.num_prompt, o.started, o.attempts, o.mode, o.prefill, o.decode, o.num_output, o.state)
+            for o in self.dispatch.open.all()
         ]
-        legs = {node.name: ledger.open_attempts(node.endpoint.incarnation) for node in self.cluster.nodes}
+        nodes = [node.incarnation for node in self.cluster.nodes]
+        legs = {node: ledger.open_attempts(node) for node in nodes}
+        pending = {node: ledger.counts(node) for node in nodes}
         sent = [(node, plain(message)) for node, message in self.cluster.sent]
-        explained = [plain({**msgspec.to_builtins(told), "arrived": 0}) for told in self.dispatch.explainer.explain_all(request)]
+        asked = [self._told(exchange) for exchange in self.exchanges]
         seen = (
-            re.sub(rb"date: [^\r]*|\"created\":\d+", b"", self.line.sent).decode(),
-            self.line.is_cut, self.exchange.status, self.exchange.finished, self.places.num_taken,
-            open_ones, legs, sent, explained, ledger.num_requests(), self.dispatch.waiting.num_held,
+            asked, self.places.num_taken, open_ones, legs, pending, sent, ledger.num_requests(), self.dispatch.waiting.num_held,
             (self.chooser._num_ended, self.chooser._usual_output, self.chooser._usual_prompt, self.chooser._counter, self.noted),
         )  # fmt: skip
-        return json.loads(json.dumps(seen, default=str).replace(request, "REQUEST"))
+        text = json.dumps(seen, default=str)
+        for number, exchange in enumerate(self.exchanges):
+            text = text.replace(exchange.id, f"REQUEST-{number}")
+        return json.loads(text)
+
+    def _told(self, exchange: Exchange) -> object:
+        """What its client has, and operators are told."""
+        line = exchange.line
+        assert isinstance(line, Line)
+        explained = [plain({**msgspec.to_builtins(told), "arrived": 0}) for told in self.dispatch.explainer.explain_all(exchange.id)]
+        answer = re.sub(rb"date: [^\r]*\r\n|\"created\":\d+", b"", line.sent).decode()
+        return exchange.status, answer, line.is_cut, exchange.finished, explained
 
     def counted(self) -> list[str]:
         """Metrics, but for seconds that are measured."""
@@ -264,28 +377,69 @@ def plain(value: object) -> object:
 Steps = list[tuple[str, int, tuple[int, ...]]]
 
 
+MOST_ASKED = 6
+ASKED: tuple[dict[str, object], ...] = (
+    {"prompt": list(range(5, 15)), "max_tokens": 9},
+    {"prompt": list(range(5, 15)), "max_tokens": 9, "stream": True},
+    {"prompt": list(range(5, 25)), "ignore_eos": True},
+    {"messages": [{"role": "user", "content": "hi"}], "stream": True, "stream_options": {"include_usage": True}},
+    {"messages": [{"role": "user", "content": "hi"}], "priority": 3},
+    {"prompt": list(range(40, 160)), "temperature": 0},
+    {"prompt": list(range(5, 15)), "priority": -1, "cache_salt": "own"},
+)
+"""What a script may ask for; those with a priority are not plain."""
+
+
 async def play(
-    is_plain: bool, nodes: str, steps: Steps, fields: dict[str, object], deadline_s: float = 600.0, deaf: Collection[str] = ()
+    is_plain: bool,
+    nodes: str,
+    steps: Steps,
+    fields: dict[str, object],
+    deadline_s: float = 600.0,
+    deaf: Collection[str] = (),
+    setting: Setting | None = None,
 ) -> Scene:
-    """Each step with what comes of it; then the client leaves, if it has no answer. deaf: nodes to which nothing can be sent at first."""
-    scene = Scene(is_plain, FakeCluster(CLUSTERS[nodes](), deaf=set(deaf)), deadline_s)
-    scene.ask(**fields)
+    """Each step with what comes of it; then the clients leave that have no answer. deaf: nodes to which nothing can be sent at first; fields: of the
+    first request; setting: also counts what is sent to nodes, None: the usual one, which does not."""
+    if setting is None:
+        scene = Scene(is_plain, FakeCluster(CLUSTERS[nodes](), deaf=set(deaf)), deadline_s)
+    else:
+        cost = COST if setting.has_cost else None
+        made = [msgspec.structs.replace(node, cost=cost) for node in CLUSTERS[nodes]()]
+        scene = Scene(is_plain, CountingCluster(made, deaf=set(deaf)), deadline_s, setting)
+    loop = asyncio.get_running_loop()
+    time, loop.time = loop.time, lambda: scene.moment  # type: ignore[method-assign]
+    try:
+        await _play(scene, steps, fields)
+    finally:
+        loop.time = time  # type: ignore[method-assign]
+    return scene
+
+
+async def _play(scene: Scene, steps: Steps, fields: dict[str, object]) -> None:
+    scene.ask({b"authorization": KEYS[2].encode()}, **fields)
     scene.told.append(scene.look())
     for what, number, tokens in steps:
         scene.step(what, number, tokens)
         await settle()
         scene.told.append((what, scene.look()))
-    if not scene.exchange.finished:
-        scene.line.is_paused = False
-        scene.app._end(scene.exchange, ClientLeft("the test is over"))
+    for exchange in scene.exchanges:
+        if not exchange.finished:
+            exchange.line.is_paused = False
+            scene.app._end(exchange, ClientLeft("the test is over"))
     scene.told.append(scene.look())
     scene.told.append(scene.counted())
     scene.told.append((len(scene.alarms), len(scene.dispatch.open)))
     await settle()
-    return scene
 
 
 def told(
-    is_plain: bool, nodes: str, steps: Steps, fields: dict[str, object], deadline_s: float = 600.0, deaf: Collection[str] = ()
+    is_plain: bool,
+    nodes: str,
+    steps: Steps,
+    fields: dict[str, object],
+    deadline_s: float = 600.0,
+    deaf: Collection[str] = (),
+    setting: Setting | None = None,
 ) -> list[object]:
-    return asyncio.run(play(is_plain, nodes, steps, fields, deadline_s, deaf)).told
+    return asyncio.run(play(is_plain, nodes, steps, fields, deadline_s, deaf, setting)).told

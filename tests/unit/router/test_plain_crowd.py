@@ -1,0 +1,121 @@
+"""Several requests at a time, of tenants with bounds, in a hold queue that may be full, beside a shadow policy: plain ones leave everybody and all
+books as the general way would have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_both_ways import CLUSTERS, Setting, Steps, told
+from plain_scripts import FIELDS, LOCAL, ONE, PROMPT, USUAL
+
+CROWD = st.tuples(st.sampled_from(["ask", "ask", "ask", "turn", "turn", "report", "report"]), st.integers(0, 11), st.tuples(st.integers(0, 11)))
+
+SETTINGS = st.builds(
+    Setting,
+    has_tenants=st.booleans(),
+    places=st.sampled_from([2, 4, 12]),
+    hold_count=st.sampled_from([0, 1, 2, 1024]),
+    hold_bytes=st.sampled_from([50, 200, 2**20]),
+    ttft_s=st.sampled_from([None, None, 0.02, 0.1, 1.0]),
+    policy=st.sampled_from(["product", "seconds", "round-robin"]),
+    shadow=st.sampled_from(["", "seconds", "round-robin", "broken"]),
+    has_cost=st.booleans(),
+)
+
+
+@st.composite
+def crowds(draw: st.DrawFn) -> tuple[str, Steps]:
+    """Usual lives of several requests, each in parts between those of the others, with something else in between now and then."""
+    nodes = draw(st.sampled_from([*sorted(CLUSTERS), "busy"]))
+    usual = USUAL.get(nodes, [LOCAL])
+    num = draw(st.integers(1, 5))
+    lives = [draw(st.sampled_from(usual)) for _ in range(num)]
+    steps: Steps = [("ask", draw(st.integers(0, 5)), (draw(st.integers(0, 11)),)) for _ in range(num - 1)]
+    places = [0] * num
+    while any(place < len(life) for place, life in zip(places, lives, strict=True)):
+        who, length = draw(st.integers(0, num - 1)), draw(st.integers(1, 12))
+        if places[who] < len(lives[who]):
+            steps += [("turn", who, ()), *lives[who][places[who] : places[who] + length]]
+        elif len(steps) > 100:
+            break
+        places[who] += length
+    for _ in range(draw(st.integers(0, 6))):
+        steps.insert(draw(st.integers(0, len(steps))), draw(st.one_of(CROWD, CROWD, ONE)))
+    return nodes, steps
+
+
+@given(crowds(), FIELDS, SETTINGS, st.sampled_from([(), (), (), ("d0",), ("p0", "m0")]))
+@settings(deadline=None, max_examples=examples(100, 400))
+def test_both_ways_are_the_same_to_everybody(crowd: tuple[str, Steps], fields: dict[str, object], setting: Setting, deaf: tuple[str, ...]) -> None:
+    nodes, steps = crowd
+    general, short = (told(is_plain, nodes, steps, fields, deaf=deaf, setting=setting) for is_plain in (False, True))
+    for ours, theirs in zip(short, general, strict=True):
+        assert ours == theirs
+
+
+def same(nodes: str, steps: Steps, setting: Setting) -> list[object]:
+    """What is to be seen after each step, on either way."""
+    general, short = (told(is_plain, nodes, steps, {"prompt": PROMPT}, setting=setting) for is_plain in (False, True))
+    assert short == general
+    return short
+
+
+def heads(seen: object) -> list[str]:
+    """Of each request's answer, "" while it has none."""
+    return [told[1].partition("\r\n\r\n")[0].lower() for told in seen[0]]  # type: ignore[index]
+
+
+LARGE, SMALL, SHARED, UNKNOWN, NO_KEY = (("ask", key, (0,)) for key in (2, 1, 3, 4, 0))
+
+
+def test_where_the_hold_queue_is_full_all_others_are_refused_at_once_and_told_when_to_come_again() -> None:
+    seen = same("busy", [LARGE] * 3, Setting(hold_count=2))
+    first, second, *refused = heads(seen[3][1])  # type: ignore[index]
+    assert first == second == "" and len(refused) == 2
+    for head in refused:
+        assert head.startswith("http/1.1 429") and re.search(r"\r\nretry-after: [1-9]", head)
+    assert any(line == 'pdcluster_rejected_requests_total{reason="hold_count",tenant=""} 2.0' for line in seen[-2])  # type: ignore[attr-defined]
+
+
+def test_what_can_not_be_in_time_is_refused_at_once() -> None:
+    """The node has a cost, by which the first token is late."""
+    seen = same("busy", [LARGE], Setting(ttft_s=0.001, has_cost=True))
+    for head in heads(seen[1][1]):  # type: ignore[index]
+        assert head.startswith("http/1.1 429") and "\r\nretry-after: " in head
+
+
+def test_a_tenant_has_its_own_bounds_and_its_own_name_in_the_books() -> None:
+    seen = same("busy", [SMALL, SMALL, SHARED, UNKNOWN, NO_KEY], Setting(has_tenants=True, places=100, hold_count=100))
+    last = seen[5][1]  # type: ignore[index]
+    assert [head[9:12] for head in heads(last)] == ["", "", "429", "", "401", "401"]
+    assert [told[4][0]["tenant"] for told in last[0] if told[4]] == ["large", "small", "shared"]
+
+
+def test_when_a_node_frees_whoever_waits_goes_in_a_fair_order() -> None:
+    """Of two tenants by turns, though all of one came first."""
+    asked = [LARGE, LARGE, LARGE, SHARED, SHARED]
+    seen = same("busy", [*asked, ("report", 0, (0,))], Setting(has_tenants=True, places=100, has_cost=True, policy="seconds"))
+    (_, before), (_, after) = seen[5:7]  # type: ignore[misc]
+    assert not before[5] and before[7] == 6, "all of them wait"
+    assert after[5], "one of them went"
+
+
+@pytest.mark.parametrize("shadow", ["round-robin", "broken"])
+def test_a_shadow_is_told_of_each_decision_and_has_no_say(shadow: str) -> None:
+    seen = same("two nodes", LOCAL, Setting(shadow=shadow))
+    (decision,) = seen[0][0][0][4][0]["decisions"]  # type: ignore[index]
+    assert decision["policy"] == "product" and (decision["shadow"] or {}).get("policy") == (None if shadow == "broken" else shadow)
+    assert heads(seen[len(LOCAL)][1])[0].startswith("http/1.1 200")  # type: ignore[index]
+
+
+@pytest.mark.parametrize("nodes", sorted(USUAL))
+def test_many_at_a_time_end_as_each_would_alone(nodes: str) -> None:
+    """Each step of all of them before the next one of any."""
+    for life in USUAL[nodes]:
+        turns = [step for each in life for who in range(4) for step in (("turn", who, ()), each)]
+        seen = same(nodes, [("ask", 2, (who,)) for who in range(3)] + turns, Setting())
+        assert [head[9:12] for head in heads(seen[-3])] == ["200"] * 4
