@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from pdcluster.errors import ProtocolError
@@ -98,21 +99,29 @@ class Pump:
         except Exception:
             LOG.exception("the transfer thread to %s by %s failed", self._peer.node, self._name)
         finally:
-            if link is not None:
-                link.sock.close()
-            if staging is not None:
-                staging.retire()
-            if far is not None:
-                self._engine.part(far)
-            self._settle_all()
+            self._end(link, staging, far)
 
-    def _settle_all(self) -> None:
+    def _end(self, link: Link | None, staging: Blocks | None, far: str | None) -> None:
+        """All of it, last given first, whatever of it fails: an error of the library in giving its things back leaves no write without an answer."""
+        try:
+            with ExitStack() as steps:
+                if far is not None:
+                    steps.callback(self._engine.part, far)
+                if staging is not None:
+                    steps.callback(staging.retire)
+                self._push_answers(steps)
+                if link is not None:
+                    steps.callback(link.sock.close)
+        except Exception:
+            LOG.exception("the transfer thread to %s by %s did not end cleanly", self._peer.node, self._name)
+
+    def _push_answers(self, steps: ExitStack) -> None:
         queued = self.inbox.fail()
-        for flying in self._engine_has.values():
-            self._let_go(flying)
         begun = [flying.write for flying in (*self._engine_has.values(), *self._reader_has.values())]
         for write in [*begun, *queued]:
-            self._reads.settle(write.handle, WriteStatus.LOST if write.noticed else WriteStatus.FAILED)
+            steps.callback(self._reads.settle, write.handle, WriteStatus.LOST if write.noticed else WriteStatus.FAILED)
+        for flying in self._engine_has.values():
+            steps.callback(self._let_go, flying)
 
     def _let_go(self, flying: Flying) -> None:
         """Of what the library has not ended, it may still read the pages; staging blocks are nobody's."""

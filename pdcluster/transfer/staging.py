@@ -93,6 +93,6 @@ class Blocks:
         return self.address + block * self.block_bytes
 
     def retire(self) -> None:
+        Blocks._retired.append(self._memory)  # first: it stays mapped whatever the library says now
         self._engine.unregister(self.address, self.nbytes)
         self._memory.madvise(mmap.MADV_DONTNEED)
-        Blocks._retired.append(self._memory)

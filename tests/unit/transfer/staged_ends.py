@@ -118,6 +118,17 @@ class Breaking(SlowStraight):
         return super().submit(far, source, target, nbytes)
 
 
+class Ungiving(Breaking):
+    """And each time that it is to give something back."""
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        super().unregister(address, nbytes)
+        raise OSError("the library knows nothing of this memory")
+
+    def part(self, far: str) -> None:
+        raise OSError("the library knows nothing of this peer")
+
+
 class Ends:
     def __init__(self, engine: Unreliable) -> None:
         self.engine = engine

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from staged_ends import BLOCK, BLOCKS, FLYING, READER, Breaking, Ends, Slow, SlowStraight, Straight, Unreliable, eventually
+from staged_ends import BLOCK, BLOCKS, FLYING, READER, Breaking, Ends, Slow, SlowStraight, Straight, Ungiving, Unreliable, eventually
 
 from pdcluster.errors import PeerUnreachable
 from pdcluster.transfer import staged, staged_pieces
@@ -194,3 +194,15 @@ def test_an_error_of_the_library_in_the_middle_of_a_piece_frees_no_page_that_it_
 def test_a_reader_that_answers_nonsense_ends_the_write_all_the_same(make_ends: Callable[[Unreliable], Ends], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "ANSWER_MAGIC", b"KVx1")
     assert make_ends(Straight()).write(0, 0, 1) is WriteStatus.LOST
+
+
+def test_an_error_of_the_library_when_all_is_over_leaves_no_write_open(make_ends: Callable[[Unreliable], Ends]) -> None:
+    engine = Ungiving()
+    ends = make_ends(engine)
+    handles = [
+        ends.writer.write(READER, 0, 0, Stamp(7, chunk, 1, 2 * BLOCK), (Run(2 * chunk * BLOCK, 2 * chunk * BLOCK, 2 * BLOCK),)) for chunk in range(3)
+    ]
+    eventually(lambda: len(ends.writer._reads) == 1, "its pump let go of what the library has")
+    engine.may_answer = True
+    assert [ends.result(handle) for handle in handles] == [WriteStatus.FAILED] * 3
+    assert len(engine.registered) == 0 and not len(ends.writer._reads)
