@@ -25,6 +25,7 @@ from pdcluster.messages import (
     AnyMessage,
     AskCache,
     CacheDelta,
+    Cancel,
     Delivered,
     Endpoint,
     Failed,
@@ -394,6 +395,8 @@ class Cluster:
         sequence = state.link.send(message)
         if isinstance(message, WORK):
             self._note_work(state, message, sequence)
+        elif type(message) is Cancel:
+            self._expect_no_more(to.incarnation, message)
 
     def _note_work(self, state: NodeState, message: Prefill | Reserve, sequence: int) -> None:
         """Until the node reports it: the work that goes there, and the blocks that will come of it."""
@@ -407,9 +410,10 @@ class Cluster:
             wait_s = state.cost.prefill.work_s(total.prefill_tokens, total.prefill_pairs) if state.cost is not None else 0.0
             self.caches.index.expect(incarnation, sent.hashes, now + EXPECTED_S + wait_s)
 
-    def _expect_no_more(self, incarnation: str, message: Refused | Failed) -> None:
+    def _expect_no_more(self, incarnation: str, message: Refused | Failed | Cancel) -> None:
+        """A slot that is cancelled gets no KV any more; what was computed of a prompt that is cancelled stays."""
         sent = self.ledger.pending.find(incarnation, message.request, message.attempt)
-        if sent is not None and sent.hashes:
+        if sent is not None and sent.hashes and not (type(message) is Cancel and sent.work.prompts):
             self.caches.index.expected.withdraw(incarnation, sent.hashes)
 
     async def manage(self, incarnation: str, *, role: Role | None = None, cordoned: bool | None = None, timeout_s: float) -> Managed:

@@ -14,7 +14,8 @@ from policy_cases import COST, make_load
 
 from pdcluster.bootstrap.card import NodeCard
 from pdcluster.kv.layout import Fingerprint, KVLayout
-from pdcluster.messages import Endpoint, Load
+from pdcluster.messages import HASH_BYTES, Cancel, Endpoint, Failed, Load, Message, Prefill, Refused, Reserve, Work
+from pdcluster.sampling import Sampling
 from pdcluster.transfer.base import Peer
 from pdcluster.wire.links import LinkState
 from pdcluster.wire.sockets import WireSettings
@@ -33,6 +34,11 @@ class StandingLink:
 
     state: LinkState = LinkState.UP
     lost_because: str = "cut by the test"
+    num_sent: int = 0
+
+    def send(self, message: Message) -> int:
+        self.num_sent += 1
+        return self.num_sent
 
     def close(self) -> None:
         pass
@@ -161,3 +167,27 @@ async def test_the_first_cost_that_a_node_reports_is_typical_at_once() -> None:
     assert world.cluster.view().typical_cost is None
     world.hear(world.names[1], world.load(cost=COST.report()))
     assert world.cluster.view().typical_cost == COST
+
+
+WORK = Work("r", 1, bytes(4 * 64), 64, bytes(range(2 * HASH_BYTES)), Sampling(max_tokens=4, seed=1), 60.0)
+ENDS: list[tuple[Message, bool]] = [
+    (Cancel("r", 1, "its client left"), True), (Cancel("r", 0, "of an earlier attempt"), False), (Cancel("other", 1, "of another one"), False),
+    (Refused("r", 1, "reserve", "full", 0.01), True), (Failed("r", 1, "internal", "broke", retryable=True), True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("end", "is_over"), ENDS)
+@pytest.mark.parametrize("computes", [False, True])
+async def test_a_slot_that_is_cancelled_is_not_expected_to_get_the_prompt(end: Message, *, is_over: bool, computes: bool) -> None:
+    """One that computes the prompt keeps what it has of it by then."""
+    world = World(1, 0)
+    (name,), cluster = world.names, world.cluster
+    endpoint = cluster._nodes[name].endpoint
+    cluster.send(endpoint, Prefill(WORK, remote=False) if computes else Reserve(WORK, endpoint))
+    assert cluster.expected(WORK.hashes) == {name: 2}
+    if isinstance(end, Cancel):
+        cluster.send(endpoint, end)
+        is_over = is_over and not computes
+    else:
+        cluster._on_message(cluster._nodes[name], end)  # type: ignore[arg-type]
+    assert cluster.expected(WORK.hashes) == ({} if is_over else {name: 2})
