@@ -47,6 +47,9 @@ log = logging.getLogger(__name__)
 Sampled: TypeAlias = tuple[int | None, TokenLogprobs | None, RowError | None]
 NOTHING: Sampled = None, None, None
 
+NO_NUMBERS = RowError("the model gives no numbers here (NaN or infinite logits); its weights or this machine may be damaged", retryable=True)
+"""Another node may have better ones."""
+
 LOGPROB_BLOCK = 128
 """Prompt positions whose logits exist at the same time."""
 
@@ -207,12 +210,17 @@ class Engine:
         ]
         masks, dead = self._constraints.of_step([fed.with_output(index, row) for index, row in zip(drawing, rows, strict=True)])
         free = [replace(choice, sampling=unbound(choice.sampling)) if place in masks else choice for place, choice in enumerate(choices)]
-        tokens: list[int] = self._sample_rows(logits, free, self.config.eos_token_ids, masks)
-        asked = [(place, sampling.logprobs) for place, sampling in enumerate(samplings) if sampling.logprobs is not None]
+        tokens: list[int | None] = self._sample_rows(logits, free, self.config.eos_token_ids, masks)
+        dead |= {place: NO_NUMBERS for place, token in enumerate(tokens) if token is None and place not in dead}
+        asked = [
+            (place, token, sampling.logprobs)
+            for place, (token, sampling) in enumerate(zip(tokens, samplings, strict=True))
+            if token is not None and sampling.logprobs is not None
+        ]
         logprobs: dict[int, TokenLogprobs] = {}
         if asked:
-            places = [place for place, _ in asked]
-            found = self._logprobs(logits[places], [tokens[place] for place in places], [count for _, count in asked])
+            places = [place for place, _, _ in asked]
+            found = self._logprobs(logits[places], [token for _, token, _ in asked], [count for _, _, count in asked])
             logprobs = dict(zip(places, found, strict=True))
         return {
             index: (None, None, dead[place]) if place in dead else (tokens[place], logprobs.get(place), None) for place, index in enumerate(drawing)
@@ -252,10 +260,14 @@ def _takes_best(row: Row) -> bool:
 
 
 def _best(plan: StepPlan, drawing: list[int], best: list[int]) -> tuple[RowResult, ...]:
-    if len(drawing) == len(plan.rows):
+    """best: of each row that draws, less than 0 where its logits are no numbers."""
+    if len(drawing) == len(plan.rows) and min(best) >= 0:
         return tuple(RowResult(row.request, token) for row, token in zip(plan.rows, best, strict=True))
     tokens = dict(zip(drawing, best, strict=True))
-    return tuple(RowResult(row.request, tokens.get(index)) for index, row in enumerate(plan.rows))
+    return tuple(
+        RowResult(row.request, None, error=NO_NUMBERS) if tokens.get(index, 0) < 0 else RowResult(row.request, tokens.get(index))
+        for index, row in enumerate(plan.rows)
+    )
 
 
 def _blocks(count: int, size: int) -> Iterator[tuple[int, int]]:

@@ -104,7 +104,7 @@ def make_logits(hidden, ends, wanted, scratch, lo):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def find_best(logits):
-    """Where the first of the greatest stands; as for torch, what is no number is greater than all that are."""
+    """Where the first of the greatest stands; -1 where some are no numbers, or the greatest is infinite."""
     most, begin, bits = ordered(logits[0]), 0, np.uint16(0)
     for run in range(0, logits.shape[0], RUN):
         part = logits[run : run + RUN]
@@ -114,11 +114,8 @@ def find_best(logits):
             bits = max(bits, part[i])
         if best > most:
             most, begin = best, run
-    if most > INFINITY or bits > SIGN + INFINITY:
-        begin = 0
-        while logits[begin] & ~SIGN <= INFINITY:
-            begin += 1
-        return begin
+    if not -INFINITY < most < INFINITY or bits > SIGN + INFINITY:
+        return -1
     while ordered(logits[begin]) != most:
         begin += 1
     return begin

@@ -9,6 +9,7 @@ number per token, inverse CDF over token ids in float64. Logprobs are of the raw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -30,14 +31,18 @@ FIRST_CANDIDATES = 1024
 """Most rows' filters are settled by that many of the best tokens, which are found without sorting the vocabulary."""
 
 
-def sample(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int], masks: Mapping[int, Mask] = NO_MASKS) -> list[int]:
-    """One token per row of float32 [rows, vocabulary]. logits stay as they are. masks: by row, what its grammar allows; they hold whatever else is
-    asked for."""
-    logits = masked(shaped(logits, choices, eos_token_ids), masks)
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
-    drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature > 0]
+def sample(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int], masks: Mapping[int, Mask] = NO_MASKS) -> list[int | None]:
+    """One token per row of float32 [rows, vocabulary], None for a row that is not of numbers. logits stay as they are. masks: by row, what its
+    grammar allows; they hold whatever else is asked for."""
+    changed = masked(shaped(logits, choices, eos_token_ids), masks)
+    best = changed.argmax(dim=-1)  # what is no number is greater than all that are
+    tokens: list[int | None] = best.tolist()
+    for row, logit in enumerate(changed.gather(1, best[:, None])[:, 0].tolist()):
+        if not math.isfinite(logit) and not math.isfinite(logits[row].max().item()):  # a tiny repetition penalty makes infinite ones, too
+            tokens[row] = None
+    drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature > 0 and tokens[row] is not None]
     if drawn:
-        chosen = _draw(logits[drawn].cpu().numpy().astype(np.float64), [choices[row] for row in drawn])
+        chosen = _draw(changed[drawn].cpu().numpy().astype(np.float64), [choices[row] for row in drawn])
         for row, token in zip(drawn, chosen, strict=True):
             tokens[row] = token
     return tokens
@@ -55,7 +60,7 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
     ]
 
 
-def sample_alone(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int], masks: Mapping[int, Mask] = NO_MASKS) -> list[int]:
+def sample_alone(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int], masks: Mapping[int, Mask] = NO_MASKS) -> list[int | None]:
     """`sample` of each row by itself: torch and numpy never see how many there are."""
     return [
         sample(logits[row : row + 1], [choice], eos_token_ids, {0: masks[row]} if row in masks else NO_MASKS)[0] for row, choice in enumerate(choices)

@@ -265,7 +265,8 @@ class Scheduler:
 
     def _apply(self, sequence: Sequence, row: Row, answer: RowResult) -> Update:
         sequence.num_computed += len(row.tokens)
-        self._flights.keep(publish(self._pool, sequence))
+        if answer.error is None:  # else its KV may be why it cannot go on
+            self._flights.keep(publish(self._pool, sequence))
         if row.prompt_logprobs is not None:
             sequence.prompt_logprobs.extend(answer.prompt_logprobs)
         if answer.token is None:

@@ -20,7 +20,7 @@ from checkpoints import KERNEL_CACHE, Shape
 from driver import Driver, greedy
 
 from pdcluster.engine.constraint import MAX_IDLE_STEPS
-from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.engine.engine import NO_NUMBERS, Engine, EngineConfig
 from pdcluster.engine.models.base import Progress
 from pdcluster.engine.worker import Worker
 from pdcluster.errors import ConfigError, DeadlineExceeded, IntegrityError, ModelError
@@ -129,6 +129,29 @@ def test_a_row_without_its_grammar_ends_where_the_forward_finds_the_best_logit_a
     next_fine, next_ended = bfloat16.collect(30).rows
     assert None not in (fine.token, next_fine.token) and fine.error is next_fine.error is None
     assert ended.token is next_ended.token is None and ended.error == next_ended.error is not None
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"logprobs": 1}, {"temperature": 1.0}, {"grammar": LOST.grammar}], ids=["greedy", "logprobs", "drawn", "ended"]
+)
+@pytest.mark.parametrize("which", ["engine", "bfloat16"])
+def test_a_row_whose_logits_are_no_numbers_ends_alone(request: pytest.FixtureRequest, which: str, changes: dict[str, Any]) -> None:
+    """And so does the step that is behind it already, while the others of both say what they say without it."""
+    engine: Engine = request.getfixturevalue(which)
+    sampling = Sampling(**{"max_tokens": 4, "seed": 0, "temperature": 0.0, **changes})
+    engine.step(StepPlan((row(),)))
+    alone = [engine.step(StepPlan((row([9], 3, [1]),))).rows[0].token, engine.step(StepPlan((row([9], 4, [1]),))).rows[0].token]
+    engine.pool.tensor[2].fill_(float("nan"))
+    try:
+        engine.launch(StepPlan((row([9], 3, [1]), replace(row([9], 3, [2], sampling=sampling), request="b"))))
+        engine.launch(StepPlan((row([9], 4, [1]), replace(row([0], 4, [2], sampling=sampling, follows=True), request="b"))))
+        steps = [engine.collect(30).rows for _ in range(2)]
+    finally:
+        engine.pool.tensor[2].fill_(0.0)
+    assert [fine.token for fine, _ in steps] == alone
+    for _, ended in steps:
+        assert ended.token is ended.logprobs is None and ended.error is not None
+        assert (ended.error == NO_NUMBERS) is (sampling.grammar is None)
 
 
 def test_what_a_grammar_left_behind_goes_though_greedy_rows_alone_are_left(bfloat16: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,11 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.engine.sampler import FIRST_CANDIDATES, sample, token_logprobs
+from pdcluster.engine.sampler import FIRST_CANDIDATES, sample, sample_alone, token_logprobs
 from pdcluster.engine.shaping import Choice
+from pdcluster.history import history_of
 from pdcluster.messages import Sampling
+from pdcluster.sampling import Shaping
 
 DRAWS = 20_000
+Draw = Callable[..., list[int | None]]
 
 
 def sampling(**fields: object) -> Sampling:
@@ -63,6 +67,24 @@ def test_a_tiny_temperature_is_greedy_without_overflow() -> None:
 def test_no_temperature_is_so_low_that_scores_are_infinite(temperature: float) -> None:
     choice = Choice(sampling(temperature=temperature), 1)
     assert sample(torch.tensor([[-3.0, 20.0, 19.0], [-900.0, -901.0, -902.0]]), [choice, choice], ()) == [1, 0]
+
+
+@pytest.mark.parametrize("broken", [[math.nan] * 3, [0.0, math.nan, 9.0], [0.0, math.inf, 1.0], [-math.inf, math.nan, -math.inf]], ids=str)
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 2, "temperature": 0.1}, {"min_tokens": 5}], ids=str)
+@pytest.mark.parametrize("draw", [sample, sample_alone])
+def test_a_row_that_is_not_of_numbers_has_no_token_and_the_others_have_theirs(draw: Draw, broken: list[float], fields: dict[str, object]) -> None:
+    choices = [Choice(sampling(**fields), position) for position in range(3)]
+    fine = torch.tensor([[1.0, -math.inf, 0.9], [0.1, 0.2, 0.3], [3.0, 2.0, 3.0]])
+    first, _, last = draw(fine, choices, (2,))
+    fine[1] = torch.tensor(broken)
+    assert None not in (first, last) and draw(fine, choices, (2,)) == [first, None, last]
+
+
+def test_logits_that_a_penalty_makes_infinite_are_the_clients_wish() -> None:
+    shaping = Shaping(repetition=1e-300)
+    history = history_of(shaping, np.array([1], np.int32), np.array([], np.int32))
+    choice = Choice(sampling(temperature=0.0, shaping=shaping), 1, history=history)
+    assert sample(torch.tensor([[5.0, 2.0, 1.0]]), [choice], ()) == [1]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fake_engine import kv_of, make_sequence, prompt_logprob
 from scheduler_node import LONG, Node, shape
@@ -10,6 +12,7 @@ from pdcluster.errors import Overloaded
 from pdcluster.lifecycle import Residence
 from pdcluster.scheduler.limits import logprob_tokens_of
 from pdcluster.scheduler.sequence import Sequence
+from pdcluster.step import RowError, RowResult
 
 # ---------------------------------------------------------------- prefix cache
 
@@ -245,3 +248,18 @@ def test_small_requests_pass_one_that_waits_for_pages_but_only_so_often():
     node.scheduler.drop_step()
     node.run()
     assert len(node.ended) == 7 and list(node.ended).index("large") < list(node.ended).index("s2")
+
+
+@pytest.mark.parametrize(("error", "num_cached"), [(None, 5), (RowError("no numbers", retryable=True), 4)])
+def test_what_a_row_computed_in_the_step_that_it_can_not_go_on_from_is_nobody_elses_prefix(error: RowError | None, num_cached: int) -> None:
+    node = Node()
+    node.add("a", LONG)
+    node.step()
+    plan = node.plan()
+    result = node.engine.run(plan)
+    if error is not None:
+        result = replace(result, rows=(RowResult("a", None, error=error),))
+    (update,) = node.scheduler.update(plan, result)
+    assert update.error == error
+    node.scheduler.cancel("a")
+    assert node.pool.num_cached == num_cached and node.is_clean()
