@@ -4,7 +4,9 @@ to the first node that has it."""
 
 from __future__ import annotations
 
+import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from pdcluster.config import cache_directory
@@ -26,5 +28,10 @@ def warm(cache_dir: Path) -> str:
     return f"CPU kernels are compiled in {cache_dir}{missing} ({time.monotonic() - began:.0f} s)"
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    argparse.ArgumentParser(prog="python -m pdcluster.launch.warm", description=__doc__).parse_args(arguments)
     print(warm(cache_directory()))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,11 +2,13 @@
 
 import sys
 
+import pytest
 from checkpoints import KERNEL_CACHE
 
 from pdcluster.config import NodeConfig, cache_directory
 from pdcluster.engine.kernel_cache import place_of
-from pdcluster.launch.warm import warm
+from pdcluster.launch import warm as module
+from pdcluster.launch.warm import main, warm
 from pdcluster.node.engines import engine_config
 from pdcluster_router.policy import compiled
 
@@ -22,3 +24,11 @@ def test_a_machine_without_numba_goes_without(monkeypatch, tmp_path, caplog):
     monkeypatch.setitem(sys.modules, "numba", None)
     assert warm(tmp_path).startswith("skipped: ")
     assert "numba cannot be imported" in caplog.text and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("now", 2)])
+def test_nothing_is_compiled_for_who_asks_what_it_does_or_asks_it_wrongly(argument, code, monkeypatch, capsys):
+    monkeypatch.setattr(module, "warm", lambda directory: pytest.fail("it compiles"))
+    with pytest.raises(SystemExit) as ended:
+        main([argument])
+    assert ended.value.code == code and "usage: python -m pdcluster.launch.warm" in "".join(capsys.readouterr())
