@@ -30,6 +30,7 @@ from pdcluster.kinds import (
     devices,
     duration,
     integer,
+    label,
     nearest,
     path,
     size,
@@ -145,12 +146,12 @@ class NodeConfig(Section):
     """One engine process."""
 
     role: Role = key("mixed", choice("prefill", "decode", "mixed"), "what the node is scheduled for: prefill, decode or mixed")
-    name: str | None = key(None, text, "the node's name; default: role and a random suffix")
+    name: str | None = key(None, label, "the node's name; default: role and a random suffix")
     bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
     listen: str = key("127.0.0.1:0", address, "HOST:PORT the node listens on; port 0 takes a free one")
     advertise: str | None = key(None, text, "host that others reach this node by; default: the host of --listen")
     model: Path | None = key(None, path, "Hugging Face model directory; default: the bundled model")
-    served_model_name: str | None = key(None, text, "the model's name in the API; default: the directory's name")
+    served_model_name: str | None = key(None, label, "the model's name in the API; default: the directory's name")
     dtype: Literal["auto", "float32", "bfloat16"] = key("auto", choice("auto", "float32", "bfloat16"), "computing type; auto: the stored one")
     quantization: Literal["none", "int8", "w8a8_int8"] = key("none", choice("none", "int8", "w8a8_int8"), "8-bit weights, or w8a8: activations too")
     device: Literal["cpu", "cuda"] = key("cpu", choice("cpu", "cuda"), "cpu or cuda")
@@ -209,7 +210,7 @@ class SloConfig:
 class RouterConfig(Section):
     """One router process."""
 
-    name: str | None = key(None, text, "the router's name; default: router and a random suffix")
+    name: str | None = key(None, label, "the router's name; default: router and a random suffix")
     http: str = key("127.0.0.1:8000", address, "HOST:PORT of the OpenAI API")
     workers: int = key(1, integer(1, 64), "router processes that share the ports, each a whole router")
     spare: bool = key(True, boolean, "with several workers: keep one more process, loaded and idle (some 50 MiB), that replaces a worker at once")

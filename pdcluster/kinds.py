@@ -21,6 +21,14 @@ def text(raw: object) -> str:
     return raw
 
 
+def label(raw: object) -> str:
+    """Of what is shown in logs, metrics and heads of answers."""
+    given = text(raw)
+    if not given.isprintable():
+        raise ValueError(f"must be printable characters only, {given!r} has others")
+    return given
+
+
 def path(raw: object) -> Path:
     given = text(raw)
     try:

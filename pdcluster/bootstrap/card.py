@@ -137,6 +137,8 @@ def _check_address(where: str) -> None:
 def _check_text(name: str, value: str, limit: int, *, required: bool) -> None:
     if len(value) > limit or (required and not value):
         raise BadRequest(f"{name} has {len(value)} characters, allowed are {1 if required else 0} to {limit}", name)
+    if not value.isprintable():
+        raise BadRequest(f"{name} is {value!r}, allowed are printable characters only", name)
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -51,6 +51,8 @@ def test_an_unknown_role_is_refused(number: int) -> None:
 BAD: list[dict[str, Any]] = [
     {"node": ""}, {"node": "n" * 129}, {"incarnation": ""}, {"role": "boss"}, {"address": "nowhere"}, {"address": "host:0"}, {"address": "h" * 2000},
     {"model": ""}, {"max_len": 0}, {"vocab_size": -1}, {"num_pages": 2**31}, {"eos_ids": (1000,)}, {"eos_ids": (-1,)}, {"eos_ids": (1,) * 257},
+    {"node": "n\n"}, {"node": "\x1b[2J"}, {"incarnation": "a\x00"}, {"model": "m\r\nx: y"}, {"device": "d\t"}, {"tokenizer_hash": "\x7f"},
+    {"backends": ("shm\n",)}, {"fingerprint": replace(FINGERPRINT, weights="\u2028")}, {"address": "a\x01:1"}, {"node": "\ud800"},
     {"backends": ("",)}, {"backends": ("b" * 129,)}, {"device": "d" * 129}, {"tokenizer_hash": "t" * 129},
     {"fingerprint": replace(FINGERPRINT, protocol=0)}, {"fingerprint": replace(FINGERPRINT, layout=replace(LAYOUT, num_layers=0))},
     {"fingerprint": replace(FINGERPRINT, layout=replace(LAYOUT, dtype="int3"))}, {"fingerprint": replace(FINGERPRINT, model="m" * 2000)},

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.kinds import address, addresses, boolean, choice, cores, devices, duration, integer, nearest, path, size, split_address, text
+from pdcluster.kinds import address, addresses, boolean, choice, cores, devices, duration, integer, label, nearest, path, size, split_address, text
 
 
 @pytest.mark.parametrize(("raw", "value"), [("512KiB", 524288), ("2GiB", 2**31), ("1.5MB", 1500000), ("7", 7), (7, 7), ("64 M", 64 * 2**20)])
@@ -103,3 +103,10 @@ def test_text_is_not_empty() -> None:
     for raw in ("", None, 3):
         with pytest.raises(ValueError, match="not empty"):
             text(raw)
+
+
+@pytest.mark.parametrize("raw", ["a\n", "\x1b[2J", "a\x00b", "", None, 3, "\ud800"])
+def test_what_is_shown_in_heads_and_logs_is_printable(raw: object) -> None:
+    assert label("decode-0 of größe") == "decode-0 of größe"
+    with pytest.raises(ValueError, match="must be"):
+        label(raw)
