@@ -25,7 +25,7 @@ from scripted_dispatcher import EOS, TEXT, VOCAB
 
 from pdcluster import messages as m
 from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
-from pdcluster.errors import UnknownModel
+from pdcluster.errors import Overloaded, UnknownModel
 from pdcluster.kv.hashing import chain_root
 from pdcluster.metrics import ExplainMetrics, HoldMetrics
 from pdcluster_router.admission import Slo
@@ -36,7 +36,7 @@ from pdcluster_router.generation import ModelInfo
 from pdcluster_router.hold import HoldLimits
 from pdcluster_router.http_errors import ClientLeft
 from pdcluster_router.http_exchange import Asked, Exchange
-from pdcluster_router.job import HashChain
+from pdcluster_router.job import HashChain, RetryAttempt
 from pdcluster_router.pending import Sent, work_of
 from pdcluster_router.places import Places
 from pdcluster_router.plain import Plain
@@ -77,7 +77,7 @@ TENANTS = {
 @dataclass(frozen=True)
 class Setting:
     """How a router is set up, but for its nodes. places: requests at a time; hold_count, hold_bytes: that may wait; shadow: a policy, "broken" for
-    one that fails."""
+    one that fails; choosing_s: what a choice takes."""
 
     has_tenants: bool = False
     places: int = 4
@@ -87,6 +87,7 @@ class Setting:
     policy: str = "product"
     shadow: str = ""
     has_cost: bool = False
+    choosing_s: float = 0.0
 
     def dispatch(self) -> DispatchSettings:
         stages = StageDeadlines(queue_s=20.0, liveness_s=10.0, handshake_s=3.0, transfer_s=5.0, hold_s=60.0)
@@ -199,8 +200,12 @@ class Scene:
         plain = Plain(dispatch.shared, self.metrics) if self.is_plain else None
         self.app = create_app(dispatch, HttpSettings(deadline_s=self.deadline_s), self.metrics, self.places, plain=plain)
         self.noted: list[object] = []
-        note_sent = self.chooser.note_sent
+        note_sent, choose = self.chooser.note_sent, self.chooser.choose
         self.chooser.note_sent = lambda *words: self.noted.append((words[0].mode, *words[1:])) or note_sent(*words)  # type: ignore[method-assign,func-returns-value]
+        self.chooser.choose = lambda *words: (choose(*words), self.wait(setting.choosing_s))[0]  # type: ignore[method-assign,func-returns-value]
+
+    def wait(self, seconds: float) -> None:
+        self.moment += seconds
 
     @property
     def force(self) -> Force:
@@ -264,6 +269,8 @@ class Scene:
                 self.row(first, tokens[:1], -self.num_output)
             case "row":
                 self.row(decode, tokens, 0)
+            case "ahead":
+                self.row(first, tokens[:1], 1)
             case "again":
                 self.row(decode, tokens, -1)
             case "early":
@@ -323,6 +330,9 @@ class Scene:
                 self.ask({b"authorization": key.encode()} if key else None, **ASKED[sum(tokens) % len(ASKED)])
             case "turn":
                 self.at = number % len(self.exchanges)
+            case "shut" if self.cluster.nodes:
+                node = self.cluster.nodes[number % len(self.cluster.nodes)]
+                self.dispatch.shared.shut.note(RetryAttempt(Overloaded("full", 0.05), node.incarnation), self.moment)
             case "report" if isinstance(self.cluster, CountingCluster) and self.cluster.nodes:
                 self.cluster.report(number, LOADS[sum(tokens) % len(LOADS)])
                 self.dispatch.waiting.poke()

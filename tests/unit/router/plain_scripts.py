@@ -29,8 +29,8 @@ USUAL: dict[str, list[Steps]] = {
 }
 
 HAPPENS = (
-    "again", "early", "empty", "wrong token", "stranger", "refused", "failed", "lost", "rewelcomed", "dead", "deaf", "hears", "pause", "resume",
-    "gone", "stopping", "cancelled", "time", "row", "scheduled", "token", "reserved", "delivered", "finished", "ended early",
+    "ahead", "again", "early", "empty", "wrong token", "stranger", "refused", "failed", "lost", "rewelcomed", "dead", "deaf", "hears",
+    "pause", "resume", "gone", "stopping", "cancelled", "time", "row", "scheduled", "token", "reserved", "delivered", "finished", "ended early",
 )  # fmt: skip
 ONE = st.tuples(st.sampled_from(HAPPENS), st.integers(0, 11), TOKENS)
 

@@ -36,8 +36,8 @@ def test_both_ways_are_the_same_to_everybody(script: tuple[str, Steps], fields: 
 @pytest.mark.parametrize("what", HAPPENS)
 @pytest.mark.parametrize(
     ("nodes", "usual", "fields"),
-    [("one node", LOCAL, {}), ("a pair", REMOTE, {"stream": True}), ("a pair", LATE, {})],
-    ids=["local", "remote", "late"],
+    [("one node", LOCAL, {}), ("a pair", REMOTE, {"stream": True}), ("a pair", LATE, {}), ("a pair", LATE, {"stream": True})],
+    ids=["local", "remote", "late", "late stream"],
 )
 def test_whatever_happens_whenever_it_happens(nodes: str, usual: Steps, fields: dict[str, object], what: str) -> None:
     for place in range(len(usual) + 1):

@@ -10,9 +10,10 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_both_ways import CLUSTERS, Setting, Steps, told
-from plain_scripts import FIELDS, LOCAL, ONE, PROMPT, USUAL
+from plain_scripts import FIELDS, LOCAL, ONE, PROMPT, REMOTE, USUAL
 
-CROWD = st.tuples(st.sampled_from(["ask", "ask", "ask", "turn", "turn", "report", "report"]), st.integers(0, 11), st.tuples(st.integers(0, 11)))
+OTHERS = st.sampled_from(["ask", "ask", "ask", "turn", "turn", "report", "report", "shut"])
+CROWD = st.tuples(OTHERS, st.integers(0, 11), st.tuples(st.integers(0, 11)))
 
 SETTINGS = st.builds(
     Setting,
@@ -24,6 +25,7 @@ SETTINGS = st.builds(
     policy=st.sampled_from(["product", "seconds", "round-robin"]),
     shadow=st.sampled_from(["", "seconds", "round-robin", "broken"]),
     has_cost=st.booleans(),
+    choosing_s=st.sampled_from([0.0, 0.0, 0.125]),
 )
 
 
@@ -49,7 +51,7 @@ def crowds(draw: st.DrawFn) -> tuple[str, Steps]:
 
 
 @given(crowds(), FIELDS, SETTINGS, st.sampled_from([(), (), (), ("d0",), ("p0", "m0")]))
-@settings(deadline=None, max_examples=examples(100, 400))
+@settings(deadline=None, max_examples=examples(60, 400))
 def test_both_ways_are_the_same_to_everybody(crowd: tuple[str, Steps], fields: dict[str, object], setting: Setting, deaf: tuple[str, ...]) -> None:
     nodes, steps = crowd
     general, short = (told(is_plain, nodes, steps, fields, deaf=deaf, setting=setting) for is_plain in (False, True))
@@ -81,11 +83,14 @@ def test_where_the_hold_queue_is_full_all_others_are_refused_at_once_and_told_wh
     assert any(line == 'pdcluster_rejected_requests_total{reason="hold_count",tenant=""} 2.0' for line in seen[-2])  # type: ignore[attr-defined]
 
 
-def test_what_can_not_be_in_time_is_refused_at_once() -> None:
-    """The node has a cost, by which the first token is late."""
-    seen = same("busy", [LARGE], Setting(ttft_s=0.001, has_cost=True))
-    for head in heads(seen[1][1]):  # type: ignore[index]
-        assert head.startswith("http/1.1 429") and "\r\nretry-after: " in head
+@pytest.mark.parametrize(("nodes", "statuses"), [("one node", ["", "429"]), ("busy", ["429", "429"])])
+def test_what_can_not_be_in_time_is_refused_at_once_in_its_tenants_name(nodes: str, statuses: list[str]) -> None:
+    """The node has a cost, by which the first token is late, whether others wait for a node or just went to it."""
+    seen = same(nodes, [SMALL], Setting(has_tenants=True, ttft_s=0.001, has_cost=True))
+    told = heads(seen[1][1])  # type: ignore[index]
+    assert [head[9:12] for head in told] == statuses and all("\r\nretry-after: " in head for head in told if head)
+    refused = {name for name, status in zip(("large", "small"), statuses, strict=True) if status}
+    assert {f'pdcluster_rejected_requests_total{{reason="slo",tenant="{name}"}} 1.0' for name in refused} <= set(seen[-2])  # type: ignore[call-overload]
 
 
 def test_a_tenant_has_its_own_bounds_and_its_own_name_in_the_books() -> None:
@@ -102,6 +107,19 @@ def test_when_a_node_frees_whoever_waits_goes_in_a_fair_order() -> None:
     (_, before), (_, after) = seen[5:7]  # type: ignore[misc]
     assert not before[5] and before[7] == 6, "all of them wait"
     assert after[5], "one of them went"
+
+
+@pytest.mark.parametrize(("passed", "num_reserved"), [([], 0), ([("time", 0, ())], 1)])
+def test_a_decode_node_that_just_had_no_room_is_left_alone_for_a_while(passed: Steps, num_reserved: int) -> None:
+    before: Steps = [("shut", 1, ()), *passed, LARGE]
+    seen = same("a pair", [("gone", 0, ()), *before, *REMOTE], Setting())
+    messages = [message for _, message in seen[1 + len(before)][1][5]]  # type: ignore[index]
+    assert sum("Reserve(" in message and "REQUEST-1" in message for message in messages) == num_reserved
+
+
+def test_a_choice_that_takes_its_time_is_told_with_it() -> None:
+    (decision,) = same("one node", LOCAL, Setting(choosing_s=0.25))[0][0][0][4][0]["decisions"]  # type: ignore[index]
+    assert (decision["at_s"], decision["held_s"]) == (0.25, 0.25)
 
 
 @pytest.mark.parametrize("shadow", ["round-robin", "broken"])
