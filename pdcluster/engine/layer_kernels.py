@@ -16,12 +16,14 @@ import numpy as np
 
 from pdcluster.engine.kernels import narrow, rms_norm, silu_mul, store_kv, widen
 from pdcluster.engine.layer_arrays import BLOCK, EndArrays, LayerArrays, RowArrays, Scratch
-from pdcluster.engine.pair_kernels import attend_chunk, attend_rows, chunk_tasks, has_chunks, linear_rows, pack_context
+from pdcluster.engine.pair_kernels import attend_chunk, chunk_tasks, has_chunks, linear_rows, pack_context
 from pdcluster.engine.vectors import address, has_wide_product, publish
 
 if has_wide_product():
     from pdcluster.engine.wide_panels import PANEL, has_panels, multiply_panels, pack_panels
+    from pdcluster.engine.wide_rows import attend_rows
 else:
+    from pdcluster.engine.pair_kernels import attend_rows
     from pdcluster.engine.panel_kernels import PANEL, has_panels, multiply_panels, pack_panels
 
 __all__ = [

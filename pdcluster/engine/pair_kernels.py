@@ -11,10 +11,9 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from pdcluster.engine.chunk_kernels import FACTOR, WIDE, attend_chunk, chunk_tasks, pack_context
+from pdcluster.engine.chunk_kernels import WIDE, attend_chunk, chunk_tasks, pack_context
 from pdcluster.engine.kernels import VERY_NEGATIVE, exponential, narrow, widen
 from pdcluster.engine.vectors import LANES, SUMS_ORDER, address, dots_of, has_pair_product, weigh_pairs_of
-from pdcluster.engine.wide_attention import WIDE_SUMS_ORDER, weigh_wide
 
 __all__ = ["attend_chunk", "attend_rows", "chunk_tasks", "has_chunks", "linear_rows", "pack_context"]
 
@@ -25,7 +24,7 @@ SPAN = 256
 """Tokens whose scores are turned into weights at once."""
 ASK_BYTES = 32 << 10
 """How far ahead keys and values are asked for."""
-SUM_PLACES = np.argsort(np.array(WIDE_SUMS_ORDER if WIDE else SUMS_ORDER))
+SUM_PLACES = np.argsort(np.array(SUMS_ORDER))
 """Where the sum of each of 32 dimensions stands."""
 AHEAD, NEAR_AHEAD = 2048, 1024
 """Bytes by which weights are asked for before they are read: less for one or two rows, with which the CPU itself looks far ahead, and what is asked
@@ -132,7 +131,7 @@ def attend_rows(q, pool, layer, pages, first_page, lengths, scale, out, lo, hi):
     span = max(1, SPAN // page_tokens)
     sums = np.empty((num_kv_heads, group, head_dim), np.float32)
     scores = np.empty((num_kv_heads, group, span * page_tokens), np.float32)
-    shares = np.empty((num_kv_heads, group, span * page_tokens), FACTOR)
+    shares = np.empty((num_kv_heads, group, span * page_tokens), np.uint16)
     top, total = np.empty((num_kv_heads, group), np.float32), np.empty((num_kv_heads, group), np.float32)
     for row in range(lo // num_kv_heads, (hi + num_kv_heads - 1) // num_kv_heads):
         h0, h1 = max(lo - row * num_kv_heads, 0), min(hi - row * num_kv_heads, num_kv_heads)
@@ -161,7 +160,7 @@ def attend_rows(q, pool, layer, pages, first_page, lengths, scale, out, lo, hi):
                 count, place = min(page_tokens, lengths[row] - p * page_tokens), (p - p0) * page_tokens
                 for h in range(h0, h1):
                     coming = coming_head(values, following, h, h0, h1, head_bytes)
-                    multiply_values(shares[h], place, group, values + h * head_bytes, coming, count, head_dim, sums[h])
+                    weigh_page(shares[h], place, group, values + h * head_bytes, coming, count, head_dim, sums[h])
         for h in range(h0, h1):
             for g in range(group):
                 put_sums(sums[h, g], np.float32(1.0) / total[h, g], out[row, h * group + g])
@@ -256,6 +255,3 @@ def weigh(rows, wide, values, value_step, second, coming, num_pairs, shares, sha
             weigh_3x1(values, value_step, second, coming, num_pairs, shares, share_step, sums, sum_step)
         else:
             weigh_4x1(values, value_step, second, coming, num_pairs, shares, share_step, sums, sum_step)
-
-
-multiply_values = weigh_wide if WIDE else weigh_page

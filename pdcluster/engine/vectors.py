@@ -87,12 +87,16 @@ def declared(builder, name, returned, taken):
     return builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(returned, taken), name)
 
 
-def constant_words(value):
-    return ir.Constant(WORDS, [value] * LANES)
+def floats_of(lanes):
+    return ir.VectorType(ir.FloatType(), lanes)
 
 
-def zeros():
-    return ir.Constant(FLOATS, [0.0] * LANES)
+def constant_words(value, lanes=LANES):
+    return ir.Constant(ir.VectorType(WORD, lanes), [value] * lanes)
+
+
+def zeros(lanes=LANES):
+    return ir.Constant(floats_of(lanes), [0.0] * lanes)
 
 
 def pointer(builder, address, offset_bytes, kind):
@@ -116,23 +120,26 @@ def bytes_of(count):
 
 def low_halves(builder, words):
     """float32 of the first bfloat16 of each pair."""
-    return builder.bitcast(builder.shl(words, constant_words(16)), FLOATS)
+    lanes = words.type.count
+    return builder.bitcast(builder.shl(words, constant_words(16, lanes)), floats_of(lanes))
 
 
 def high_halves(builder, words):
-    return builder.bitcast(builder.and_(words, constant_words(0xFFFF0000)), FLOATS)
+    lanes = words.type.count
+    return builder.bitcast(builder.and_(words, constant_words(0xFFFF0000, lanes)), floats_of(lanes))
 
 
-def spread(builder, value):
+def spread(builder, value, lanes=LANES):
     """One float or word in all lanes."""
-    kind = ir.VectorType(value.type, LANES)
+    kind = ir.VectorType(value.type, lanes)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(WORD, 0))
-    return builder.shuffle_vector(first, first, constant_words(0))
+    return builder.shuffle_vector(first, first, constant_words(0, lanes))
 
 
 def fused(builder, a, b, c):
     """a * b + c."""
-    return builder.call(declared(builder, "llvm.fma.v16f32", FLOATS, [FLOATS] * 3), [a, b, c])
+    kind = c.type
+    return builder.call(declared(builder, f"llvm.fma.v{kind.count}f32", kind, [kind] * 3), [a, b, c])
 
 
 def pair_product(builder, total, a, b, *, native):

@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 from pdcluster.engine.vectors import (
     FLOATS,
     LANES,
+    LINE_BYTES,
     WORDS,
     Loop,
     bytes_of,
@@ -32,38 +33,66 @@ from pdcluster.engine.vectors import (
 )
 
 HALF_WORDS = ir.VectorType(ir.IntType(16), LANES)
+AHEAD = 1024
+"""Bytes by which weights of several panels are asked for before they are read; a pair of a panel is one line of them."""
 
 
 def wide_panels_of(num_rows, num_panels):
-    """A block for tile(left, right, panel_step, num_pairs, bias, out, out_step, coming, coming_step): out[i, 16 j + l] = left[:, i] ·
-    right[j][:, l] + bias[16 j + l], in bfloat16.
+    """A block for tile(left, right, panel_step, num_pairs, bias, out, out_step, column_step): out[i, l] behind j column steps = left[:, i] ·
+    right[j][:, l] + bias[l], in bfloat16.
 
     left is float32 [inputs, num_rows], right num_panels panels that are panel_step bytes apart, of num_pairs times 16 words of two bfloat16; bias is
-    float32. For each pair another coming_step bytes from `coming` on are asked for.
+    float32, so its steps are twice column_step. Of each panel what is read AHEAD bytes later is asked for.
     """
 
     @intrinsic
-    def tile(typing_context, left, right, panel_step, num_pairs, bias, out, out_step, coming, coming_step):
+    def tile(typing_context, left, right, panel_step, num_pairs, bias, out, out_step, column_step):
         def build(context, builder, signature, args):
-            left, right, panel_step, num_pairs, bias, out, out_step, coming, coming_step = args
+            left, right, panel_step, num_pairs, bias, out, out_step, column_step = args
             panels = [builder.add(right, builder.mul(panel_step, bytes_of(j))) for j in range(num_panels)]
 
             def ask(pair):
-                prefetch(builder, coming, builder.mul(pair, coming_step))
+                for panel in panels:
+                    prefetch(builder, panel, builder.add(builder.mul(pair, bytes_of(LINE_BYTES)), bytes_of(AHEAD)))
 
-            begin = [zeros()] * (num_rows * num_panels)
-            totals = add_products(builder, left, (4 * num_rows, 4), panels, bytes_of(4 * LANES), num_pairs, begin, ask)
-            added = [load(builder, bias, bytes_of(4 * LANES * j), FLOATS) for j in range(num_panels)]
-            for i in range(num_rows):
-                row = builder.mul(out_step, bytes_of(i))
-                for j in range(num_panels):
-                    total = builder.fadd(totals[i * num_panels + j], added[j])
-                    store(builder, narrowed(builder, total), out, builder.add(row, bytes_of(2 * LANES * j)), align=2)
+            totals = add_products(builder, left, (4 * num_rows, 4), panels, bytes_of(LINE_BYTES), num_pairs, [zeros()] * (num_rows * num_panels), ask)
+            for j in range(num_panels):
+                column = builder.mul(column_step, bytes_of(j))
+                put_outputs(builder, totals[j::num_panels], builder.add(bias, builder.mul(column, bytes_of(2))), builder.add(out, column), out_step)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9), build
+        return types.void(*[types.int64] * 8), build
 
     return tile
+
+
+def wide_panel_of(num_rows):
+    """A block for tile(left, right, num_pairs, bias, out, out_step, coming, apart): `wide_panels_of` one panel, which asks for others: for each two
+    pairs a line from `coming` on, and one of what lies `apart`."""
+
+    @intrinsic
+    def tile(typing_context, left, right, num_pairs, bias, out, out_step, coming, apart):
+        def build(context, builder, signature, args):
+            left, right, num_pairs, bias, out, out_step, coming, apart = args
+
+            def ask(pair):
+                side = builder.mul(builder.and_(pair, bytes_of(1)), apart)
+                prefetch(builder, coming, builder.add(side, builder.mul(builder.lshr(pair, bytes_of(1)), bytes_of(LINE_BYTES))))
+
+            totals = add_products(builder, left, (4 * num_rows, 4), [right], bytes_of(LINE_BYTES), num_pairs, [zeros()] * num_rows, ask)
+            put_outputs(builder, totals, bias, out, out_step)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), build
+
+    return tile
+
+
+def put_outputs(builder, totals, bias, out, out_step):
+    """One panel's, of each row."""
+    added = load(builder, bias, bytes_of(0), FLOATS)
+    for i, total in enumerate(totals):
+        store(builder, narrowed(builder, builder.fadd(total, added)), out, builder.mul(out_step, bytes_of(i)), align=2)
 
 
 def wide_tile_of(num_rows, *, adds, row_bytes=None):

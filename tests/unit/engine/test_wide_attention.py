@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from pdcluster.engine import native
 from pdcluster.engine.kernel_cache import filling
 from pdcluster.engine.layer_arrays import BLOCK
-from pdcluster.engine.vectors import address
 
 RNG = np.random.default_rng
 
@@ -71,19 +70,3 @@ def test_values_of_a_block_that_are_seen_are_added(blocks: Any, rows: int, seen:
     shares[:, seen:] = 0
     run(shares, pairs_of_rows(values), rows, seen, sums)
     np.testing.assert_allclose(sums[:rows], (1 + shares @ wide(values))[:rows], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("group", [1, 2, 3, 4])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
-@pytest.mark.parametrize("count", [1, 7, 8])
-def test_values_of_a_page_are_weighed_in_the_order_of_sums(blocks: Any, group: int, head_dim: int, count: int) -> None:
-    weigh_page = blocks.weigh_wide
-
-    @numba.njit
-    def run(shares: Any, group: int, values: Any, count: int, sums: Any) -> None:
-        weigh_page(shares, 8, group, address(values), address(values), count, values.shape[1], sums)
-
-    shares, values, sums = RNG(2).random((group, 16)).astype(np.float32), words(8, head_dim), np.ones((group, head_dim), np.float32)
-    run(shares, group, values, count, sums)
-    expected = (1 + shares[:, 8 : 8 + count] @ wide(values)[:count]).reshape(group, -1, 32)[:, :, list(blocks.WIDE_SUMS_ORDER)]
-    np.testing.assert_allclose(sums, expected.reshape(group, head_dim), rtol=1e-4, atol=1e-4)
