@@ -40,12 +40,14 @@ SOURCES = (
     "panel_kernels",
     "wide_panels",
     "wide_attention",
+    "wide_rows",
     "layer_arrays",
     "layer_kernels",
     "invariant_kernels",
     "int8_kernels",
     "vectors",
     "wide_tiles",
+    "row_tiles",
 )
 
 
