@@ -12,6 +12,8 @@ LETTERS = TEXT.encode("stop this, \u00e9\u4e16 \U0001f642 END", add_special_toke
 TOKENS = st.lists(st.one_of(st.sampled_from(LETTERS), st.integers(0, VOCAB - 1), st.just(EOS)), min_size=1, max_size=3).map(tuple)
 
 LOCAL: Steps = [("scheduled", 2, ()), *[("row", 0, (letter,)) for letter in LETTERS[:5]], ("finished", 0, ())]
+UNANNOUNCED: Steps = [*LOCAL[1:-1], ("finished", 2, ())]
+"""Whose node only says at the end what it had cached."""
 REMOTE: Steps = [
     ("scheduled", 2, ()), ("reserved", 0, ()), ("token", 0, (LETTERS[0],)), ("again", 0, (LETTERS[0],)), ("delivered", 2, ()),
     *[("row", 0, (letter,)) for letter in LETTERS[1:5]], ("finished", 0, ()),
@@ -21,7 +23,7 @@ LATE: Steps = [
 ]  # fmt: skip
 EARLY_END: Steps = [("scheduled", 2, ()), ("token", 0, (LETTERS[0],)), ("ended early", 2, ())]
 USUAL: dict[str, list[Steps]] = {
-    "one node": [LOCAL],
+    "one node": [LOCAL, UNANNOUNCED],
     "two nodes": [LOCAL],
     "a pair": [REMOTE, LATE, EARLY_END],
     "no slack": [REMOTE, EARLY_END],

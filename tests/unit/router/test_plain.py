@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from plain_both_ways import CLUSTERS, Scene, Steps, play, told
 from plain_scripts import FIELDS, HAPPENS, LATE, LETTERS, LOCAL, ONE, PROMPT, REMOTE, TALK, USUAL
 from scripted_cluster import FakeCluster
-from scripted_dispatcher import VOCAB
+from scripted_dispatcher import TEXT, VOCAB
 
 from pdcluster import messages as m
 from pdcluster_router.rounds import Rounds
@@ -54,6 +54,7 @@ CLOCKS: list[tuple[str, Steps]] = [
     ("a pair", [*REMOTE[:1], LATER, SOON]),
     ("a pair", [*REMOTE[:2], LATER, REMOTE[2], LATER, *[SOON] * 5]),
     ("a pair", [*REMOTE[:3], REMOTE[4], *[LATER] * 4]),
+    ("a pair", [*REMOTE[:4], *[LATER] * 4]),
 ]
 """Each is looked at shortly before a clock runs out, and after it."""
 
@@ -92,9 +93,33 @@ async def test_no_leg_is_left_when_sending_fails_by_a_bug(nodes: str, node: str,
     assert seen[0] == seen[1]
 
 
+def stay_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdcluster_router.general.become", lambda plain: pytest.fail("it became general"))
+    monkeypatch.setattr("pdcluster_router.dispatch.Dispatch.start", lambda *words: pytest.fail("it went the general way from the start"))
+
+
+def text_of(num_tokens: int) -> str:
+    return next("a" * size for size in range(1000) if len(TEXT.encode("a" * size, add_special_tokens=True)) == num_tokens)
+
+
+JUST: list[dict[str, object]] = [
+    {"prompt": [5] * 255}, {"prompt": text_of(255)}, {"prompt": PROMPT, "max_tokens": 246}, {"prompt": PROMPT, "min_tokens": 6, "max_tokens": 6},
+    {"prompt": [VOCAB - 1]}, {"prompt": PROMPT},
+]  # fmt: skip
+"""As much as there may be."""
+
+
+@pytest.mark.parametrize("fields", JUST, ids=range(len(JUST)))
+async def test_what_just_fits_goes_the_short_way_to_its_end(fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    general = await play(False, "one node", LOCAL, fields)
+    stay_short(monkeypatch)
+    short = await play(True, "one node", LOCAL, fields)
+    assert short.told == general.told and short.exchange.status == 200
+
+
 @pytest.mark.parametrize("nodes", sorted(USUAL))
 async def test_what_mostly_happens_goes_the_short_way_to_its_end(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdcluster_router.general.become", lambda plain: pytest.fail("it became general"))
+    stay_short(monkeypatch)
     for steps in USUAL[nodes]:
         for fields in ({}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}):
             for asked in ({"prompt": PROMPT}, {"messages": TALK}):
@@ -110,7 +135,8 @@ def test_one_whose_time_is_over_is_sent_nowhere(fields: dict[str, object]) -> No
 
 REFUSED: list[dict[str, object]] = [
     {"prompt": []}, {"prompt": ""}, {"prompt": [VOCAB]}, {"prompt": [-1]}, {"prompt": [1 << 40]}, {"prompt": PROMPT * 30},
-    {"prompt": PROMPT, "max_tokens": 250}, {"prompt": PROMPT, "min_tokens": 9, "max_tokens": 3}, {"prompt": [*PROMPT, "a"]},
+    {"prompt": [5] * 256}, {"prompt": text_of(256)}, {"prompt": PROMPT, "max_tokens": 247},
+    {"prompt": PROMPT, "min_tokens": 9, "max_tokens": 3}, {"prompt": [*PROMPT, "a"]},
     {"prompt": PROMPT, "model": "other"}, {"prompt": PROMPT, "best_of": 2}, {"prompt": PROMPT, "suffix": "x"}, {"prompt": PROMPT, "temperature": 3},
     {"prompt": PROMPT, "stream_options": {"include_usage": True}},
     {"prompt": PROMPT, "stream": True, "stream_options": {"include_obfuscation": True}},
