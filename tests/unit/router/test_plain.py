@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from plain_both_ways import CLUSTERS, Scene, Steps, play, told
 from plain_scripts import FIELDS, HAPPENS, LATE, LETTERS, LOCAL, ONE, PROMPT, REMOTE, TALK, USUAL
 from scripted_cluster import FakeCluster
-from scripted_dispatcher import TEXT, VOCAB
+from scripted_dispatcher import EOS, TEXT, VOCAB
 
 from pdcluster import messages as m
 from pdcluster_router.rounds import Rounds
@@ -96,6 +96,7 @@ async def test_no_leg_is_left_when_sending_fails_by_a_bug(nodes: str, node: str,
 def stay_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdcluster_router.general.become", lambda plain: pytest.fail("it became general"))
     monkeypatch.setattr("pdcluster_router.dispatch.Dispatch.start", lambda *words: pytest.fail("it went the general way from the start"))
+    monkeypatch.setattr("pdcluster_router.app.prepare_completion", lambda *words: pytest.fail("it was prepared in the general way"))
 
 
 def text_of(num_tokens: int) -> str:
@@ -115,6 +116,22 @@ async def test_what_just_fits_goes_the_short_way_to_its_end(fields: dict[str, ob
     stay_short(monkeypatch)
     short = await play(True, "one node", LOCAL, fields)
     assert short.told == general.told and short.exchange.status == 200
+
+
+PARTS = TEXT.encode("\u4e16\U0001f642", add_special_tokens=False).tolist()
+"""Of two characters."""
+SAID: list[list[int]] = [
+    PARTS, PARTS[:-1], PARTS[1:], [PARTS[0], LETTERS[0]], [VOCAB - 1, LETTERS[0]], [LETTERS[0], EOS, LETTERS[1]], [EOS],
+    [*TEXT.pieces.special, LETTERS[0]], [PARTS[0], *TEXT.pieces.special, PARTS[1]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("said", SAID, ids=str)
+@pytest.mark.parametrize("fields", [{}, {"skip_special_tokens": False}, {"ignore_eos": True}, {"stream": True}], ids=str)
+def test_whatever_is_said_becomes_the_same_text(said: list[int], fields: dict[str, object]) -> None:
+    steps: Steps = [LOCAL[0], *[("row", 0, (token,)) for token in said], ("finished", 0, ())]
+    general, short = (told(is_plain, "one node", steps, {"prompt": PROMPT, **fields}) for is_plain in (False, True))
+    assert short == general
 
 
 @pytest.mark.parametrize("nodes", sorted(USUAL))
