@@ -1,6 +1,7 @@
 # mypy: ignore-errors
 # As `vectors`: numba gives intrinsics their types at compile time.
-"""Building blocks of the attention of rows that decode on CPUs with AVX2: products of one or two float32 queries by four keys or values of bfloat16.
+"""Building blocks of the attention of rows that decode on CPUs with AVX2: products of one or two float32 queries by four keys or values of bfloat16,
+and shares of scores.
 
 Vectors have eight floats, those of one register, since a query's dimensions and sums stand in the order in which words are widened: of each 16
 dimensions the eight even ones before the odd ones.
@@ -8,11 +9,31 @@ dimensions the eight even ones before the odd ones.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from pdcluster.engine.vectors import LINE_BYTES, WORD, Loop, bytes_of, floats_of, fused, high_halves, load, low_halves, prefetch, spread, store, zeros
+from pdcluster.engine.kernels import LOG2_E, VERY_NEGATIVE
+from pdcluster.engine.vectors import (
+    LINE_BYTES,
+    WORD,
+    Loop,
+    bytes_of,
+    constant_words,
+    declared,
+    floats_of,
+    fused,
+    high_halves,
+    load,
+    low_halves,
+    prefetch,
+    spread,
+    store,
+    zeros,
+)
 
 HALF = 8
 FLOATS, WORDS = floats_of(HALF), ir.VectorType(WORD, HALF)
@@ -67,6 +88,68 @@ def four_sums(builder, totals):
     first, second = (both(a, b, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]) for a, b in (totals[:2], totals[2:]))
     sums = both(first, second, [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15])
     return both(sums, sums, [0, 1, 2, 3], [4, 5, 6, 7])
+
+
+@intrinsic
+def share_scores(typing_context, scores, num_vectors, scale, top, total):
+    """share_scores(scores, num_vectors, scale, top, total): scores, eight times num_vectors, become shares under the new maximum. Returned are that
+    maximum, what is to be multiplied that was summed under the old one, and the new total of all shares."""
+
+    def build(context, builder, signature, args):
+        scores, num_vectors, scale, top, total = args
+        with Loop(builder, num_vectors, 1, [spread(builder, constant_float(VERY_NEGATIVE), HALF)]) as loop:
+            found = load(builder, scores, builder.mul(loop.index, bytes_of(VECTOR_BYTES)), FLOATS)
+            loop.carry([greater(builder, loop.values[0], found)])
+        best = greater(builder, builder.fmul(over_lanes(builder, loop.values[0], greater), scale), top)
+        factor, subtracted = spread(builder, scale, HALF), spread(builder, builder.fneg(best), HALF)
+        with Loop(builder, num_vectors, 1, [zeros(HALF)]) as loop:
+            offset = builder.mul(loop.index, bytes_of(VECTOR_BYTES))
+            shares = exponentials(builder, fused(builder, load(builder, scores, offset, FLOATS), factor, subtracted))
+            store(builder, shares, scores, offset)
+            loop.carry([builder.fadd(loop.values[0], shares)])
+        correction = exponentials(builder, spread(builder, builder.fsub(top, best), HALF))
+        correction = builder.extract_element(correction, ir.Constant(WORD, 0))
+        added = over_lanes(builder, loop.values[0], lambda builder, a, b: builder.fadd(a, b))
+        total = builder.fadd(builder.fmul(total, correction), added)
+        return context.make_tuple(builder, signature.return_type, [best, correction, total])
+
+    return types.UniTuple(types.float32, 3)(types.int64, types.int64, types.float32, types.float32, types.float32), build
+
+
+def constant_float(value):
+    return ir.Constant(ir.FloatType(), float(value))
+
+
+def greater(builder, a, b):
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def over_lanes(builder, vector, both):
+    """One float of all lanes: both(builder, a, b) of halves, of their halves and so on."""
+    width = HALF
+    while width > 1:
+        width //= 2
+        lanes = [(lane + width) % (2 * width) for lane in range(2 * width)] + [0] * (HALF - 2 * width)
+        vector = both(builder, vector, builder.shuffle_vector(vector, vector, ir.Constant(WORDS, lanes)))
+    return builder.extract_element(vector, ir.Constant(WORD, 0))
+
+
+def exponentials(builder, values):
+    """`kernels.exponential` of each lane."""
+
+    def all_lanes(value):
+        return spread(builder, constant_float(value), HALF)
+
+    scaled = builder.fmul(values, all_lanes(LOG2_E))
+    scaled = greater(builder, scaled, all_lanes(-126.0))
+    scaled = builder.select(builder.fcmp_ordered("<", scaled, all_lanes(126.0)), scaled, all_lanes(126.0))
+    whole = builder.call(declared(builder, "llvm.floor.v8f32", FLOATS, [FLOATS]), [builder.fadd(scaled, all_lanes(0.5))])
+    rest = builder.fmul(builder.fsub(scaled, whole), all_lanes(np.float32(math.log(2))))
+    series = all_lanes(np.float32(1 / 5040))
+    for divisor in (720, 120, 24, 6, 2, 1, 1):
+        series = fused(builder, series, rest, all_lanes(np.float32(1 / divisor)))
+    biased = builder.add(builder.fptosi(whole, WORDS), constant_words(127, HALF))
+    return builder.fmul(series, builder.bitcast(builder.shl(biased, constant_words(23, HALF)), FLOATS))
 
 
 def weigh_tile_of(num_rows, num_tokens):
