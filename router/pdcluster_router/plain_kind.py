@@ -31,6 +31,9 @@ FREE = (
 NOT_PLAIN = tuple(name for name in CompletionRequest.__struct_fields__ if name not in (*IN_KIND, *FREE))
 """None of these may be given."""
 
+FEW_TOKENS = 256
+"""Of a prompt that is looked at sooner than numpy is called."""
+
 key_of = attrgetter(*IN_KIND, *NOT_PLAIN)
 _largest = np.maximum.reduce
 
@@ -103,9 +106,16 @@ def packed(request: CompletionRequest, kind: Kind) -> tuple[Sequence[int], bytes
         told = prompt.tobytes()
     else:
         return None
-    if not 0 < len(prompt) < kind.max_len or _largest(np.frombuffer(told, np.uint32)) >= kind.vocab_size:
-        return None  # without a sign, what is below 0 is above all others
+    if not 0 < len(prompt) < kind.max_len or not _are_ids(prompt, told, kind.vocab_size):
+        return None
     return prompt, told
+
+
+def _are_ids(prompt: Sequence[int], told: bytes, vocab_size: int) -> bool:
+    """told: the same, packed."""
+    if len(prompt) <= FEW_TOKENS:
+        return max(prompt) < vocab_size and told[3::4].isascii()  # the sign is the highest bit of a number's last byte
+    return int(_largest(np.frombuffer(told, np.uint32))) < vocab_size  # without a sign, what is below 0 is above all others
 
 
 def sampling_of(request: CompletionRequest, kind: Kind, num_prompt: int) -> Sampling | None:
