@@ -20,7 +20,7 @@ from pdcluster_router.once import once
 from pdcluster_router.pace import Pace, Work, completed, is_known, pace, typical_cost
 from pdcluster_router.policy import compiled
 from pdcluster_router.policy.estimates import NUM_STATION
-from pdcluster_router.policy.settling import IN_FLIGHT, IS_OWN, NUM_COLUMNS, SENT_REQUESTS, settle
+from pdcluster_router.policy.settling import IS_OWN, NUM_COLUMNS, settle
 from pdcluster_router.stations import Column, Pool, Station, Table
 
 
@@ -246,8 +246,10 @@ class Roster:
         return is_alike and former.accepts_work == now.accepts_work
 
 
-Counts = Callable[[str], tuple[int, Pending]]
-"""By incarnation: requests that this router has there, and what the last report does not count."""
+Sent = tuple[int, Pending]
+"""Requests that this router has on a node, and what the node's last report does not count."""
+Counts = Callable[[str], Sent]
+"""By incarnation."""
 
 
 class ClusterView:
@@ -258,8 +260,8 @@ class ClusterView:
 
     def __init__(self, nodes: Iterable[NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> None:
         self._reported: list[NodeView] = sorted(nodes, key=_by_name)
-        self._nodes: list[NodeView | None] = list(self._reported)
-        """None: it was only sent something since it is in `_reported`; the table says what."""
+        self._nodes: list[NodeView | Sent] = list(self._reported)
+        """Sent: since it is in `_reported`, it was only sent something."""
         self._table: Table | None = None
         self.typical = typical
         self._is_told = is_told
@@ -267,7 +269,7 @@ class ClusterView:
     def replaced(self, changed: Mapping[str, NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> ClusterView:
         """The same nodes, some of which changed, by incarnation. What was worked out for the others is kept."""
         keeps_table = self._table is not None and typical is not None and typical is self.typical
-        nodes: Sequence[NodeView | None] = self._nodes if keeps_table else self.nodes
+        nodes: Sequence[NodeView | Sent] = self._nodes if keeps_table else self.nodes
         view, roster, is_same = self._like(nodes, typical, is_told=is_told), self.roster, True
         view._reported = list(self._reported if keeps_table else self.nodes)
         if typical is not None:
@@ -303,13 +305,12 @@ class ClusterView:
         for incarnation in changed:
             row = row_of.get(incarnation)
             if row is not None:  # else a leg on a node that left, or one whose link stands no longer
-                nodes[row] = None
-                in_flight, pending = counts(incarnation)
+                in_flight, pending = nodes[row] = counts(incarnation)
                 note_sent(table, row, in_flight, *pending)
         return view
 
     @staticmethod
-    def _like(nodes: Sequence[NodeView | None], typical: NodeCost | None, *, is_told: bool) -> ClusterView:
+    def _like(nodes: Sequence[NodeView | Sent], typical: NodeCost | None, *, is_told: bool) -> ClusterView:
         view = ClusterView.__new__(ClusterView)
         view._nodes, view._table, view.typical, view._is_told = list(nodes), None, typical, is_told
         return view
@@ -328,15 +329,14 @@ class ClusterView:
 
     def node(self, row: int) -> NodeView:
         found = self._nodes[row]
-        if found is None:
-            found = self._nodes[row] = self._sent_node(row)
+        if isinstance(found, tuple):
+            found = self._nodes[row] = self._sent_node(row, *found)
         return found
 
-    def _sent_node(self, row: int) -> NodeView:
+    def _sent_node(self, row: int, in_flight: int, pending: Pending) -> NodeView:
         """Of a node that was sent something since it reported."""
-        assert self._table is not None  # only a table can know more than the reports
-        numbers = self._table[row].tolist()
-        node = self._reported[row].sent(int(numbers[IN_FLIGHT]), Pending(*map(int, numbers[SENT_REQUESTS:])))
+        assert self._table is not None  # only with a table a view knows more than the reports
+        numbers, node = self._table[row].tolist(), self._reported[row].sent(in_flight, pending)
         if numbers[IS_OWN]:
             node.__dict__["own_station"] = Station(*numbers[:NUM_STATION])
         return node
