@@ -4,8 +4,8 @@ was cut, and whether it was computed as a prompt's token or as a new one.
 `InvariantOps` is what `ops` chooses otherwise: bfloat16 on CPUs where numba works; anything else is refused. Beside it, ranks sum in their order
 (`collective.InOrder`), and rows are drawn one by one (`sampler.sample_alone`).
 
-Matrix products and attention are `invariant_kernels`. Norms, activation and what is stored are those of `kernels`, which go over one token at a
-time. A residual's sum is of two bfloat16 numbers, which has one result.
+Matrix products, norms, activation and attention are `invariant_kernels`, whose sums are in one order on CPUs of one kind. What is stored is by
+`kernels`, which rotate one head at a time in a fixed order, too. A residual's sum is of two bfloat16 numbers, which has one result.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ def invariant_ops(device: str, dtype: DType, threads: int, cache_dir: Path) -> I
 
 
 class InvariantOps(CpuOps):
-    """Norms and activation are CpuOps'."""
+    """As CpuOps, with kernels that add up in one order."""
 
     name = "invariant"
 
     def __init__(self, kernels: Kernels, invariant: InvariantKernels, parallel: Parallel) -> None:
         super().__init__(kernels, None, parallel, pack=False)
+        self._rms_norm, self._silu_mul = invariant.rms_norm, invariant.silu_mul
         self._invariant = invariant
 
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:

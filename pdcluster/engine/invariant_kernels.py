@@ -14,7 +14,7 @@ import math
 import numba
 import numpy as np
 
-from pdcluster.engine.kernels import VERY_NEGATIVE, exponential, narrow
+from pdcluster.engine.kernels import VERY_NEGATIVE, exponential, narrow, sum_of_squares, widen
 from pdcluster.engine.vectors import LANES, address, dots_of, has_pair_product, weigh_of
 
 NATIVE = has_pair_product()
@@ -69,6 +69,30 @@ def dots(count, weights, weight_step, coming, rows, row_bytes, out):
         dots_4x2(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
     else:
         dots_4x1(weights, weight_step, coming, rows, row_bytes, row_bytes, out, 16)
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True)
+def rms_norm(x, weight, eps, out, lo, hi):
+    """As `kernels.rms_norm`, whose sum is in an order that a compiler chooses for its CPU."""
+    width = x.shape[1]
+    values = np.empty(width, np.float32)
+    for n in range(lo, hi):
+        for i in range(width):
+            values[i] = widen(x[n, i])
+        scale = np.float32(1.0) / np.sqrt(sum_of_squares(values) / np.float32(width) + eps)
+        for i in range(width):
+            out[n, i] = narrow(values[i] * scale * widen(weight[i]), out[n, i])
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True)
+def silu_mul(gate_up, out, lo, hi):
+    """As `kernels.silu_mul`, where a compiler may divide and fuse as suits its CPU."""
+    width = out.shape[1]
+    for n in range(lo, hi):
+        gate, up, target = gate_up[n, :width], gate_up[n, width:], out[n]
+        for i in range(width):
+            g = widen(gate[i])
+            target[i] = narrow(g / (np.float32(1.0) + exponential(-g)) * widen(up[i]), target[i])
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)

@@ -60,6 +60,8 @@ class InvariantKernels(Protocol):
     """The functions of `engine.invariant_kernels`, for bfloat16."""
 
     multiply: Kernel
+    rms_norm: Kernel
+    silu_mul: Kernel
     angles: Kernel
     attend: Kernel
     group_tokens: Callable[[int], int]
@@ -248,6 +250,8 @@ def _compile_invariant(kernels: InvariantKernels) -> None:
     one, weight, bias = np.zeros((1, 32), np.uint16), np.zeros((4, 32), np.uint16), np.zeros(4, np.float32)
     for out in (np.zeros((1, 4), np.uint16), np.zeros((2, 5), np.uint16)[:, :4]):
         kernels.multiply(one.repeat(len(out), axis=0), weight, bias, out, 0, 1)
+    kernels.rms_norm(one, one[0], np.float32(1e-6), one.copy(), 0, 1)
+    kernels.silu_mul(one, np.zeros((1, 16), np.uint16), 0, 1)
     zeros, ones, cos = np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros((1, 16), np.float32)
     kernels.angles(zeros, cos[0], np.float32(1.0), cos, cos.copy(), 0, 1)
     pool = np.zeros((1, 1, 2, 1, 8, 32), np.uint16)

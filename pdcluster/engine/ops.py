@@ -110,6 +110,7 @@ class CpuOps:
 
     def __init__(self, kernels: Kernels, pairs: PairKernels | None, parallel: Parallel, *, pack: bool, panels: bool = True) -> None:
         self._kernels = kernels
+        self._rms_norm, self._silu_mul = kernels.rms_norm, kernels.silu_mul
         self._pairs = pairs
         self._parallel = parallel
         self._pack = pack
@@ -137,12 +138,12 @@ class CpuOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
-        self._parallel.run(self._kernels.rms_norm, x.shape[0], as_array(x), as_array(weight), np.float32(eps), as_array(out), grain=ROW_GRAIN)
+        self._parallel.run(self._rms_norm, x.shape[0], as_array(x), as_array(weight), np.float32(eps), as_array(out), grain=ROW_GRAIN)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
-        self._parallel.run(self._kernels.silu_mul, gate_up.shape[0], as_array(gate_up), as_array(out), grain=ROW_GRAIN)
+        self._parallel.run(self._silu_mul, gate_up.shape[0], as_array(gate_up), as_array(out), grain=ROW_GRAIN)
         return out
 
     def rope(self, config: RopeConfig, head_dim: int) -> Rotation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,33 @@ def test_norm_and_activation_of_a_row_are_the_same_bits_among_any_others(ops: In
         for begin, end in ((0, 1), (99, 100), (1, 3), (7, 40)):
             part = x[begin:end].clone()
             assert torch.equal(ops.rms_norm(part, weight, 1e-6), normed[begin:end]) and torch.equal(ops.silu_mul(part), active[begin:end])
+
+
+BITS_OF_NORM_AND_ACTIVATION = """
+import hashlib, numpy as np
+from pdcluster.engine.invariant_kernels import rms_norm, silu_mul
+noise = (np.random.default_rng(3).normal(0, 4, (500, 1930)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+normed, active = np.zeros_like(noise), np.zeros((500, 965), np.uint16)
+rms_norm(noise, noise[0], np.float32(1e-6), normed, 0, 500)
+silu_mul(noise, active, 0, 500)
+print(hashlib.sha256(normed.tobytes()).hexdigest(), hashlib.sha256(active.tobytes()).hexdigest(), len(set(normed[0])), len(set(active[0])))
+"""
+
+
+def test_norm_and_activation_are_the_same_bits_whatever_a_compiler_knows_of_the_cpu(tmp_path: Path) -> None:
+    """Nodes of CPUs with vectors of another width may join: `invariant_arithmetic` does not tell them apart."""
+    bits = [
+        subprocess.run(
+            ["env", *setting, f"NUMBA_CACHE_DIR={tmp_path}", sys.executable, "-c", BITS_OF_NORM_AND_ACTIVATION],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        ).stdout
+        for setting in ([], ["NUMBA_CPU_NAME=generic"])
+    ]
+    assert bits[0] == bits[1]
+    assert min(map(int, bits[0].split()[2:])) > 100
 
 
 def test_angles_are_those_of_rope_and_depend_on_their_position_alone(ops: InvariantOps) -> None:
