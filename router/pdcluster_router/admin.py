@@ -15,7 +15,8 @@ from pdcluster_router import drains
 from pdcluster_router.chooser import PolicyHolder
 from pdcluster_router.cluster import Cluster
 from pdcluster_router.events import Event, EventLog
-from pdcluster_router.explain import Explainer, Explanation
+from pdcluster_router.explain import Explainer
+from pdcluster_router.explain_records import Explanation
 from pdcluster_router.open_requests import OpenRequest, OpenRequests
 from pdcluster_router.operations import CachedNode, CacheStatus, NodeStatus, PolicyStatus, Progress, RequestList, RequestStatus
 from pdcluster_router.policy.registry import POLICIES, make_policy

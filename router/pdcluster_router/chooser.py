@@ -16,6 +16,9 @@ from pdcluster.errors import Unavailable
 from pdcluster_router.generation import Mode
 from pdcluster_router.job import Job
 from pdcluster_router.policy.base import Choice, Fallback, Force, Policy, Query
+from pdcluster_router.policy.placed import Placed
+from pdcluster_router.policy.scales import PREVIOUS
+from pdcluster_router.policy.seconds import Seconds
 from pdcluster_router.pull import BY_TOKENS, PullRule
 from pdcluster_router.sent import SentWork
 from pdcluster_router.view import ClusterView, NodeView
@@ -40,6 +43,14 @@ class Decision(msgspec.Struct, frozen=True):
     view: ClusterView
     choice: Choice
     shadow: Choice | None = None
+
+
+class Going(msgspec.Struct, frozen=True, eq=False):
+    """A request that goes at once. num_tokens: of its prompt and what was emitted; reachable: of these, that some node has cached."""
+
+    placed: Placed
+    num_tokens: int
+    reachable: int
 
 
 NO_NODES: frozenset[str] = frozenset()
@@ -87,7 +98,7 @@ class Chooser:
         self._itl_s = itl_s
         self._usual_output = USUAL_OUTPUT
         self._most_output = round(USUAL_OUTPUT)
-        self._usual_prompt = 0.0
+        self._usual_prompt, self._most_prompt = 0.0, 0
         self._num_ended = 0
         self._counter = 0
         self._previous: Mode | None = None
@@ -103,6 +114,32 @@ class Chooser:
         self._counter += 1
         self._previous = choice.mode
         return Decision(query, view, choice, _looked_at(shadow, query, view) if shadow is not None else None)
+
+    def place(self, job: Job, room_s: float, now: float) -> Going | None:
+        """The choice of `choose`, where it is plain that its request goes at once (room_s: see Gate) and nobody else is to be asked, in a fraction of
+        the time; None: `choose` and the gate have to be asked."""
+        live = self.holder.live
+        if self.holder.shadow is not None or room_s < 0.0 or job.excluded or job.busy or not isinstance(live, Seconds):
+            return None
+        view, num_tokens = self._view(), len(job.prompt) + len(job.emitted)
+        cached, held = self._cached(job)
+        sent_s = self._sent_serving.per_second(now), self._sent_decoding.per_second(now)
+        asked = float(num_tokens), float(self._output_left(job)), self._itl_s, 0.0, self._usual_prompt, *sent_s, PREVIOUS[self._previous]
+        force = job.force or self._force
+        placed = live.place(asked, cached, held, force, self._fallback, self._most_prompt, room_s, view)
+        if placed is None:
+            return None
+        reachable = 0
+        if cached:
+            there, first = view.roster.row_of, placed.first
+            own = cached.get(first.endpoint.incarnation, 0)
+            if not self._pulls.leaves(cached if held is None else held, own if own < num_tokens else num_tokens, first):
+                return None
+            most = max([tokens for incarnation, tokens in cached.items() if incarnation in there], default=0)
+            reachable = most if most < num_tokens else num_tokens
+        self._counter += 1
+        self._previous = placed.mode
+        return Going(placed, num_tokens, reachable)
 
     def follow(self, job: Job, now: float) -> Decision | None:
         """To the node that decodes another choice of its prompt; None when it shall not share, or that node takes no work any more."""
@@ -132,6 +169,10 @@ class Chooser:
         sent = self._sent_decoding if node.role == "decode" else self._sent_serving
         sent.add(node, num_tokens - known, known, now)
 
+    def note_going(self, placed: Placed, now: float) -> None:
+        """The same for a choice by `place`."""
+        (self._sent_decoding if placed.first.role == "decode" else self._sent_serving).add_s(placed.sent_s, now)
+
     def note_end(self, num_prompt: int, num_output: int) -> None:
         """An answer ended. Its length is what most will take, far fewer tokens than clients allow."""
         self._num_ended = num = self._num_ended + 1
@@ -140,29 +181,22 @@ class Chooser:
             weight, prompt_weight = max(1 / (num + PRIOR), NEWEST), 1 / num
         self._usual_output += weight * (num_output - self._usual_output)
         self._usual_prompt += prompt_weight * (num_prompt - self._usual_prompt)
-        self._most_output = round(self._usual_output)
+        self._most_output, self._most_prompt = round(self._usual_output), round(self._usual_prompt)
 
     def query(self, job: Job, now: float, view: ClusterView) -> Query:
         """What a policy is asked for this request; also for dry runs, since asking has no effect."""
-        hashes, block_tokens, num_emitted = job.hashes_so_far(), job.chain.block_tokens, len(job.emitted)
-        depths = self._held(hashes)
-        held = {incarnation: depth * block_tokens for incarnation, depth in depths.items()} if depths else NOTHING_HELD
-        expected = self._expected(hashes) if self._expected is not None else None
-        cached = _with(held, expected, block_tokens) if expected else held
-        output, usual = job.sampling.max_tokens - num_emitted, self._most_output
-        if output > usual:
-            output = usual
+        cached, held = self._cached(job)
         return Query(  # by position, which costs half
-            len(job.prompt) + num_emitted,
-            hashes,
+            len(job.prompt) + len(job.emitted),
+            job.hashes_so_far(),
             cached,
             frozenset(job.excluded) if job.excluded else NO_NODES,
             frozenset(node for node, until in job.busy.items() if until > now) if job.busy else NO_NODES,
-            output if output > 1 else 1,
+            self._output_left(job),
             job.session,
             job.force or self._force,
             self._fallback,
-            None if cached is held else held,
+            held,
             self._counter,
             self._previous,
             self._itl_s,
@@ -171,6 +205,23 @@ class Chooser:
             self._sent_serving.per_second(now),
             self._sent_decoding.per_second(now),
         )
+
+
+    def _cached(self, job: Job) -> tuple[Mapping[str, int], Mapping[str, int] | None]:
+        """Query.cached and Query.held."""
+        hashes, block_tokens = job.hashes_so_far(), job.chain.block_tokens
+        depths = self._held(hashes)
+        held = {incarnation: depth * block_tokens for incarnation, depth in depths.items()} if depths else NOTHING_HELD
+        expected = self._expected(hashes) if self._expected is not None else None
+        cached = _with(held, expected, block_tokens) if expected else held
+        return cached, None if cached is held else held
+
+    def _output_left(self, job: Job) -> int:
+        """Tokens that are still to come, as far as one can tell; at least one."""
+        output, usual = job.sampling.max_tokens - len(job.emitted), self._most_output
+        if output > usual:
+            output = usual
+        return output if output > 1 else 1
 
 
 def _with(held: Mapping[str, int], expected: Mapping[str, int], block_tokens: int) -> Mapping[str, int]:

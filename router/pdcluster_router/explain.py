@@ -15,24 +15,25 @@ people are made of them for whoever asks.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
 
-from pdcluster.cost import CostError
 from pdcluster.messages import HASH_BYTES
 from pdcluster.metrics import ExplainMetrics
 from pdcluster_router.chooser import Decision
+from pdcluster_router.explain_brief import Brief
+from pdcluster_router.explain_records import NO_HIT, Decided, Explanation, Hit, Judged, Noted, ShadowRecord, Weighed, worth_keeping
 from pdcluster_router.generation import Standing
 from pdcluster_router.headroom import Headroom
-from pdcluster_router.policy.base import Candidate, Choice, Query
+from pdcluster_router.policy.base import Choice
+from pdcluster_router.policy.placed import Placed
 from pdcluster_router.seen_blocks import SeenBlocks
 
-MAX_CANDIDATES = 16
-"""Kept per leg, the best first; and so many of the rejected ones. In a cluster of hundreds the others say nothing new."""
-
+BRIEF_BYTES = 1200
+"""Of a request that is kept as it is, beside its strings and numbers: its structs, their numbers, its places."""
 
 MAX_DECISIONS = 16
 """Kept of one request: the first ones and the last. A request that is refused for a minute is decided a thousand times."""
@@ -44,166 +45,8 @@ MAX_ALIKE = 100
 """Told of the requests that clients call alike."""
 
 
-class CandidateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """terms add up to cost, in the policy's own measure; ttft_s is the estimate in seconds, None for a decode leg. rejected_by: the rule that
-    removed it. ttft_error_s: error bar of ttft_s by the node's own model, on usual work (9 of 10 are within); None: not known."""
-
-    node: str
-    leg: str
-    cached_tokens: int = 0
-    cost: float = 0.0
-    terms: dict[str, float] = {}
-    ttft_s: float | None = None
-    rejected_by: str = ""
-    ttft_error_s: float | None = None
-
-
-class ShadowRecord(msgspec.Struct, frozen=True):
-    policy: str
-    mode: str
-    prefill: str | None
-    decode: str
-    agrees: bool
-
-
-class DecisionRecord(msgspec.Struct, frozen=True):
-    """One attempt's choice. at_s: since the request came; held_s: of these, in the hold queue for this attempt; num_candidates: compared and
-    rejected, kept here or not. pull: the node that the prompt's first pull_tokens are fetched from; failed: why another attempt had to follow."""
-
-    at_s: float
-    held_s: float
-    policy: str
-    mode: str
-    prefill: str | None
-    decode: str
-    num_tokens: int
-    predicted_ttft_s: float | None
-    predicted_tpot_s: float | None
-    estimated_ttft_s: float
-    num_candidates: int
-    candidates: list[CandidateRecord]
-    shadow: ShadowRecord | None = None
-    pull: str | None = None
-    pull_tokens: int = 0
-    failed: str = ""
-
-
-class Weighed(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A candidate as it is noted: the fields of its record, its terms without their names."""
-
-    node: str
-    leg: str
-    cached_tokens: int
-    cost: float
-    values: tuple[float, ...]
-    ttft_s: float | None
-    rejected_by: str
-    spread: float | None = None
-    doubt: float = 0.0
-
-    def told(self, names: tuple[str, ...]) -> CandidateRecord:
-        terms = dict(zip(names, self.values, strict=False))  # none of one that was rejected
-        error_s = None if self.ttft_s is None or self.spread is None else self.ttft_s * CostError(self.spread, self.doubt).share
-        return CandidateRecord(self.node, self.leg, self.cached_tokens, self.cost, terms, self.ttft_s, self.rejected_by, error_s)
-
-
-class Decided(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A decision as it is noted: the fields of its record, whose candidates are still these. names: of the terms of each leg."""
-
-    at_s: float
-    held_s: float
-    policy: str
-    mode: str
-    prefill: str | None
-    decode: str
-    num_tokens: int
-    predicted_ttft_s: float | None
-    predicted_tpot_s: float | None
-    estimated_ttft_s: float
-    num_candidates: int
-    candidates: tuple[Weighed, ...]
-    shadow: ShadowRecord | None
-    pull: str | None
-    pull_tokens: int
-    names: dict[str, tuple[str, ...]]
-    failed: str = ""
-
-    def told(self) -> DecisionRecord:
-        fields = {name: getattr(self, name) for name in DecisionRecord.__struct_fields__}
-        fields["candidates"] = [each.told(self.names.get(each.leg, ())) for each in self.candidates]
-        return DecisionRecord(**fields)
-
-
-class HitTokens(msgspec.Struct, frozen=True):
-    achieved: int
-    reachable: int
-    ideal: int
-
-
-Hit = tuple[int, int, int]
-"""As HitTokens."""
-NO_HIT: Hit = 0, 0, 0
-
-
-class Hindsight(msgspec.Struct, frozen=True):
-    """What is known once the first token came. ttft_s: since the decision; best: the candidate that was estimated to be fastest of all others, None
-    when there was none; error_s: ttft_s minus what was predicted."""
-
-    ttft_s: float
-    error_s: float
-    regret_s: float
-    best: str | None
-    best_ttft_s: float | None
-    hit: HitTokens | None
-
-
-Judged = tuple[float, float, float, str | None, float | None, Hit | None]
-"""As Hindsight."""
-
-
-class Explanation(msgspec.Struct, omit_defaults=True):
-    """One request. client_id: what its client calls it; arrived: Unix seconds; error: code of the error that it ended with, why: its message.
-    considered: what would have been done with one that waits for a node or never got one, when it was last scored. hindsight: of the decision that
-    brought the first token."""
-
-    request: str
-    arrived: float
-    tenant: str = ""
-    priority: int = 0
-    decisions: list[DecisionRecord] = []
-    ttft_s: float | None = None
-    attempts: int = 0
-    error: str | None = None
-    hindsight: Hindsight | None = None
-    client_id: str = ""
-    considered: DecisionRecord | None = None
-    why: str = ""
-
-
-class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request as it is noted: the fields of its explanation, some of which are still these."""
-
-    request: str
-    arrived: float
-    tenant: str
-    priority: int
-    decisions: list[Decided]
-    ttft_s: float | None
-    attempts: int
-    error: str | None
-    hindsight: Judged | None
-    client_id: str
-    considered: Decided | None
-    why: str
-
-    def told(self) -> Explanation:
-        fields = {name: getattr(self, name) for name in Explanation.__struct_fields__}
-        fields["decisions"] = [decided.told() for decided in self.decisions]
-        fields["considered"] = None if self.considered is None else self.considered.told()
-        if self.hindsight is not None:
-            ttft_s, error_s, regret_s, best, best_ttft_s, hit = self.hindsight
-            fields["hindsight"] = Hindsight(ttft_s, error_s, regret_s, best, best_ttft_s, None if hit is None else HitTokens(*hit))
-        return Explanation(**fields)
+Ended = bytes | tuple[Noted, Brief]
+"""A request that ended: encoded, or, where it went at once, as it is but for its decision, and that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +63,8 @@ class Record:
     # What is set as it goes on; until then nothing of it is made.
     attempts = 0
     cached_tokens: int | None = None
+    brief: Brief | None = None
+    """Its only decision, if that is one."""
     _considered: Decision | None = None
     _considered_at = 0.0
     _first_at: float | None = None
@@ -241,12 +86,27 @@ class Record:
 
     def failed(self, why: str) -> None:
         """The attempt of the last decision came to nothing."""
+        self._write_out()
         if self._decisions:
             self._decisions[-1] = msgspec.structs.replace(self._decisions[-1], failed=why[:MAX_WHY])
+
+    def placed(self, placed: Placed, hashes: bytes, num_tokens: int, reachable: int, asked: float, now: float) -> None:
+        """Its first decision, by which it goes at once. hashes: of the prompt; reachable: tokens of it that some node has cached; asked: see
+        `decided`."""
+        self.brief = Brief.of(now - self._started, now - asked, placed.policy, num_tokens, placed.told, placed.names, placed.head)
+        self._ideal, self._reachable, self._last_at = self._explainer.seen(hashes, num_tokens), reachable, now
+
+    def _write_out(self) -> None:
+        """What was brief so far, for what does not happen to most."""
+        if self.brief is not None:
+            self._last = self.brief.decided()
+            self._decisions.append(self._last)
+            self.brief = None
 
     def decided(self, decision: Decision, asked: float, now: float) -> None:
         """asked: when the attempt began to look for a place."""
         self._considered = None
+        self._write_out()
         explainer, decisions = self._explainer, self._decisions
         decided = explainer.record(decision, now - self._started, now - asked)
         if decided.shadow is not None:
@@ -258,7 +118,7 @@ class Record:
             return  # hindsight is about the decision that brought the first token
         query = decision.query
         if self._ideal is None:
-            self._ideal = explainer.seen(query)
+            self._ideal = explainer.seen(query.hashes, query.num_tokens)
         self._last, self._last_at = decided, now
         cached = query.cached
         if cached:
@@ -274,11 +134,17 @@ class Record:
 
     def so_far(self) -> Noted:
         """With what it waits for, if it waits."""
+        self._write_out()
         return self._noted(0, None, "", None)
 
     def end(self, error: str | None, why: str = "") -> Noted:
-        first_at, last = self._first_at, self._last
-        judged = None if first_at is None or last is None else hindsight(last, first_at - self._last_at, self._hit())
+        """Without the decision that is `brief`, if one is."""
+        first_at, last, brief, judged = self._first_at, self._last, self.brief, None
+        if first_at is not None:
+            if brief is not None:
+                judged = brief.hindsight(first_at - self._last_at, self._hit())
+            elif last is not None:
+                judged = hindsight(last, first_at - self._last_at, self._hit())
         return self._noted(self.attempts, error, "" if error is None else why[:MAX_WHY], judged)
 
     def _noted(self, attempts: int, error: str | None, why: str, judged: Judged | None) -> Noted:
@@ -318,7 +184,7 @@ class Explainer:
         self._kept = kept or Kept()
         self._seen = SeenBlocks()
         self._open: dict[str, Record] = {}
-        self._ended: OrderedDict[str, bytes] = OrderedDict()
+        self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._by_client: dict[str, dict[str, None]] = {}
         """Requests that are open or kept, by what their clients call them; the oldest first."""
         self._client_of: dict[str, str] = {}
@@ -346,7 +212,11 @@ class Explainer:
         if judged is not None:
             _, error_s, regret_s, _, _, hit = judged
             self._metrics.judged((error_s, regret_s, *(hit or NO_HIT)))
-        self._keep(request, self._encoder.encode(noted))
+        brief = record.brief
+        if brief is None:
+            self._keep(request, self._encoder.encode(noted))
+        else:
+            self._keep(request, (noted, brief))
 
     # ------------------------------------------------------------ what operators ask
 
@@ -356,7 +226,7 @@ class Explainer:
         if running is not None:
             return running.so_far().told()
         ended = self._ended.get(request)
-        return None if ended is None else self._decoder.decode(ended).told()
+        return None if ended is None else self._told(ended)
 
     def explain_all(self, request: str) -> list[Explanation]:
         """By a request's id with or without the number of a choice: all of its choices that are known. Or by what its client calls it: clients may
@@ -373,13 +243,19 @@ class Explainer:
     def recent(self, limit: int) -> Iterator[Explanation]:
         """Those that ended last, the latest first."""
         for _, request in zip(range(limit), reversed(self._ended), strict=False):
-            yield self._decoder.decode(self._ended[request]).told()
+            yield self._told(self._ended[request])
+
+    def _told(self, ended: Ended) -> Explanation:
+        if isinstance(ended, bytes):
+            return self._decoder.decode(ended).told()
+        noted, brief = ended
+        return msgspec.structs.replace(noted.told(), decisions=[brief.decided().told()])
 
     # ------------------------------------------------------------ what a record needs
 
-    def seen(self, query: Query) -> int:
-        blocks = len(query.hashes) // HASH_BYTES
-        return self._seen.note(query.hashes) * (query.num_tokens // blocks if blocks else 0)
+    def seen(self, hashes: bytes, num_tokens: int) -> int:
+        blocks = len(hashes) // HASH_BYTES
+        return self._seen.note(hashes) * (num_tokens // blocks) if blocks else 0
 
     def record(self, decision: Decision, at_s: float, held_s: float) -> Decided:
         choice, query = decision.choice, decision.query
@@ -388,7 +264,7 @@ class Explainer:
         estimate_s = ttft_s_of(first, query)
         found: list[Weighed] = []
         names: dict[str, tuple[str, ...]] = {}
-        for each in candidates if decision.view.size <= MAX_CANDIDATES else _worth_keeping(candidates):
+        for each in worth_keeping(candidates, decision.view.size):
             node, leg, rejected_by, ttft_s, spread, doubt = each.node, each.leg, each.rejected_by, None, None, 0.0
             if each.names:
                 names[leg] = each.names
@@ -420,15 +296,15 @@ class Explainer:
     def count(self, shadow: ShadowRecord) -> None:
         self._metrics.shadow_decisions.labels(shadow.policy, "same" if shadow.agrees else "other").inc()
 
-    def _keep(self, request: str, encoded: bytes) -> None:
+    def _keep(self, request: str, noted: Ended) -> None:
         ended, kept = self._ended, self._kept
         if request in ended:
-            self._num_bytes -= len(ended.pop(request))
-        ended[request] = encoded
-        self._num_bytes += len(encoded)
+            self._num_bytes -= _size_of(ended.pop(request))
+        ended[request] = noted
+        self._num_bytes += _size_of(noted)
         while len(ended) > kept.requests or self._num_bytes > kept.size_bytes:
             name, oldest = ended.popitem(last=False)
-            self._num_bytes -= len(oldest)
+            self._num_bytes -= _size_of(oldest)
             if name in self._client_of:
                 self._forget_client(name)
 
@@ -437,6 +313,13 @@ class Explainer:
         del self._by_client[client_id][request]
         if not self._by_client[client_id]:
             del self._by_client[client_id]
+
+
+def _size_of(ended: Ended) -> int:
+    if isinstance(ended, bytes):
+        return len(ended)
+    noted, brief = ended
+    return BRIEF_BYTES + len(brief.told) + len(noted.client_id) + len(noted.why)
 
 
 def hindsight(decided: Decided, ttft_s: float, hit: Hit | None) -> Judged:
@@ -457,17 +340,3 @@ def _shadow(live: Choice, shadow: Choice) -> ShadowRecord:
     prefill = shadow.prefill.name if shadow.prefill is not None else None
     same = (shadow.mode, prefill, shadow.decode.name) == (live.mode, live.prefill.name if live.prefill is not None else None, live.decode.name)
     return ShadowRecord(shadow.policy, shadow.mode, prefill, shadow.decode.name, same)
-
-
-def _worth_keeping(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """The best of each leg and some of those that were rejected, in the policy's order."""
-    if len(candidates) <= MAX_CANDIDATES:
-        return candidates
-    counts: dict[tuple[str, bool], int] = {}
-    kept = []
-    for candidate in sorted(candidates, key=lambda c: (bool(c.rejected_by), c.cost)):
-        group = candidate.leg, bool(candidate.rejected_by)
-        counts[group] = counts.get(group, 0) + 1
-        if counts[group] <= MAX_CANDIDATES:
-            kept.append(candidate)
-    return kept

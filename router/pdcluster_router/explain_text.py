@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from rich.console import Console
 from rich.table import Table
 
-from pdcluster_router.explain import CandidateRecord, DecisionRecord, Explanation, Hindsight
+from pdcluster_router.explain_records import CandidateRecord, DecisionRecord, Explanation, Hindsight
 
 
 def text_of(explanation: Explanation, *, width: int = 140, colour: bool = False) -> str:

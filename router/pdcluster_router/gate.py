@@ -87,6 +87,11 @@ class Gate:
             check_service(Outlook(0.0, self._headroom.waiting_s(first), self._headroom.own_s(first, query)), self._slo)
         return _going(decision)
 
+    @property
+    def room_s(self) -> float:
+        """Backlog below which a node takes a request that comes now; -1 while others wait or a service level is promised, when it has to knock."""
+        return -1.0 if len(self.queue) or self._slo.ttft_s is not None else self._headroom.backlog_s
+
     def hold(self, held: Held, decision: Decision, now: float) -> None:
         """One that could not go at once. Raises Overloaded as `knock` does."""
         held = replace(held, work=self._headroom.own_s(decision.choice.first, decision.query))

@@ -13,7 +13,7 @@ import msgspec
 
 from pdcluster.messages import Load, Role
 from pdcluster_router.events import Event
-from pdcluster_router.explain import Explanation
+from pdcluster_router.explain_records import Explanation
 
 State = Literal["connecting", "ready", "cordoned"]
 

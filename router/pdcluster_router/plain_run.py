@@ -16,28 +16,13 @@ import msgspec
 
 from pdcluster import errors
 from pdcluster.api.replies import CompletionChoice, CompletionReply, PromptTokensDetails, RouteReport, Timeline, Usage
-from pdcluster.messages import (
-    Cancel,
-    Deliver,
-    Delivered,
-    Endpoint,
-    Finished,
-    Prefill,
-    Pull,
-    Reserve,
-    Reserved,
-    Scheduled,
-    Ticket,
-    Timings,
-    TokenRow,
-    Work,
-)
+from pdcluster.messages import Cancel, Deliver, Delivered, Finished, Prefill, Pull, Reserve, Reserved, Scheduled, Ticket, Timings, TokenRow, Work
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router import general
 from pdcluster_router.answer import named_headers
 from pdcluster_router.begun import backend_of
 from pdcluster_router.choices import FINISH_REASONS
-from pdcluster_router.chooser import Decision
+from pdcluster_router.chooser import Decision, Going
 from pdcluster_router.explain import Record
 from pdcluster_router.generation import Chunk, Done, Route, Standing
 from pdcluster_router.http_errors import fail
@@ -50,6 +35,7 @@ from pdcluster_router.plain_stream import PlainStream
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.rounds import Round, Rounds
 from pdcluster_router.run import Run, Shared
+from pdcluster_router.view import NodeView
 
 logger = logging.getLogger(__name__)
 
@@ -130,31 +116,47 @@ class PlainRun(msgspec.Struct, eq=False):
             return
         shared.shut.apply(job, now)
         try:
-            decision = shared.chooser.choose(job, now)
+            going = shared.chooser.place(job, shared.waiting.room_s, now)
+            decision = shared.chooser.choose(job, now) if going is None else None
         except Exception:  # what is told of it is the general way's: asking again has no effect but the answer
             self._become().place()
             return
+        if going is not None:
+            self._go(going, now)
+        elif decision is not None:
+            self._knock(decision, now)
+
+    def _knock(self, decision: Decision, asked: float) -> None:
+        shared, record = self.shared, self.record
         try:
-            going = shared.waiting.at_once(decision, self.standing.tenant, is_paid=False)
+            admitted = shared.waiting.at_once(decision, self.standing.tenant, is_paid=False)
         except errors.Overloaded as error:
-            self.record.consider(decision, now)
+            record.consider(decision, asked)
             self._become().fail(error)
             return
-        if going is not None:
-            self._send(going, now)
+        if admitted is None:
+            record.consider(decision, asked)
+            self._become().hold(decision, asked)
             return
-        self.record.consider(decision, now)
-        self._become().hold(decision, now)
-
-    def _send(self, decision: Decision, asked: float) -> None:
-        shared, job, choice, query = self.shared, self.job, decision.choice, decision.query
-        first, is_remote = choice.first, choice.mode == "remote"
-        self.choice = choice
+        choice, query = admitted.choice, admitted.query
         self.placed_at = now = shared.clock()
-        self.record.decided(decision, asked, now)
-        shared.chooser.note_sent(choice, query.num_tokens, query.cached_on(first), now)
+        record.decided(admitted, asked, now)
+        shared.chooser.note_sent(choice, query.num_tokens, query.cached_on(choice.first), now)
+        self._send(choice, now)
+
+    def _go(self, going: Going, asked: float) -> None:
+        """Where nearly all go."""
+        shared, placed = self.shared, going.placed
+        self.placed_at = now = shared.clock()
+        self.record.placed(placed, self.job.hashes, going.num_tokens, going.reachable, asked, now)
+        shared.chooser.note_going(placed, now)
+        self._send(placed.choice(), now)
+
+    def _send(self, choice: Choice, now: float) -> None:
+        shared, job, first, is_remote = self.shared, self.job, choice.first, choice.mode == "remote"
+        self.choice = choice
         pull = Pull(choice.pull.endpoint, choice.pull_tokens) if choice.pull is not None and choice.pull_tokens else None
-        leg, decode = self._enter(first.endpoint), choice.decode
+        leg, decode = self._enter(first), choice.decode
         self.prefill, self.decode = (leg, None) if is_remote else (None, leg)
         try:
             shared.cluster.send(first.endpoint, Prefill(self._work(leg, now), is_remote, pull))
@@ -170,7 +172,7 @@ class PlainRun(msgspec.Struct, eq=False):
         """False: the decode node is gone, and nothing was sent."""
         choice, prefill = self.choice, self.prefill
         assert choice is not None and prefill is not None  # it has nodes
-        leg = self._enter(choice.decode.endpoint)
+        leg = self._enter(choice.decode)
         self.decode, self.reserved_at = leg, now
         try:
             self.shared.cluster.send(leg.endpoint, Reserve(self._work(leg, now), prefill.endpoint))
@@ -180,9 +182,9 @@ class PlainRun(msgspec.Struct, eq=False):
             return False
         return True
 
-    def _enter(self, endpoint: Endpoint) -> Leg:
+    def _enter(self, node: NodeView) -> Leg:
         job = self.job
-        leg = Leg(job.request, job.attempts, endpoint, job.emitted)
+        leg = Leg(job.request, job.attempts, node.endpoint, job.emitted)
         job.attempts += 1
         self.shared.cluster.ledger.enter(leg)
         return leg
@@ -431,7 +433,7 @@ class PlainRun(msgspec.Struct, eq=False):
         shared.explainer.close(record, None, "done")
         shared.waiting.poke()
 
-    # ------------------------------------------------------------ clocks
+    # ------------------------------------------------------------ clocks, and what else happens
 
     def _watch(self, now: float, due: float) -> None:
         """Have an alarm by then, and before any clock runs out that is started until it rings."""
@@ -462,8 +464,6 @@ class PlainRun(msgspec.Struct, eq=False):
         elif self.alarm is not None:
             self.shared.alarms.drop(self.alarm, self.ring)
         self.round = self.alarm = None
-
-    # ------------------------------------------------------------ what else happens
 
     def route(self) -> Route:
         """As far as it is known."""

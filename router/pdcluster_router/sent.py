@@ -26,8 +26,12 @@ class SentWork:
         """A prompt was sent to the node. What is not known yet costs nothing."""
         cost = node.cost
         if cost is not None:
-            self._work_s = self._left_s(now) + cost.prefill.seconds(new_tokens, cached_tokens)
-            self._moment = now
+            self.add_s(cost.prefill.seconds(new_tokens, cached_tokens), now)
+
+    def add_s(self, work_s: float, now: float) -> None:
+        """The same, by what it costs."""
+        self._work_s = self._left_s(now) + work_s
+        self._moment = now
 
     def per_second(self, now: float) -> float:
         """Nodes that this keeps busy."""

@@ -169,7 +169,7 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
             *(follows,) * 7,
             *(tight, follows, self.block_tokens, self.kv_bytes_per_token, prefill.error.doubt),
             *told,
-            *(self.has_own_cost, self.max_len if self.accepts_work else -1),
+            *(self.has_own_cost, prefill.error.spread, self.max_len if self.accepts_work else -1),
             *(self.in_flight, *pending),
         )
         return [*map(float, columns)]
@@ -194,6 +194,8 @@ class Roster:
         size = len(nodes)
         self.names = tuple(node.endpoint.node for node in nodes)
         self.row_of = {node.incarnation: row for row, node in enumerate(nodes)}
+        self.has_namesakes = len(set(self.names)) < len(self.names)
+        """Two boots of one node are there."""
         self.shortest_max_len = min((node.max_len for node in nodes), default=0)
         accepting = [(row, node.role) for row, node in enumerate(nodes) if node.accepts_work]
         self.accepting = Pool([row for row, _ in accepting], size)

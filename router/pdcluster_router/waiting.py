@@ -59,6 +59,11 @@ class Waiting:
     def num_held(self) -> int:
         return len(self._gate.queue)
 
+    @property
+    def room_s(self) -> float:
+        """See Gate."""
+        return self._gate.room_s
+
     def poke(self) -> None:
         """Something may have freed."""
         if self._waiters:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import logging
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from pdcluster.config import cache_directory
-from pdcluster_router.policy import estimates, passing, settling, weighing
+from pdcluster_router.policy import estimates, passing, placing, settling, weighing
 from pdcluster_router.policy.estimates import NUM_ASKED, Numbers, bears
+from pdcluster_router.policy.placing import MOST_TOLD, Told
 from pdcluster_router.policy.weighing import NUM_FOUND, Found, Rows, Table
 from pdcluster_router.stations import Pool
 from pdcluster_router.stations import Table as Array
@@ -27,22 +29,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SOURCES = (estimates, settling, weighing, passing)
+SOURCES = (estimates, settling, weighing, passing, placing)
 
 KEPT = "choice"
-WHOLE = ("first_leg", "pair", "parked", "note_sent", "goes")
-"""What is called from Python only."""
-
 
 class Weighing(Protocol):
     """Functions, and what they take. The arrays that it gives are not to be written to, but for those of `blank` and `zeros`."""
 
     first_leg: Callable[..., int]
     pair: Callable[..., None]
+    place: Callable[..., int]
+    place_pair: Callable[..., int]
     parked: Callable[..., int]
     bears: Callable[..., bool]
     note_sent: Callable[..., None]
     goes: Callable[..., bool]
+    scratch: tuple[Found, Told]
+    """For `place` and `place_pair`, which say all that is read of it before they are called again."""
 
     def table(self, view: ClusterView) -> Table: ...
 
@@ -62,6 +65,10 @@ class Weighing(Protocol):
 
     def part(self, found: Numbers, start: int, end: int) -> list[float]: ...
 
+    def packed(self, told: Numbers, num: int) -> bytes:
+        """The first ones, as doubles."""
+        ...
+
 
 def _note_sent(table: Array, row: int, *counts: int) -> None:
     """On a list, since what arrays give are numbers that are slow."""
@@ -75,10 +82,13 @@ class Plain:
 
     first_leg = staticmethod(weighing.first_leg)
     pair = staticmethod(weighing.pair)
+    place = staticmethod(placing.place)
+    place_pair = staticmethod(placing.place_pair)
     parked = staticmethod(weighing.parked)
     bears = staticmethod(bears)
     note_sent = staticmethod(_note_sent)
     goes = staticmethod(passing.goes)
+    scratch: tuple[Found, Told] = [0.0] * NUM_FOUND, [0.0] * MOST_TOLD
 
     def table(self, view: ClusterView) -> Table:
         return view.rows
@@ -105,6 +115,9 @@ class Plain:
     def part(self, found: Numbers, start: int, end: int) -> list[float]:
         return list(found[start:end])
 
+    def packed(self, told: Numbers, num: int) -> bytes:
+        return array("d", told[:num]).tobytes()
+
 
 class Compiled:
     """Implements Weighing. Raises RuntimeError where numba does not work."""
@@ -119,10 +132,13 @@ class Compiled:
             raise RuntimeError(str(error)) from error
         self.first_leg: Callable[..., int] = made["first_leg"]
         self.pair: Callable[..., None] = made["pair"]
+        self.place: Callable[..., int] = made["place"]
+        self.place_pair: Callable[..., int] = made["place_pair"]
         self.parked: Callable[..., int] = made["parked"]
         self.bears: Callable[..., bool] = made["bears"]
         self.note_sent: Callable[..., None] = made["note_sent"]
         self.goes: Callable[..., bool] = made["goes"]
+        self.scratch: tuple[Found, Told] = np.zeros(NUM_FOUND), np.zeros(MOST_TOLD)  # type: ignore[assignment]
 
     def table(self, view: ClusterView) -> Any:
         return view.table
@@ -150,16 +166,20 @@ class Compiled:
         numbers: list[float] = found[start:end].tolist()
         return numbers
 
+    def packed(self, told: Any, num: int) -> bytes:
+        packed: bytes = told[:num].tobytes()
+        return packed
+
 
 def _source(name: str) -> Any:
     return next(vars(module)[name] for module in SOURCES if name in vars(module))
 
 
 def _parts() -> Sequence[Any]:
-    """What compiled functions call."""
+    """What compiled functions may call."""
     modules = {module.__name__: module for module in SOURCES}
     own = [each for module in SOURCES for each in vars(module).values() if getattr(each, "__module__", "") in modules and callable(each)]
-    return [each for each in dict.fromkeys(own) if each.__name__ not in WHOLE]
+    return list(dict.fromkeys(own))
 
 
 def _signatures(types: Any) -> dict[str, Any]:
@@ -170,6 +190,8 @@ def _signatures(types: Any) -> dict[str, Any]:
     return {
         "first_leg": whole(table, row, number, whole, row, *pools, rows, table, types.boolean, asked, row),
         "pair": types.void(table, row, row, rows, rows, table, asked, row),
+        "place": whole(table, row, number, whole, row, *pools, rows, table, types.boolean, asked, whole, number, row, row),
+        "place_pair": whole(table, row, row, rows, rows, table, types.boolean, asked, whole, number, row, row),
         "parked": whole(table, row, row, rows, rows, rows, rows, table, number, asked, row),
         "bears": types.boolean(row, number, asked, number),
         "goes": types.boolean(table, whole, whole, types.boolean, types.boolean, whole, whole, whole, number, number, number, number),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -65,7 +65,7 @@ def planned(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
     if query.excluded or query.busy or query.num_tokens > roster.shortest_max_len:
         return _plan(query, view, weighing)
     key = query.force, query.fallback, weighing
-    plan = roster.plans.get(key)
+    plan: Plan | None = roster.plans.get(key)
     if plan is None:
         plan = roster.plans[key] = _plan(query, view, weighing)
     return plan
@@ -87,13 +87,14 @@ def _plan(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
     )
 
 
-def known(query: Query, roster: Roster, weighing: Weighing) -> tuple[Numbers, int, float]:
+def known(
+    cached: Mapping[str, int], held: Mapping[str, int] | None, num_tokens: int, roster: Roster, weighing: Weighing
+) -> tuple[Numbers, int, float]:
     """Tokens of the prompt that each node has cached, by row; which of those that take work holds most of it, NOWHERE for none, the first one where
-    several have as much; and how much that is."""
-    cached, held = query.cached, query.held
+    several have as much; and how much that is. cached, held: see Query."""
     if not cached and not held:
         return weighing.nothing(roster), NOWHERE, 0.0
-    row_of, members, limit = roster.row_of, roster.accepting.members, query.num_tokens
+    row_of, members, limit = roster.row_of, roster.accepting.members, num_tokens
     found, source, most = weighing.zeros(len(roster.names)), NOWHERE, 0
     for incarnation, tokens in cached.items():
         row = row_of.get(incarnation)

@@ -24,6 +24,7 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 
 from msgspec.structs import replace
@@ -31,7 +32,9 @@ from msgspec.structs import replace
 from pdcluster_router.policy import compiled
 from pdcluster_router.policy import pools as filters
 from pdcluster_router.policy import weighing as numbers
-from pdcluster_router.policy.base import Choice, Predicted, Query
+from pdcluster_router.policy.base import Choice, Fallback, Force, Predicted, Query
+from pdcluster_router.policy.placed import HEAD, Placed
+from pdcluster_router.policy.placing import GOES
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scales import Compared, Suiting, asked_of, known, planned
 from pdcluster_router.policy.scored import Scored
@@ -58,7 +61,7 @@ class Seconds:
             return replace(self._cold.choose(query, view), policy=self.name)
         weighing, roster, asked = compiled.in_use(), view.roster, asked_of(query, self._own)
         plan, table, found = planned(query, view, weighing), weighing.table(view), weighing.blank()
-        cached, source, held = known(query, roster, weighing)
+        cached, source, held = known(query.cached, query.held, query.num_tokens, roster, weighing)
         first = weighing.first_leg(
             table,
             cached,
@@ -89,6 +92,52 @@ class Seconds:
             return choice
         return replace(choice, suits=Suiting(query, view, weighing.bears, table, asked, float(found[numbers.BEARABLE])))
 
+    def place(
+        self,
+        query: tuple[float, ...],
+        cached: Mapping[str, int],
+        held: Mapping[str, int] | None,
+        force: Force,
+        fallback: Fallback,
+        usual_tokens: int,
+        backlog_s: float,
+        view: ClusterView,
+    ) -> Placed | None:
+        """The same for a request that may go to every node that takes work, if it goes at once by `gate` and nothing is fetched for it; None: that is
+        to be asked of each. Raises as `choose`. query: as `asked_of` begins; cached, held: see Query; usual_tokens: of a prompt; backlog_s: of a node
+        that is open."""
+        if view.typical_cost is None:
+            return None
+        weighing, roster, asked, num_tokens = compiled.in_use(), view.roster, query + self._own, query[0]
+        if num_tokens > roster.shortest_max_len or roster.has_namesakes:
+            return None
+        plan = roster.plans.get((force, fallback, weighing)) or planned(Query(int(num_tokens), force=force, fallback=fallback), view, weighing)
+        if not plan.is_whole:
+            return None
+        table, (found, told) = weighing.table(view), weighing.scratch
+        tokens, source, most = known(cached, held, int(num_tokens), roster, weighing)
+        paths = weighing.paths(roster, source, view.reported(source).bandwidth) if source >= 0 else weighing.nothing(roster)
+        pools = plan.serving, plan.decoding, plan.prefill, plan.decode, plan.local, plan.groups, plan.exchange, plan.wants_local
+        first = weighing.place(table, tokens, most, source, paths, *pools, asked, usual_tokens, backlog_s, found, told)
+        if first < 0:
+            if not plan.may_be_local:
+                return None
+            num, prefill = -first, None
+        else:
+            prefill = view.reported(first)
+            paths = weighing.paths(roster, first, prefill.bandwidth)
+            num = weighing.place_pair(
+                table, tokens, paths, plan.decode, plan.groups, plan.exchange, plan.wants_local, asked, usual_tokens, backlog_s, found, told
+            )
+        packed = weighing.packed(told, num)
+        head = HEAD.unpack_from(packed)
+        if head[GOES] == 0.0 or head[numbers.IS_FETCHED] != 0.0:
+            return None
+        decode = view.reported(int(head[numbers.DECODE]))
+        if head[numbers.MODE] == numbers.LOCAL:
+            return Placed("local", None, decode, self.name, packed, head, roster.names)
+        return Placed("remote", prefill, decode, self.name, packed, head, roster.names)
+
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
         if view.typical_cost is None:
             return self._cold.choose_decode(query, view, prefill)
@@ -98,7 +147,7 @@ class Seconds:
         weighing, roster = compiled.in_use(), view.roster
         row = weighing.parked(
             weighing.table(view),
-            known(query, roster, weighing)[0],
+            known(query.cached, query.held, query.num_tokens, roster, weighing)[0],
             weighing.paths(roster, roster.row_of.get(prefill.incarnation, -1), prefill.bandwidth),
             weighing.rows(roster.prefill),
             weighing.rows(roster.decode_only),

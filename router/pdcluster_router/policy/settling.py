@@ -39,7 +39,8 @@ Row = MutableSequence[float]
 Rows = Sequence[Row]
 
 # What is known of a node, behind what follows from it. HAS_LOAD: 0 before its first report. TOLD: by the report. PAGES_LEFT: free or only cached.
-# PARKED, PAGES: pages of finished KV, and all. IS_OWN: 1 where its own steps say what they cost, 0 where that is typical. MOST_TOKENS: of a request
+# PARKED, PAGES: pages of finished KV, and all. IS_OWN: 1 where its own steps say what they cost, 0 where that is typical; SPREAD: of a prompt's
+# predicted seconds, as a share (DOUBT is the other part of that error bar). MOST_TOKENS: of a request
 # that it takes; -1 while it takes none. From IN_FLIGHT on: what this router sent (`view.Pending`).
 (
     HAS_LOAD,
@@ -56,6 +57,7 @@ Rows = Sequence[Row]
     PARKED,
     PAGES,
     IS_OWN,
+    SPREAD,
     MOST_TOKENS,
     IN_FLIGHT,
     SENT_REQUESTS,
@@ -64,8 +66,8 @@ Rows = Sequence[Row]
     SENT_ROWS,
     SENT_CONTEXT,
     SENT_PROMPTS,
-) = range(NUM_STATION, NUM_STATION + 22)
-NUM_COLUMNS = NUM_STATION + 22
+) = range(NUM_STATION, NUM_STATION + 23)
+NUM_COLUMNS = NUM_STATION + 23
 
 
 def settle(node: Row) -> None:

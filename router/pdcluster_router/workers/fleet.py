@@ -19,7 +19,7 @@ from pdcluster.errors import PdclusterError, ProtocolError, Unavailable, Unknown
 from pdcluster.messages import Role
 from pdcluster_router import drains
 from pdcluster_router.events import Event, EventLog
-from pdcluster_router.explain import Explanation
+from pdcluster_router.explain_records import Explanation
 from pdcluster_router.operations import CachedNode, CacheStatus, NodeStatus, PolicyStatus, Progress, RequestList
 from pdcluster_router.workers import frames
 from pdcluster_router.workers.channel import Channel, Silent

@@ -30,6 +30,7 @@ from pdcluster.kv.hashing import chain_root
 from pdcluster.metrics import ExplainMetrics, HoldMetrics
 from pdcluster_router.admission import Slo
 from pdcluster_router.app import HttpSettings, create_app
+from pdcluster_router.chooser import Going
 from pdcluster_router.dispatch import Dispatch
 from pdcluster_router.explain import Explainer
 from pdcluster_router.generation import ModelInfo
@@ -184,6 +185,8 @@ class Scene:
     """All that was to be seen after each step."""
     exchanges: list[Exchange] = field(default_factory=list)
     at: int = 0
+    num_going: int = 0
+    """Requests that were told to go from the numbers of the nodes alone."""
 
     def __post_init__(self) -> None:
         setting = self.setting
@@ -199,13 +202,19 @@ class Scene:
         self.dispatch, self.places = dispatch, Places(setting.places, Tenants(TENANTS) if setting.has_tenants else None, hold)
         plain = Plain(dispatch.shared, self.metrics) if self.is_plain else None
         self.app = create_app(dispatch, HttpSettings(deadline_s=self.deadline_s), self.metrics, self.places, plain=plain)
-        self.noted: list[object] = []
-        note_sent, choose = self.chooser.note_sent, self.chooser.choose
-        self.chooser.note_sent = lambda *words: self.noted.append((words[0].mode, *words[1:])) or note_sent(*words)  # type: ignore[method-assign,func-returns-value]
+        choose, place = self.chooser.choose, self.chooser.place
         self.chooser.choose = lambda *words: (choose(*words), self.wait(setting.choosing_s))[0]  # type: ignore[method-assign,func-returns-value]
+        self.chooser.place = lambda *words: self._slow(place(*words))  # type: ignore[method-assign]
 
     def wait(self, seconds: float) -> None:
         self.moment += seconds
+
+    def _slow(self, going: Going | None) -> Going | None:
+        """None: another choice is made."""
+        if going is not None:
+            self.num_going += 1
+            self.wait(self.setting.choosing_s)
+        return going
 
     @property
     def force(self) -> Force:
@@ -352,7 +361,8 @@ class Scene:
         asked = [self._told(exchange) for exchange in self.exchanges]
         seen = (
             asked, self.places.num_taken, open_ones, legs, pending, sent, ledger.num_requests(), self.dispatch.waiting.num_held,
-            (self.chooser._num_ended, self.chooser._usual_output, self.chooser._usual_prompt, self.chooser._counter, self.noted),
+            (self.chooser._num_ended, self.chooser._usual_output, self.chooser._usual_prompt, self.chooser._counter),
+            (self.chooser._previous, *((sent._work_s, sent._moment) for sent in (self.chooser._sent_serving, self.chooser._sent_decoding))),
         )  # fmt: skip
         text = json.dumps(seen, default=str)
         for number, exchange in enumerate(self.exchanges):

@@ -20,7 +20,8 @@ from pdcluster.messages import pack_tokens
 from pdcluster.metrics import ExplainMetrics
 from pdcluster_router.chooser import Decision
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.explain import MAX_ALIKE, MAX_CANDIDATES, MAX_DECISIONS, Explainer, Explanation, Kept, Record
+from pdcluster_router.explain import MAX_ALIKE, MAX_DECISIONS, Explainer, Kept, Record
+from pdcluster_router.explain_records import MAX_CANDIDATES, Explanation
 from pdcluster_router.explain_text import text_of
 from pdcluster_router.generation import ANYBODY, Done, Generation, Standing
 from pdcluster_router.headroom import Headroom

@@ -3,13 +3,15 @@ books as the general way would have."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import re
 
 import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_both_ways import CLUSTERS, Setting, Steps, told
+from plain_both_ways import CLUSTERS, Setting, Steps, play, told
 from plain_scripts import FIELDS, LOCAL, ONE, PROMPT, REMOTE, USUAL
 
 OTHERS = st.sampled_from(["ask", "ask", "ask", "turn", "turn", "report", "report", "shut"])
@@ -69,6 +71,17 @@ def same(nodes: str, steps: Steps, setting: Setting) -> list[object]:
 def heads(seen: object) -> list[str]:
     """Of each request's answer, "" while it has none."""
     return [told[1].partition("\r\n\r\n")[0].lower() for told in seen[0]]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("nodes", "steps", "num"), [("one node", LOCAL, 1), ("two nodes", LOCAL, 1), ("a pair", REMOTE, 1), ("busy", LOCAL, 0)])
+def test_plain_requests_are_told_to_go_from_numbers_alone_where_nodes_know_what_steps_cost(nodes: str, steps: Steps, num: int) -> None:
+    """Else the comparison of both ways would not be about that."""
+    setting = Setting(policy="seconds", has_cost=True)
+    assert same(nodes, steps, setting)
+    scene = asyncio.run(play(True, nodes, steps, {"prompt": PROMPT}, setting=setting))
+    assert scene.num_going == num
+    scene = asyncio.run(play(True, nodes, steps, {"prompt": PROMPT}, setting=dataclasses.replace(setting, shadow="round-robin")))
+    assert scene.num_going == 0
 
 
 LARGE, SMALL, SHARED, UNKNOWN, NO_KEY = (("ask", key, (0,)) for key in (2, 1, 3, 4, 0))

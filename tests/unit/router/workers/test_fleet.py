@@ -8,7 +8,7 @@ import pytest
 from worker_desks import ScriptedWorker, node_status, two_workers
 
 from pdcluster.errors import BadRequest, DeadlineExceeded, PdclusterError, Unavailable, UnknownName
-from pdcluster_router.explain import Explanation
+from pdcluster_router.explain_records import Explanation
 from pdcluster_router.operations import CachedNode, CacheStatus
 from pdcluster_router.workers import fleet as fleet_module
 

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from pdcluster.errors import BadRequest, PdclusterError, UnknownName
 from pdcluster.messages import Load, Role
 from pdcluster_router.events import Event, EventLog
-from pdcluster_router.explain import Explanation
+from pdcluster_router.explain_records import Explanation
 from pdcluster_router.operations import CachedNode, CacheStatus, NodeStatus, PolicyStatus, Progress, RequestList, RequestStatus
 from pdcluster_router.workers.desk import Desk
 from pdcluster_router.workers.fleet import Fleet

@@ -1,0 +1,48 @@
+"""A choice whose request goes at once, as `placing` tells it: what its request needs is named here, the rest stays bare numbers. Values only."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from pdcluster_router.generation import Mode
+from pdcluster_router.policy.base import Choice, Predicted
+from pdcluster_router.policy.placing import ESTIMATE_S, FIRST_TOLD, SENT_S
+from pdcluster_router.policy.weighing import FOUND_TPOT_S, TTFT_S
+from pdcluster_router.view import NodeView
+
+HEAD = struct.Struct(f"={FIRST_TOLD}d")
+
+
+class Placed(msgspec.Struct, frozen=True, eq=False):
+    """prefill, decode: see Choice; as they last reported, since only what a report changes is asked of them. told: the numbers of `placing`, head:
+    the first of them; names: of the nodes of the view, by row."""
+
+    mode: Mode
+    prefill: NodeView | None
+    decode: NodeView
+    policy: str
+    told: bytes
+    head: tuple[float, ...]
+    names: tuple[str, ...]
+
+    @property
+    def first(self) -> NodeView:
+        """The node that computes the prompt."""
+        return self.prefill or self.decode
+
+    @property
+    def sent_s(self) -> float:
+        """Seconds of work for that node."""
+        return self.head[SENT_S]
+
+    @property
+    def estimate_s(self) -> float:
+        """Until the first token, by what waits there and its own prompt."""
+        return self.head[ESTIMATE_S]
+
+    def choice(self) -> Choice:
+        """But for its record: what was compared stands in `told`."""
+        head = self.head
+        return Choice(self.mode, self.prefill, self.decode, tuple, Predicted(head[TTFT_S], head[FOUND_TPOT_S]), self.policy)

@@ -1,0 +1,223 @@
+"""A choice that goes at once is the one that the policy, the gate and `explain` come to when they are asked one after the other; compiled and not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tracemalloc
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import pytest
+from checkpoints import KERNEL_CACHE
+from examples import examples
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from policy_cases import COST, batch, clusters, make_node, queries, queue, view
+from prometheus_client import CollectorRegistry
+
+from pdcluster.cost import CostError
+from pdcluster.errors import Unavailable
+from pdcluster.metrics import ExplainMetrics
+from pdcluster_router.admission import Slo
+from pdcluster_router.chooser import Decision
+from pdcluster_router.explain import BRIEF_BYTES, Explainer, Kept, Record
+from pdcluster_router.explain_brief import Brief
+from pdcluster_router.explain_records import MAX_CANDIDATES
+from pdcluster_router.gate import Gate
+from pdcluster_router.generation import Standing
+from pdcluster_router.headroom import Headroom
+from pdcluster_router.hold import HoldLimits
+from pdcluster_router.policy import compiled
+from pdcluster_router.policy.base import Query
+from pdcluster_router.policy.placed import Placed
+from pdcluster_router.policy.scales import asked_of
+from pdcluster_router.policy.seconds import Seconds
+from pdcluster_router.pull import PullMode, PullRule
+from pdcluster_router.view import ClusterView, NodeView, Pending
+
+TOO_SLOW = HealthCheck.too_slow, HealthCheck.function_scoped_fixture
+UNHURRIED = settings(max_examples=examples(150, 2000), deadline=None, suppress_health_check=TOO_SLOW)
+HEADROOM, POLICY = Headroom(), Seconds()
+
+
+@pytest.fixture(params=["plain", "compiled"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "compiled":
+        assert compiled.load(KERNEL_CACHE)
+    yield
+    compiled.use(compiled.PLAIN)
+
+
+def placed_of(query: Query, cluster: ClusterView) -> Placed | None:
+    """By the numbers."""
+    asked = asked_of(query, POLICY._own)[:8]
+    usual = round(query.usual_tokens)
+    return POLICY.place(asked, query.cached, query.held, query.force, query.fallback, usual, HEADROOM.backlog_s, cluster)
+
+
+def decided(query: Query, cluster: ClusterView) -> Decision | None:
+    """By all who are asked; None: it does not go at once."""
+    choice = POLICY.choose(query, cluster)
+    return Gate(HoldLimits(), HEADROOM, Slo()).at_once(Decision(query, cluster, choice), 0.0, is_paid=False)
+
+
+def explainer() -> Explainer:
+    return Explainer(HEADROOM, ExplainMetrics(CollectorRegistry()), lambda: 1.0)
+
+
+def told(record: Record, explained: Explainer, *, has_token: bool) -> object:
+    """What is told of the request once it ended."""
+    if has_token:
+        record.first_token(12.5)
+    record.attempts, record.cached_tokens = 1, 3
+    explained.close(record, None)
+    return msgspec.to_builtins(explained.explain("r"))
+
+
+@st.composite
+def measured(draw: st.DrawFn) -> ClusterView:
+    """Clusters whose nodes mostly know what steps cost there, with their error bars; some of the load is this router's."""
+    nodes = []
+    for node in draw(clusters()).nodes:
+        cost = node.cost if draw(st.integers(0, 7)) == 0 else COST
+        if cost is not None:
+            error = CostError(draw(st.sampled_from([0.0, 0.1, 0.4])), draw(st.sampled_from([0.0, 0.02, 0.7])))
+            cost = dataclasses.replace(cost, prefill=dataclasses.replace(cost.prefill, error=error))
+        is_cordoned, max_len = (node.is_cordoned, node.max_len) if draw(st.integers(0, 7)) == 0 else (False, 32768)
+        nodes.append(replace(node, cost=cost, is_cordoned=is_cordoned, max_len=max_len))
+    cluster = ClusterView(nodes)
+    if cluster.typical_cost is not None:
+        assert cluster.table is not None
+    sent = draw(st.dictionaries(st.sampled_from([node.incarnation for node in nodes]), st.integers(0, 40)))
+    return cluster.sent(sent, lambda name: (sent[name], Pending(sent[name], 100 * sent[name], rows=sent[name])))
+
+
+@pytest.mark.usefixtures("way")
+@UNHURRIED
+@given(cluster=measured(), query=queries(), has_token=st.booleans(), mode=st.sampled_from(["always", "always", "chosen", "never"]))
+def test_what_goes_at_once_goes_where_all_who_are_asked_send_it_and_is_told_the_same(
+    cluster: ClusterView, query: Query, has_token: bool, mode: PullMode
+) -> None:
+    query = replace(query, excluded=frozenset(), busy=frozenset(), num_held=0)
+    try:
+        placed = placed_of(query, cluster)
+    except Unavailable as error:
+        with pytest.raises(Unavailable, match=re.escape(str(error))):
+            POLICY.choose(query, cluster)
+        return
+    event("goes at once" if placed is not None else "has to be asked")
+    if placed is None:
+        return
+    decision = decided(query, cluster)
+    assert decision is not None
+    choice, mine, first = decision.choice, placed.choice(), decision.choice.first
+    assert (mine.mode, mine.predicted, mine.policy, mine.pull) == (choice.mode, choice.predicted, choice.policy, choice.pull)
+    assert [node and node.endpoint for node in (mine.prefill, mine.decode)] == [node and node.endpoint for node in (choice.prefill, choice.decode)]
+    assert mine.decode.has_slack == choice.decode.has_slack
+    rule = PullRule(mode)
+    if rule.leaves(query.cached if query.held is None else query.held, query.cached_on(first), mine.first):
+        assert rule.apply(choice, query, cluster) is choice
+    known = min(query.cached_on(first), query.num_tokens - 1)
+    assert first.cost is not None
+    assert placed.sent_s == first.cost.prefill.seconds(query.num_tokens - known, known)
+    assert placed.estimate_s == HEADROOM.ttft_s(first, query)
+    mine_told, theirs = explainer(), explainer()
+    record = mine_told.open("r", Standing("", 0), 10.0)
+    record.placed(placed, query.hashes, query.num_tokens, reachable(query, cluster), 11.0, 12.0)
+    other = theirs.open("r", Standing("", 0), 10.0)
+    other.decided(decision, 11.0, 12.0)
+    assert told(record, mine_told, has_token=has_token) == told(other, theirs, has_token=has_token)
+
+
+def reachable(query: Query, cluster: ClusterView) -> int:
+    """As the chooser finds it."""
+    there = cluster.roster.row_of
+    return min(max((tokens for node, tokens in query.cached.items() if node in there), default=0), query.num_tokens)
+
+
+PAIR = make_node("p0", "prefill"), make_node("d0", "decode")
+MANY = [make_node(f"m{number:02}", "mixed", batch(number % 3)) for number in range(20)]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    ("nodes", "query", "goes"),
+    [
+        ([make_node("m0", "mixed")], Query(100), True),
+        ([make_node("m0", "mixed")], Query(100, cached={"m0-boot": 96}), True),
+        (PAIR, Query(100), True),
+        (PAIR, Query(100, force="remote"), True),
+        ([*PAIR, make_node("d1", "decode", batch(8))], Query(100, cached={"d0-boot": 64}), True),
+        (MANY, Query(100), True),
+        ([make_node("m0", "mixed", cost=None), make_node("m1", "mixed", batch(8))], Query(100), False),
+        ([make_node("m0", "mixed", queue(10**6))], Query(100), False),
+        ([make_node("m0", "mixed"), make_node("m1", "mixed", is_cordoned=True)], Query(100), False),
+        ([make_node("m0", "mixed")], Query(100, force="remote"), False),
+        ([make_node("p0", "prefill"), make_node("p1", "prefill", max_len=50)], Query(100), False),
+    ],
+)
+def test_the_short_way_is_taken_where_it_is_meant_to_be(nodes: Sequence[NodeView], query: Query, goes: bool) -> None:
+    placed = placed_of(query, view(*nodes))
+    assert (placed is not None) is goes
+    if placed is not None:
+        assert len(Brief.of(0.0, 0.0, "seconds", 100, placed.told, placed.names, placed.head).decided().candidates) <= 3 * MAX_CANDIDATES
+
+
+@pytest.mark.usefixtures("way")
+def test_two_boots_of_one_node_are_looked_at() -> None:
+    """They have one name, and what is noted has names only."""
+    node = make_node("m0", "mixed")
+    other = replace(node, endpoint=replace(node.endpoint, incarnation="m0-later"))
+    assert placed_of(Query(100), view(node, make_node("m1", "mixed"))) is not None
+    assert placed_of(Query(100), view(node, other)) is None
+
+
+def test_a_decision_that_is_followed_by_another_is_told_before_it() -> None:
+    cluster, query = view(*PAIR), Query(100)
+    placed, decision = placed_of(query, cluster), decided(query, cluster)
+    assert placed is not None and decision is not None
+    explained = explainer()
+    record = explained.open("r", Standing("", 0), 10.0)
+    record.placed(placed, b"", 100, 0, 10.0, 10.5)
+    running = explained.explain("r")
+    assert running is not None and [each.at_s for each in running.decisions] == [0.5]
+    record.failed("no room")
+    record.decided(decision, 11.0, 11.5)
+    explained.close(record, None)
+    ended = explained.explain("r")
+    assert ended is not None
+    assert [(each.at_s, each.failed) for each in ended.decisions] == [(0.5, "no room"), (1.5, "")]
+    assert ended.decisions[0].candidates == ended.decisions[1].candidates
+
+
+def test_what_is_kept_of_a_request_that_went_at_once_is_counted_with_what_it_takes() -> None:
+    placed = placed_of(Query(100), view(*MANY))
+    assert placed is not None
+    explained = Explainer(HEADROOM, ExplainMetrics(CollectorRegistry()), lambda: 1.0, Kept(requests=300))
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(300):
+            record = explained.open(f"request-{number:020}", Standing("", 0), 10.0 + number)
+            record.placed(replace(placed, told=bytes(bytearray(placed.told))), bytes(16), 100, 0, 11.0 + number, 12.0 + number)
+            record.first_token(12.5 + number)
+            explained.close(record, None)
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 0.5 * explained.num_bytes < taken < explained.num_bytes
+
+
+def test_kept_requests_that_went_at_once_are_bounded_by_their_bytes() -> None:
+    placed = placed_of(Query(100), view(*PAIR))
+    assert placed is not None
+    size = BRIEF_BYTES + len(placed.told)
+    explained = Explainer(HEADROOM, ExplainMetrics(CollectorRegistry()), lambda: 1.0, Kept(requests=100, size_bytes=3 * size))
+    for number in range(5):
+        record = explained.open(f"r{number}", Standing("", 0), 10.0)
+        record.placed(placed, b"", 100, 0, 11.0, 12.0)
+        explained.close(record, None)
+    assert [told.request for told in explained.recent(10)] == ["r4", "r3", "r2"]
+    assert explained.num_bytes == 3 * size
