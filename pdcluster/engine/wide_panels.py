@@ -4,9 +4,10 @@
 to float32 before they are multiplied.
 
 Rows that are widened together stay in the second-level cache, or near it, while all panels go over them; a panel goes over all of their tiles while
-it is near. What is read next is asked for as two streams, since one does not fill the memory bus, and less so the longer products take. One or two
-rows, whose products are done before the weights are here, go over runs of panels side by side: streams of loads that do not jump. (Four rows, of
-25 GB/s that this memory gives: 12.3 without asking, 16.4 with one stream, 20.4 with two. One row: 23.5.) Import it through `native`.
+it is near. What is read next is asked for as two streams, since one does not fill the memory bus, and less so the longer products take; of several
+tiles the first one asks alone, as the others have enough to do. One or two rows, whose products are done before the weights are here, go over runs of
+panels side by side: streams of loads that do not jump. (Four rows, of 25 GB/s that this memory gives: 12.3 without asking, 16.4 with one stream, 20.4
+with two. One row: 23.5.) Import it through `native`.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ import numpy as np
 
 from pdcluster.engine.kernels import widen
 from pdcluster.engine.vectors import address, has_wide_product
-from pdcluster.engine.wide_tiles import wide_panel_of, wide_panels_of
+from pdcluster.engine.wide_tiles import asking_panel_of, wide_panel_of, wide_panels_of
 
 has_panels = has_wide_product()
 PANEL = 16
 TILE = 6
 MOST_STREAMED = 2
 """Rows that go over several runs of panels side by side."""
-WIDE_BYTES = 768 << 10
+WIDE_BYTES = 384 << 10
 """Of rows that are widened together."""
 LINE, PAIR_BYTES = 16, 4 * PANEL
 
 one_by_4, two_by_2 = wide_panels_of(1, 4), wide_panels_of(2, 2)
-tile_1, tile_2, tile_3, tile_4, tile_5, tile_6 = (wide_panel_of(rows) for rows in (1, 2, 3, 4, 5, 6))
+tile_3, tile_4, tile_5, tile_6 = (wide_panel_of(rows) for rows in (3, 4, 5, 6))
+asking_1, asking_2, asking_3, asking_4, asking_5, asking_6 = (asking_panel_of(rows) for rows in (1, 2, 3, 4, 5, 6))
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
@@ -101,16 +103,17 @@ def multiply_wide(rows, count, panels, bias, last, spare, out, column, lo, hi):
         r = 0
         for tile in range(num_tiles):
             tile_rows = (count - r + num_tiles - tile - 1) // (num_tiles - tile)
-            left = inputs + 8 * r * num_pairs
-            if n < whole:
-                results = target + r * out_bytes + 2 * PANEL * n
-                multiply_tile(tile_rows, left, at, num_pairs, biases + 4 * PANEL * n, results, out_bytes, coming, apart)
+            left, added, results, step = inputs + 8 * r * num_pairs, biases + 4 * PANEL * n, target + r * out_bytes + 2 * PANEL * n, out_bytes
+            if n >= whole:
+                added, results, step = address(last), address(spare), 2 * PANEL
+            if tile == 0:
+                multiply_asking(tile_rows, left, at, num_pairs, added, results, step, coming, apart)
             else:
-                multiply_tile(tile_rows, left, at, num_pairs, address(last), address(spare), 2 * PANEL, coming, apart)
+                multiply_tile(tile_rows, left, at, num_pairs, added, results, step)
+            if n >= whole:
                 for i in range(tile_rows):
                     for k in range(n * PANEL, bias.shape[0]):
                         out[r + i, column + k] = spare[i, k - n * PANEL]
-            coming, apart = at, 0
             r += tile_rows
 
 
@@ -134,16 +137,29 @@ def multiply_several(count, left, weights, run_bytes, num_pairs, bias, out, out_
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
-def multiply_tile(rows, left, weights, num_pairs, bias, out, out_bytes, coming, apart):
+def multiply_tile(rows, left, weights, num_pairs, bias, out, out_bytes):
+    """Rows are cut in equal parts: of several each is of three to six."""
     if rows == 6:
-        tile_6(left, weights, num_pairs, bias, out, out_bytes, coming, apart)
+        tile_6(left, weights, num_pairs, bias, out, out_bytes)
     elif rows == 5:
-        tile_5(left, weights, num_pairs, bias, out, out_bytes, coming, apart)
+        tile_5(left, weights, num_pairs, bias, out, out_bytes)
     elif rows == 4:
-        tile_4(left, weights, num_pairs, bias, out, out_bytes, coming, apart)
-    elif rows == 3:
-        tile_3(left, weights, num_pairs, bias, out, out_bytes, coming, apart)
-    elif rows == 2:
-        tile_2(left, weights, num_pairs, bias, out, out_bytes, coming, apart)
+        tile_4(left, weights, num_pairs, bias, out, out_bytes)
     else:
-        tile_1(left, weights, num_pairs, bias, out, out_bytes, coming, apart)
+        tile_3(left, weights, num_pairs, bias, out, out_bytes)
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True)
+def multiply_asking(rows, left, weights, num_pairs, bias, out, out_bytes, coming, apart):
+    if rows == 6:
+        asking_6(left, weights, num_pairs, bias, out, out_bytes, coming, apart)
+    elif rows == 5:
+        asking_5(left, weights, num_pairs, bias, out, out_bytes, coming, apart)
+    elif rows == 4:
+        asking_4(left, weights, num_pairs, bias, out, out_bytes, coming, apart)
+    elif rows == 3:
+        asking_3(left, weights, num_pairs, bias, out, out_bytes, coming, apart)
+    elif rows == 2:
+        asking_2(left, weights, num_pairs, bias, out, out_bytes, coming, apart)
+    else:
+        asking_1(left, weights, num_pairs, bias, out, out_bytes, coming, apart)
