@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from bench.engine import Ceilings, Work
+from bench import engine
+from bench.engine import QUICK, Ceilings, Work
 from bench.engine_compare import Contender, _batch_goals
 
 WORK = Work(layer_weights=900, head_weights=100, attention_flop=8, item_bytes=2, kv_bytes=10)
@@ -27,3 +30,20 @@ def test_many_rows_have_to_be_so_much_faster_or_near_the_roofline(rival_s: float
     no_process = cast(subprocess.Popen[str], None)
     contenders = [Contender(name, no_process, 0.0, "") for name in ("pdcluster", "vllm", "llama.cpp")]
     assert _batch_goals(contenders, [[0.1], [rival_s, 9.0, rival_s], [0.2]], least=0.06) == pytest.approx({"vllm": goal})
+
+
+@pytest.mark.parametrize(
+    ("taken", "tries", "seconds", "calls"),
+    [([5.0, 3.0, 4.0], 3, 0.5, 3), ([0.25, 0.125, 0.25, 0.25, 0.25], 2, 0.8, 4), ([0.25, 0.5, 0.125], 1, 0.0, 1)],
+)
+def test_a_repeat_is_the_best_of_so_many_tries_and_of_what_begins_in_time(
+    monkeypatch: pytest.MonkeyPatch, taken: list[float], tries: int, seconds: float, calls: int
+) -> None:
+    now, left = [100.0], list(taken)
+
+    def run() -> None:
+        now[0] += left.pop(0)
+
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    best = engine._best_seconds(replace(QUICK, tries=tries, seconds=seconds), run)
+    assert best == min(taken[:calls]) and len(left) == len(taken) - calls
