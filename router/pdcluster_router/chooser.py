@@ -16,7 +16,7 @@ from pdcluster.errors import Unavailable
 from pdcluster_router.generation import Mode
 from pdcluster_router.job import Job
 from pdcluster_router.policy.base import Choice, Fallback, Force, Policy, Query
-from pdcluster_router.policy.placed import Placed
+from pdcluster_router.policy.placed import Asked, Placed
 from pdcluster_router.policy.scales import PREVIOUS
 from pdcluster_router.policy.seconds import Seconds
 from pdcluster_router.pull import BY_TOKENS, PullRule
@@ -45,14 +45,6 @@ class Decision(msgspec.Struct, frozen=True):
     shadow: Choice | None = None
 
 
-class Going(msgspec.Struct, frozen=True, eq=False):
-    """A request that goes at once. num_tokens: of its prompt and what was emitted; reachable: of these, that some node has cached."""
-
-    placed: Placed
-    num_tokens: int
-    reachable: int
-
-
 NO_NODES: frozenset[str] = frozenset()
 NOTHING_HELD: dict[str, int] = {}
 
@@ -71,7 +63,8 @@ FEW = 1 / NEWEST
 
 
 class Chooser:
-    """held: leading blocks of a chain of hashes that each node holds; expected: that it will soon, None: none.
+    """held: leading blocks of a chain of hashes that each node holds; expected: that it will soon, None: none; glance: a
+    view of which nothing is kept.
     pulls: for policies that choose no pull. num_held: how many requests wait for a node; whoever owns the hold queue sets it.
     force and fallback are the router's own settings; a request may have others. Owned by the router's event loop."""
 
@@ -86,9 +79,10 @@ class Chooser:
         itl_s: float = 0.0,
         pulls: PullRule = BY_TOKENS,
         expected: Cached | None = None,
+        glance: Callable[[], ClusterView] | None = None,
     ) -> None:
         self.holder = holder
-        self._view = view
+        self._view, self._glance = view, glance or view
         self._held = held
         self._expected = expected
         self.num_held: Callable[[], int] = _nobody
@@ -115,31 +109,24 @@ class Chooser:
         self._previous = choice.mode
         return Decision(query, view, choice, _looked_at(shadow, query, view) if shadow is not None else None)
 
-    def place(self, job: Job, room_s: float, now: float) -> Going | None:
+    def place(self, job: Job, room_s: float, now: float) -> Placed | None:
         """The choice of `choose`, where it is plain that its request goes at once (room_s: see Gate) and nobody else is to be asked, in a fraction of
         the time; None: `choose` and the gate have to be asked."""
         live = self.holder.live
         if self.holder.shadow is not None or room_s < 0.0 or job.excluded or job.busy or not isinstance(live, Seconds):
             return None
-        view, num_tokens = self._view(), len(job.prompt) + len(job.emitted)
-        cached, held = self._cached(job)
+        hashes, num_tokens = job.hashes_so_far(), len(job.prompt) + len(job.emitted)
         sent_s = self._sent_serving.per_second(now), self._sent_decoding.per_second(now)
-        asked = float(num_tokens), float(self._output_left(job)), self._itl_s, 0.0, self._usual_prompt, *sent_s, PREVIOUS[self._previous]
-        force = job.force or self._force
-        placed = live.place(asked, cached, held, force, self._fallback, self._most_prompt, room_s, view)
-        if placed is None:
+        numbers = float(num_tokens), float(self._output_left(job)), self._itl_s, 0.0, self._usual_prompt, *sent_s, PREVIOUS[self._previous]
+        held, expected = self._held(hashes), self._expected(hashes) if self._expected is not None else NOTHING_HELD
+        force, usual = job.force or self._force, self._most_prompt
+        asked = Asked(num_tokens, numbers, held, expected, job.chain.block_tokens, force, self._fallback, usual, room_s)
+        placed = live.place(asked, self._glance())
+        if placed is None or not self._pulls.leaves(placed.most_held, placed.cached_tokens, placed.first):
             return None
-        reachable = 0
-        if cached:
-            there, first = view.roster.row_of, placed.first
-            own = cached.get(first.endpoint.incarnation, 0)
-            if not self._pulls.leaves(cached if held is None else held, own if own < num_tokens else num_tokens, first):
-                return None
-            most = max([tokens for incarnation, tokens in cached.items() if incarnation in there], default=0)
-            reachable = most if most < num_tokens else num_tokens
         self._counter += 1
         self._previous = placed.mode
-        return Going(placed, num_tokens, reachable)
+        return placed
 
     def follow(self, job: Job, now: float) -> Decision | None:
         """To the node that decodes another choice of its prompt; None when it shall not share, or that node takes no work any more."""

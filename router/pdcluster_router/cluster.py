@@ -117,6 +117,8 @@ class Cluster:
         self._num_managed = 0
         self._changed = asyncio.Event()
         self._view = ClusterView(())
+        self._is_lent = False
+        """Whether somebody may have kept the view."""
         self._reported: set[str] = set()
         """Nodes that said something since the view was made."""
         self._is_view_whole = True
@@ -323,20 +325,34 @@ class Cluster:
 
     def view(self) -> ClusterView:
         """As of now. Costs what changed since the last call; all of it is made anew only when nodes came or went."""
-        changed = self.ledger.take_changed()
+        self._bring_up()
+        self._is_lent = True
+        return self._view
+
+    def glance(self) -> ClusterView:
+        """As `view`, for who keeps nothing of it: what was sent since is written into the last one, unless somebody may still have that."""
+        self._bring_up()
+        return self._view
+
+    def _bring_up(self) -> None:
+        changed, before = self.ledger.take_changed(), self._view
         if not self._is_view_whole:
             self._view = ClusterView([self._view_of(state) for state in self._nodes.values() if state.is_up and state.load is not None])
             self._is_view_whole, self._typical_until = True, 0.0
         else:
             if self._reported:
-                self._view = self._view.replaced(self._replacements(), self._view.typical, is_told=True)
+                self._view = before.replaced(self._replacements(), before.typical, is_told=True)
                 changed -= self._reported
             if changed:
-                self._view = self._view.sent(changed, self.ledger.counts)
+                if self._view.has_table and not (self._is_lent and self._view is before):
+                    self._view.note_sent(changed, self.ledger.counts)
+                else:
+                    self._view = self._view.sent(changed, self.ledger.counts)
         self._reported.clear()
         if time.monotonic() >= self._typical_until:
             self._look_at_costs()
-        return self._view
+        if self._view is not before:
+            self._is_lent = False
 
     def _look_at_costs(self) -> None:
         """What a step typically costs stands in for what single nodes do not know, and these have to be looked at anew with it: so now and then."""

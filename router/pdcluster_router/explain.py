@@ -90,11 +90,10 @@ class Record:
         if self._decisions:
             self._decisions[-1] = msgspec.structs.replace(self._decisions[-1], failed=why[:MAX_WHY])
 
-    def placed(self, placed: Placed, hashes: bytes, num_tokens: int, reachable: int, asked: float, now: float) -> None:
-        """Its first decision, by which it goes at once. hashes: of the prompt; reachable: tokens of it that some node has cached; asked: see
-        `decided`."""
-        self.brief = Brief.of(now - self._started, now - asked, placed.policy, num_tokens, placed.told, placed.names, placed.head)
-        self._ideal, self._reachable, self._last_at = self._explainer.seen(hashes, num_tokens), reachable, now
+    def placed(self, placed: Placed, hashes: bytes, asked: float, now: float) -> None:
+        """Its first decision, by which it goes at once. hashes: of the prompt; asked: see `decided`."""
+        self.brief = Brief.of(now - self._started, now - asked, placed.policy, placed.num_tokens, placed.told, placed.names, placed.head)
+        self._ideal, self._reachable, self._last_at = self._explainer.seen(hashes, placed.num_tokens), placed.most_cached, now
 
     def _write_out(self) -> None:
         """What was brief so far, for what does not happen to most."""

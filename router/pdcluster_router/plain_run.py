@@ -22,7 +22,7 @@ from pdcluster_router import general
 from pdcluster_router.answer import named_headers
 from pdcluster_router.begun import backend_of
 from pdcluster_router.choices import FINISH_REASONS
-from pdcluster_router.chooser import Decision, Going
+from pdcluster_router.chooser import Decision
 from pdcluster_router.explain import Record
 from pdcluster_router.generation import Chunk, Done, Route, Standing
 from pdcluster_router.http_errors import fail
@@ -33,6 +33,7 @@ from pdcluster_router.open_requests import OpenRequest
 from pdcluster_router.plain_kind import Asked
 from pdcluster_router.plain_stream import PlainStream
 from pdcluster_router.policy.base import Choice
+from pdcluster_router.policy.placed import Placed
 from pdcluster_router.rounds import Round, Rounds
 from pdcluster_router.run import Run, Shared
 from pdcluster_router.view import NodeView
@@ -144,11 +145,11 @@ class PlainRun(msgspec.Struct, eq=False):
         shared.chooser.note_sent(choice, query.num_tokens, query.cached_on(choice.first), now)
         self._send(choice, now)
 
-    def _go(self, going: Going, asked: float) -> None:
+    def _go(self, placed: Placed, asked: float) -> None:
         """Where nearly all go."""
-        shared, placed = self.shared, going.placed
+        shared = self.shared
         self.placed_at = now = shared.clock()
-        self.record.placed(placed, self.job.hashes, going.num_tokens, going.reachable, asked, now)
+        self.record.placed(placed, self.job.hashes, asked, now)
         shared.chooser.note_going(placed, now)
         self._send(placed.choice(), now)
 

@@ -149,6 +149,7 @@ def _chooser(config: RouterConfig, cluster: Cluster) -> Chooser:
         itl_s=config.itl_s or 0.0,
         pulls=PullRule(config.pull, config.pull_min_tokens),
         expected=cluster.expected,
+        glance=cluster.glance,
     )
 
 

@@ -7,7 +7,6 @@ Until then the rule pulls, which is how that bandwidth is measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,10 +37,10 @@ class PullRule:
             return choice if own is None else replace(choice, pull=None)
         return replace(choice, pull=holder, pull_tokens=query.held_on(holder))
 
-    def leaves(self, held: Mapping[str, int], own: int, node: NodeView) -> bool:
+    def leaves(self, most_held: int, own: int, node: NodeView) -> bool:
         """Whether it is plain that `apply` leaves a choice as it is that pulls nothing: nobody has enough beyond the `own` tokens of the node that
-        computes the prompt. held: as Query.held."""
-        return self.mode != "always" or not held or max(held.values()) - own < max(self.min_tokens, node.block_tokens)
+        computes the prompt. most_held: tokens of it that any node holds."""
+        return self.mode != "always" or not most_held or most_held - own < max(self.min_tokens, node.block_tokens)
 
     def holder(self, node: NodeView, query: Query, view: ClusterView) -> NodeView | None:
         """Who has most beyond what `node` holds; None when nobody has enough."""

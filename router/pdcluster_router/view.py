@@ -254,6 +254,10 @@ Counts = Callable[[str], Sent]
 """By incarnation."""
 
 
+OF_NODES = ("nodes", "accepting", "rows")
+"""What a view works out once of its nodes as they are."""
+
+
 class ClusterView:
     """All nodes that can be reached and have reported; never changed once made, as far as anybody can tell.
 
@@ -303,13 +307,19 @@ class ClusterView:
             roster=roster,
             typical_cost=self.typical_cost,
         )
-        note_sent, row_of = compiled.in_use().note_sent, roster.row_of
+        view.note_sent(changed, counts)
+        return view
+
+    def note_sent(self, changed: Iterable[str], counts: Counts) -> None:
+        """The same in place, of a view with a table that nobody else has."""
+        note_sent, row_of, nodes, table = compiled.in_use().note_sent, self.roster.row_of, self._nodes, self._table
+        for name in OF_NODES:  # a roster that was not there asked for them
+            self.__dict__.pop(name, None)
         for incarnation in changed:
             row = row_of.get(incarnation)
             if row is not None:  # else a leg on a node that left, or one whose link stands no longer
                 in_flight, pending = nodes[row] = counts(incarnation)
                 note_sent(table, row, in_flight, *pending)
-        return view
 
     @staticmethod
     def _like(nodes: Sequence[NodeView | Sent], typical: NodeCost | None, *, is_told: bool) -> ClusterView:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 
 import msgspec
 
 from pdcluster_router.generation import Mode
-from pdcluster_router.policy.base import Choice, Predicted
+from pdcluster_router.policy.base import Choice, Fallback, Force, Predicted
 from pdcluster_router.policy.placing import ESTIMATE_S, FIRST_TOLD, SENT_S
 from pdcluster_router.policy.weighing import FOUND_TPOT_S, TTFT_S
 from pdcluster_router.view import NodeView
@@ -15,14 +16,34 @@ from pdcluster_router.view import NodeView
 HEAD = struct.Struct(f"={FIRST_TOLD}d")
 
 
+class Asked(msgspec.Struct, frozen=True, eq=False):
+    """Of a request that may go to every node that takes work. numbers: as `scales.asked_of` begins; held, expected: leading blocks of so many tokens
+    that nodes hold, and are expected to, by incarnation; usual_tokens: of a prompt; room_s: backlog of a node that is open; the others: see Query."""
+
+    num_tokens: int
+    numbers: tuple[float, ...]
+    held: Mapping[str, int]
+    expected: Mapping[str, int]
+    block_tokens: int
+    force: Force
+    fallback: Fallback
+    usual_tokens: int
+    room_s: float
+
+
 class Placed(msgspec.Struct, frozen=True, eq=False):
-    """prefill, decode: see Choice; as they last reported, since only what a report changes is asked of them. told: the numbers of `placing`, head:
-    the first of them; names: of the nodes of the view, by row."""
+    """prefill, decode: see Choice; as they last reported, since only what a report changes is asked of them. Tokens of the prompt: cached_tokens: on
+    the node that computes it; most_held, most_cached: that some node holds, and that some node of the view holds or will. told: the numbers of
+    `placing`, head: the first of them; names: of the nodes of the view, by row."""
 
     mode: Mode
     prefill: NodeView | None
     decode: NodeView
     policy: str
+    num_tokens: int
+    cached_tokens: int
+    most_held: int
+    most_cached: int
     told: bytes
     head: tuple[float, ...]
     names: tuple[str, ...]

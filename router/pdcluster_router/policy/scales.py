@@ -58,6 +58,11 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     may_be_local: bool
     is_whole: bool
 
+    @property
+    def pools(self) -> tuple[Rows, Rows, Rows, Rows, Rows, Rows, Table, bool]:
+        """As calls take them."""
+        return self.serving, self.decoding, self.prefill, self.decode, self.local, self.groups, self.exchange, self.wants_local
+
 
 def planned(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
     """Kept with the roster for requests that may go to any node that takes work, as nearly all may. Raises as `pools` does."""
@@ -112,6 +117,34 @@ def known(
         if row is not None and (tokens > most or (tokens == most and row < source)) and row in members:
             source, most = row, tokens
     return found, source, float(most)
+
+
+def known_blocks(
+    held: Mapping[str, int], expected: Mapping[str, int], block_tokens: int, roster: Roster, weighing: Weighing
+) -> tuple[Numbers, int, float, int, int]:
+    """The same, of leading blocks that nodes hold and are expected to; then the most tokens that any node holds, in the roster or not, and that one
+    of the roster has cached."""
+    if not held and not expected:
+        return weighing.nothing(roster), NOWHERE, 0.0, 0, 0
+    row_of, members, found = roster.row_of, roster.accepting.members, weighing.zeros(len(roster.names))
+    source, most, most_held, most_cached = NOWHERE, 0, 0, 0
+    for incarnation, num_blocks in held.items():
+        row, tokens = row_of.get(incarnation), num_blocks * block_tokens
+        if tokens > most_held:
+            most_held = tokens
+        if row is not None:
+            found[row] = tokens
+            if tokens > most_cached:
+                most_cached = tokens
+            if (tokens > most or (tokens == most and row < source)) and row in members:
+                source, most = row, tokens
+    for incarnation, num_blocks in expected.items():
+        row, tokens = row_of.get(incarnation), num_blocks * block_tokens
+        if row is not None and tokens > found[row]:
+            found[row] = tokens
+            if tokens > most_cached:
+                most_cached = tokens
+    return found, source, float(most), most_held, most_cached
 
 
 class Compared(msgspec.Struct, eq=False):

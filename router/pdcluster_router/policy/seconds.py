@@ -24,7 +24,6 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import inf
 
 from msgspec.structs import replace
@@ -32,11 +31,11 @@ from msgspec.structs import replace
 from pdcluster_router.policy import compiled
 from pdcluster_router.policy import pools as filters
 from pdcluster_router.policy import weighing as numbers
-from pdcluster_router.policy.base import Choice, Fallback, Force, Predicted, Query
-from pdcluster_router.policy.placed import HEAD, Placed
+from pdcluster_router.policy.base import Choice, Predicted, Query
+from pdcluster_router.policy.placed import HEAD, Asked, Placed
 from pdcluster_router.policy.placing import GOES
 from pdcluster_router.policy.product import Product
-from pdcluster_router.policy.scales import Compared, Suiting, asked_of, known, planned
+from pdcluster_router.policy.scales import Compared, Suiting, asked_of, known, known_blocks, planned
 from pdcluster_router.policy.scored import Scored
 from pdcluster_router.view import ClusterView, NodeView
 
@@ -92,51 +91,40 @@ class Seconds:
             return choice
         return replace(choice, suits=Suiting(query, view, weighing.bears, table, asked, float(found[numbers.BEARABLE])))
 
-    def place(
-        self,
-        query: tuple[float, ...],
-        cached: Mapping[str, int],
-        held: Mapping[str, int] | None,
-        force: Force,
-        fallback: Fallback,
-        usual_tokens: int,
-        backlog_s: float,
-        view: ClusterView,
-    ) -> Placed | None:
+    def place(self, asked: Asked, view: ClusterView) -> Placed | None:
         """The same for a request that may go to every node that takes work, if it goes at once by `gate` and nothing is fetched for it; None: that is
-        to be asked of each. Raises as `choose`. query: as `asked_of` begins; cached, held: see Query; usual_tokens: of a prompt; backlog_s: of a node
-        that is open."""
+        to be asked of each. Raises as `choose`."""
         if view.typical_cost is None:
             return None
-        weighing, roster, asked, num_tokens = compiled.in_use(), view.roster, query + self._own, query[0]
+        weighing, roster, num_tokens, numbers_asked = compiled.in_use(), view.roster, asked.num_tokens, asked.numbers + self._own
         if num_tokens > roster.shortest_max_len or roster.has_namesakes:
             return None
-        plan = roster.plans.get((force, fallback, weighing)) or planned(Query(int(num_tokens), force=force, fallback=fallback), view, weighing)
+        force, fallback = asked.force, asked.fallback
+        plan = roster.plans.get((force, fallback, weighing)) or planned(Query(num_tokens, force=force, fallback=fallback), view, weighing)
         if not plan.is_whole:
             return None
         table, (found, told) = weighing.table(view), weighing.scratch
-        tokens, source, most = known(cached, held, int(num_tokens), roster, weighing)
+        cached, source, held, most_held, most_cached = known_blocks(asked.held, asked.expected, asked.block_tokens, roster, weighing)
         paths = weighing.paths(roster, source, view.reported(source).bandwidth) if source >= 0 else weighing.nothing(roster)
-        pools = plan.serving, plan.decoding, plan.prefill, plan.decode, plan.local, plan.groups, plan.exchange, plan.wants_local
-        first = weighing.place(table, tokens, most, source, paths, *pools, asked, usual_tokens, backlog_s, found, told)
+        usual, room_s = asked.usual_tokens, asked.room_s
+        first = weighing.place(table, cached, held, source, paths, *plan.pools, numbers_asked, usual, room_s, found, told)
         if first < 0:
             if not plan.may_be_local:
                 return None
-            num, prefill = -first, None
+            packed = weighing.packed(told, -first)
         else:
-            prefill = view.reported(first)
-            paths = weighing.paths(roster, first, prefill.bandwidth)
-            num = weighing.place_pair(
-                table, tokens, paths, plan.decode, plan.groups, plan.exchange, plan.wants_local, asked, usual_tokens, backlog_s, found, told
-            )
-        packed = weighing.packed(told, num)
+            paths = weighing.paths(roster, first, view.reported(first).bandwidth)
+            pools = plan.decode, plan.groups, plan.exchange, plan.wants_local
+            packed = weighing.packed(told, weighing.place_pair(table, cached, paths, *pools, numbers_asked, usual, room_s, found, told))
         head = HEAD.unpack_from(packed)
         if head[GOES] == 0.0 or head[numbers.IS_FETCHED] != 0.0:
             return None
-        decode = view.reported(int(head[numbers.DECODE]))
+        row = int(head[numbers.DECODE])
+        decode = view.reported(row)
         if head[numbers.MODE] == numbers.LOCAL:
-            return Placed("local", None, decode, self.name, packed, head, roster.names)
-        return Placed("remote", prefill, decode, self.name, packed, head, roster.names)
+            return Placed("local", None, decode, self.name, num_tokens, int(cached[row]), most_held, most_cached, packed, head, roster.names)
+        prefill, own = view.reported(first), int(cached[first])
+        return Placed("remote", prefill, decode, self.name, num_tokens, own, most_held, most_cached, packed, head, roster.names)
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
         if view.typical_cost is None:

@@ -30,7 +30,6 @@ from pdcluster.kv.hashing import chain_root
 from pdcluster.metrics import ExplainMetrics, HoldMetrics
 from pdcluster_router.admission import Slo
 from pdcluster_router.app import HttpSettings, create_app
-from pdcluster_router.chooser import Going
 from pdcluster_router.dispatch import Dispatch
 from pdcluster_router.explain import Explainer
 from pdcluster_router.generation import ModelInfo
@@ -42,6 +41,7 @@ from pdcluster_router.pending import Sent, work_of
 from pdcluster_router.places import Places
 from pdcluster_router.plain import Plain
 from pdcluster_router.policy.base import Force
+from pdcluster_router.policy.placed import Placed
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.retries import DispatchSettings
 from pdcluster_router.server import router_metrics
@@ -209,7 +209,7 @@ class Scene:
     def wait(self, seconds: float) -> None:
         self.moment += seconds
 
-    def _slow(self, going: Going | None) -> Going | None:
+    def _slow(self, going: Placed | None) -> Placed | None:
         """None: another choice is made."""
         if going is not None:
             self.num_going += 1

@@ -125,12 +125,16 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("number", [1, 8, 60])
 async def test_a_kept_view_is_what_a_new_one_would_be(number: int, seed: int) -> None:
-    world = World(number, seed)
+    world, lent = World(number, seed), list[tuple[ClusterView, object]]()
     cluster = world.cluster
     for _ in range(150):
         for _ in range(world.chance.randrange(4)):
             await world.chance.choice([world.report, world.report, world.begin, world.end, world.lose, world.come_back])()
-        kept = cluster.view()
+        if world.chance.random() < 0.5:
+            kept = cluster.view()
+            lent.append((kept, numbers_of(kept)))
+        else:
+            kept = cluster.glance()
         afresh = ClusterView([cluster._view_of(state) for state in cluster._nodes.values() if state.is_up and state.load is not None], kept.typical)
         cluster.ledger.pending.check_integrity()
         if world.chance.random() < 0.5:
@@ -138,6 +142,27 @@ async def test_a_kept_view_is_what_a_new_one_would_be(number: int, seed: int) ->
         assert kept.roster.accepting.rows == afresh.roster.accepting.rows and kept.roster.prefill.rows == afresh.roster.prefill.rows
         if kept.typical_cost is not None and kept.nodes and world.chance.random() < 0.9:
             assert kept.table.tolist() == afresh.table.tolist()
+            assert kept.rows == afresh.rows
+    for kept, numbers in lent:
+        assert numbers_of(kept) == numbers, "a view that somebody was given stays as it was"
+
+
+def numbers_of(kept: ClusterView) -> object:
+    return kept.table.tolist() if kept.typical_cost is not None and kept.size else None, [(node.in_flight, node.pending) for node in kept.nodes]
+
+
+async def test_who_only_glances_at_the_view_has_it_written_into() -> None:
+    """So that what is sent to a node is told in place; a view that was given away is left alone, once."""
+    world = World(4, 0)
+    for _ in range(40):
+        await world.report()
+    first = world.cluster.view()
+    assert first.table is not None
+    await world.begin()
+    second = world.cluster.glance()
+    await world.begin()
+    assert first is not second is world.cluster.glance()
+    assert sum(node.in_flight for node in second.nodes) == 2 and not any(node.in_flight for node in first.nodes)
 
 
 async def test_a_view_in_which_nothing_changed_is_the_same_one() -> None:

@@ -31,7 +31,7 @@ from pdcluster_router.headroom import Headroom
 from pdcluster_router.hold import HoldLimits
 from pdcluster_router.policy import compiled
 from pdcluster_router.policy.base import Query
-from pdcluster_router.policy.placed import Placed
+from pdcluster_router.policy.placed import Asked, Placed
 from pdcluster_router.policy.scales import asked_of
 from pdcluster_router.policy.seconds import Seconds
 from pdcluster_router.pull import PullMode, PullRule
@@ -51,10 +51,10 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def placed_of(query: Query, cluster: ClusterView) -> Placed | None:
-    """By the numbers."""
-    asked = asked_of(query, POLICY._own)[:8]
-    usual = round(query.usual_tokens)
-    return POLICY.place(asked, query.cached, query.held, query.force, query.fallback, usual, HEADROOM.backlog_s, cluster)
+    """By the numbers. Hash blocks are of one token."""
+    held, numbers = query.cached if query.held is None else query.held, asked_of(query, POLICY._own)[:8]
+    expected, usual = {node: tokens for node, tokens in query.cached.items() if tokens > held.get(node, 0)}, round(query.usual_tokens)
+    return POLICY.place(Asked(query.num_tokens, numbers, held, expected, 1, query.force, query.fallback, usual, HEADROOM.backlog_s), cluster)
 
 
 def decided(query: Query, cluster: ClusterView) -> Decision | None:
@@ -96,11 +96,19 @@ def measured(draw: st.DrawFn) -> ClusterView:
 
 @pytest.mark.usefixtures("way")
 @UNHURRIED
-@given(cluster=measured(), query=queries(), has_token=st.booleans(), mode=st.sampled_from(["always", "always", "chosen", "never"]))
+@given(
+    cluster=measured(),
+    query=queries(),
+    expected=st.dictionaries(st.sampled_from([f"n{index}-boot" for index in range(6)]), st.integers(0, 5000), max_size=2),
+    has_token=st.booleans(),
+    mode=st.sampled_from(["always", "always", "chosen", "never"]),
+)
 def test_what_goes_at_once_goes_where_all_who_are_asked_send_it_and_is_told_the_same(
-    cluster: ClusterView, query: Query, has_token: bool, mode: PullMode
+    cluster: ClusterView, query: Query, expected: dict[str, int], has_token: bool, mode: PullMode
 ) -> None:
-    query = replace(query, excluded=frozenset(), busy=frozenset(), num_held=0)
+    held = {node: min(tokens, query.num_tokens) for node, tokens in query.cached.items()}
+    cached = {**held, **{node: min(tokens, query.num_tokens) for node, tokens in expected.items() if tokens > held.get(node, 0)}}
+    query = replace(query, cached=cached, held=None if cached == held else held, excluded=frozenset(), busy=frozenset(), num_held=0)
     try:
         placed = placed_of(query, cluster)
     except Unavailable as error:
@@ -117,7 +125,7 @@ def test_what_goes_at_once_goes_where_all_who_are_asked_send_it_and_is_told_the_
     assert [node and node.endpoint for node in (mine.prefill, mine.decode)] == [node and node.endpoint for node in (choice.prefill, choice.decode)]
     assert mine.decode.has_slack == choice.decode.has_slack
     rule = PullRule(mode)
-    if rule.leaves(query.cached if query.held is None else query.held, query.cached_on(first), mine.first):
+    if rule.leaves(placed.most_held, placed.cached_tokens, mine.first):
         assert rule.apply(choice, query, cluster) is choice
     known = min(query.cached_on(first), query.num_tokens - 1)
     assert first.cost is not None
@@ -125,16 +133,10 @@ def test_what_goes_at_once_goes_where_all_who_are_asked_send_it_and_is_told_the_
     assert placed.estimate_s == HEADROOM.ttft_s(first, query)
     mine_told, theirs = explainer(), explainer()
     record = mine_told.open("r", Standing("", 0), 10.0)
-    record.placed(placed, query.hashes, query.num_tokens, reachable(query, cluster), 11.0, 12.0)
+    record.placed(placed, query.hashes, 11.0, 12.0)
     other = theirs.open("r", Standing("", 0), 10.0)
     other.decided(decision, 11.0, 12.0)
     assert told(record, mine_told, has_token=has_token) == told(other, theirs, has_token=has_token)
-
-
-def reachable(query: Query, cluster: ClusterView) -> int:
-    """As the chooser finds it."""
-    there = cluster.roster.row_of
-    return min(max((tokens for node, tokens in query.cached.items() if node in there), default=0), query.num_tokens)
 
 
 PAIR = make_node("p0", "prefill"), make_node("d0", "decode")
@@ -180,7 +182,7 @@ def test_a_decision_that_is_followed_by_another_is_told_before_it() -> None:
     assert placed is not None and decision is not None
     explained = explainer()
     record = explained.open("r", Standing("", 0), 10.0)
-    record.placed(placed, b"", 100, 0, 10.0, 10.5)
+    record.placed(placed, b"", 10.0, 10.5)
     running = explained.explain("r")
     assert running is not None and [each.at_s for each in running.decisions] == [0.5]
     record.failed("no room")
@@ -201,7 +203,7 @@ def test_what_is_kept_of_a_request_that_went_at_once_is_counted_with_what_it_tak
         before = tracemalloc.get_traced_memory()[0]
         for number in range(300):
             record = explained.open(f"request-{number:020}", Standing("", 0), 10.0 + number)
-            record.placed(replace(placed, told=bytes(bytearray(placed.told))), bytes(16), 100, 0, 11.0 + number, 12.0 + number)
+            record.placed(replace(placed, told=bytes(bytearray(placed.told))), bytes(16), 11.0 + number, 12.0 + number)
             record.first_token(12.5 + number)
             explained.close(record, None)
         taken = tracemalloc.get_traced_memory()[0] - before
@@ -217,7 +219,7 @@ def test_kept_requests_that_went_at_once_are_bounded_by_their_bytes() -> None:
     explained = Explainer(HEADROOM, ExplainMetrics(CollectorRegistry()), lambda: 1.0, Kept(requests=100, size_bytes=3 * size))
     for number in range(5):
         record = explained.open(f"r{number}", Standing("", 0), 10.0)
-        record.placed(placed, b"", 100, 0, 11.0, 12.0)
+        record.placed(placed, b"", 11.0, 12.0)
         explained.close(record, None)
     assert [told.request for told in explained.recent(10)] == ["r4", "r3", "r2"]
     assert explained.num_bytes == 3 * size
