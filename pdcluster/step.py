@@ -67,11 +67,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """Why one row can not go on here while the others do. param: what of its work is at fault, "" for nothing in particular."""
+    """Why one row can not go on here while the others do. param: what of its work is at fault, "" for nothing in particular; spoils_kv: its KV may be
+    why, and shall be nobody else's prefix."""
 
     reason: str
     retryable: bool
     param: str = ""
+    spoils_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)

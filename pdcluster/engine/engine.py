@@ -47,7 +47,9 @@ log = logging.getLogger(__name__)
 Sampled: TypeAlias = tuple[int | None, TokenLogprobs | None, RowError | None]
 NOTHING: Sampled = None, None, None
 
-NO_NUMBERS = RowError("the model gives no numbers here (NaN or infinite logits); its weights or this machine may be damaged", retryable=True)
+NO_NUMBERS = RowError(
+    "the model gives no numbers here (NaN or infinite logits); its weights or this machine may be damaged", retryable=True, spoils_kv=True
+)
 """Another node may have better ones."""
 
 LOGPROB_BLOCK = 128

@@ -12,6 +12,7 @@ Published pages form a tree: a page's parent holds the tokens before it, and it 
  1. Prefix closure: the parent of a published page is published. So holdings are found by bisection, and the router's index may rely on it.
  2. Only leaves are evicted, the longest unused first.
  3. A published page is never written to: it has no writer, and who wants to write allocates.
+ 4. A page whose contents are not believed any more is forgotten with all that was computed behind it; whoever holds it keeps it, unpublished.
 
 Requirement 2 in O(1): a page is *busy* while it has owners or a busy child, else idle; idle pages sit in a list in the order in which they
 turned idle. A page cannot turn idle before its children, and when a child turns busy so does its parent. Hence children stand before their
@@ -230,6 +231,20 @@ class PagePool:
         self._changes.add(hashes)
         return page
 
+    def is_published(self, page: int) -> bool:
+        return bool(self._hashes[page])
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """These are nobody's prefix any more, nor is what is published below them (requirement 4). Looks at every page: it hardly happens."""
+        doomed = set(pages)
+        found: list[int] = []
+        for page in sorted((page for page, hashes in enumerate(self._hashes) if hashes), key=self._depth.__getitem__):
+            if page in doomed or self._parent[page] in doomed:
+                doomed.add(page)
+                found.append(page)
+        for page in reversed(found):
+            self._forget_leaf(page)
+
     def _check_publishable(self, page: int, hashes: bytes) -> None:
         if len(hashes) != self._page_hash_bytes:
             raise IntegrityError(f"page {page} is published with {len(hashes)} bytes of hashes; its blocks have {self._page_hash_bytes}")
@@ -283,12 +298,27 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)
+        self._unpublish(page)
+        return page
+
+    def _forget_leaf(self, page: int) -> None:
+        above, is_busy = self._parent[page], self._is_busy(page)
+        self._unpublish(page)
+        self._idle.pop(page, None)
+        if not self._owners[page]:
+            self._free.append(page)
+        if is_busy and above is not None:
+            self._busy_children[above] -= 1
+            if not self._is_busy(above):
+                self._turn_idle(above)
+
+    def _unpublish(self, page: int) -> None:
+        """One with no published page below it."""
         hashes, self._hashes[page] = self._hashes[page], b""
         del self._published[hashes[-HASH_BYTES:]]
         self._parent[page] = None
         self._depth[page] = 0
         self._changes.remove(hashes)
-        return page
 
     def _state(self, page: int) -> str:
         if self._owners[page]:

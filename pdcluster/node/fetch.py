@@ -112,8 +112,7 @@ class FetchSide:
         self._pages.detach_writer(event.nonce)
         del self._pulls[event.nonce]
         if isinstance(event, Landed) and pulling.is_open:
-            self._publish(pulling)
-            pulling.sequence.num_pulled = (len(pulling.pages) - pulling.num_cached) * self._pages.page_tokens
+            pulling.sequence.num_pulled = self._publish(pulling) * self._pages.page_tokens
             self._end(pulling, "ok")
 
     def expire(self) -> None:
@@ -189,13 +188,17 @@ class FetchSide:
 
     # ------------------------------------------------------------ ends
 
-    def _publish(self, pulling: Pulling) -> None:
-        """Enter the pages into the prefix cache; where it got one of the same contents meanwhile, that one stays."""
+    def _publish(self, pulling: Pulling) -> int:
+        """Enter the pages into the prefix cache, and say how many; where it got one of the same contents meanwhile, that one stays. None behind one
+        that was forgotten meanwhile."""
         hashes, width = pulling.sequence.hashes, self._pages.page_tokens // self._pages.block_tokens * HASH_BYTES
         for index in range(pulling.num_cached, len(pulling.pages)):
+            if index and not self._pages.is_published(pulling.pages[index - 1]):
+                return index - pulling.num_cached
             start = index * width
             parent = bytes(hashes[start - HASH_BYTES : start]) if index else None
             pulling.pages[index] = self._pages.publish(pulling.pages[index], bytes(hashes[start : start + width]), parent)
+        return len(pulling.pages) - pulling.num_cached
 
     def _abort(self, pulling: Pulling, reason: str, result: str) -> None:
         self._reader.abort(pulling.nonce, reason)

@@ -265,8 +265,10 @@ class Scheduler:
 
     def _apply(self, sequence: Sequence, row: Row, answer: RowResult) -> Update:
         sequence.num_computed += len(row.tokens)
-        if answer.error is None:  # else its KV may be why it cannot go on
+        if answer.error is None:
             self._flights.keep(publish(self._pool, sequence))
+        elif answer.error.spoils_kv:  # whoever computed it: one that was cancelled in between told nobody
+            self._pool.forget(sequence.pages.tolist())
         if row.prompt_logprobs is not None:
             sequence.prompt_logprobs.extend(answer.prompt_logprobs)
         if answer.token is None:

@@ -63,7 +63,8 @@ def can_fork(sequence: Sequence) -> bool:
 
 
 def publish(pool: PagePool, sequence: Sequence) -> list[int]:
-    """Enter the full pages that are computed into the prefix cache. Where the cache has a page of the same contents, the sequence takes that.
+    """Enter the full pages that are computed into the prefix cache. Where the cache has a page of the same contents, the sequence takes that. Nothing
+    is entered behind a page that was forgotten meanwhile.
 
     Returns pages with one owner too many, for the caller to release: a step in flight may read them by the table that it was given.
     """
@@ -75,6 +76,8 @@ def publish(pool: PagePool, sequence: Sequence) -> list[int]:
     width = pool.page_tokens // pool.block_tokens * HASH_BYTES
     for index in range(sequence.num_published, min(num_full, len(sequence.hashes) // width)):
         start = index * width
+        if index and not pool.is_published(int(sequence.pages[index - 1])):
+            break
         page = int(sequence.pages[index])
         parent = bytes(sequence.hashes[start - HASH_BYTES : start]) if index else None
         if sequence.num_in_flight:

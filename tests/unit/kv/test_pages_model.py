@@ -96,6 +96,11 @@ class PagePoolMachine(RuleBasedStateMachine):
         index = sequence.num_published
         if index == len(sequence.pages):
             return
+        if index:
+            above = sequence.pages[index - 1]
+            assert self.pool.is_published(above) == (above in self.model.cache.values())
+            if not self.pool.is_published(above):
+                return
         hashes, width = self.hashes_of(sequence.text), self.page_tokens // BLOCK * HASH_BYTES
         start = index * width
         kept = self.pool.publish(sequence.pages[index], hashes[start : start + width], hashes[start - HASH_BYTES : start] if index else None)
@@ -114,6 +119,20 @@ class PagePoolMachine(RuleBasedStateMachine):
         self.sequences.remove(sequence)
         self.pool.release(sequence.pages)
         self.own(sequence.pages, -1)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """What a sequence has, from some page on, and what was computed behind it, is nobody's prefix any more; whoever holds it keeps it."""
+        sequence = data.draw(st.sampled_from(self.sequences))
+        pages = sequence.pages[data.draw(st.integers(0, len(sequence.pages) - 1)) :]
+        self.pool.forget(pages)
+        roots = [name for name, page in self.model.cache.items() if page in pages]
+        held_before = {page for name, page in self.model.cache.items() if self.is_busy(name)}
+        self.model.cache = {name: page for name, page in self.model.cache.items() if not any(name[: len(root)] == root for root in roots)}
+        self.clock += 1
+        for page in held_before:
+            self.model.used_at[page] = self.clock
 
     @precondition(lambda self: self.writers)
     @rule(data=st.data())

@@ -11,6 +11,7 @@ from pdcluster.step import RowError
 
 SLOW = RowError("it takes too long", retryable=False, param="grammar")
 BUSY = RowError("retry later", retryable=True)
+TORN = RowError("no numbers", retryable=True, spoils_kv=True)
 
 
 class Counting(TwoLegs):
@@ -39,6 +40,20 @@ def test_a_row_ends_alone_with_one_answer_that_says_what_is_at_fault(first: int,
     assert (failed.request, failed.message, failed.retryable, failed.param) == ("r", error.reason, error.retryable, error.param)
     assert failed.code == ("internal" if error.retryable else "invalid_request")
     assert len(nodes.tokens.get("r", [])) == first
+    nodes.end()
+
+
+@pytest.mark.parametrize(("error", "is_kept"), [(BUSY, True), (TORN, False)], ids=["busy", "spoilt"])
+@pytest.mark.parametrize(("node", "first"), [("p0", 0), ("d0", 1), ("d0", 2)])
+def test_kv_that_may_be_why_a_row_ended_is_nobodys_prefix_there(node: str, first: int, error: RowError, is_kept: bool) -> None:
+    """Nor is what was cached of the prompt before, which may have been so then."""
+    nodes = Counting()
+    nodes.cache(node, prompt_of(9))
+    nodes[node].engine.row_errors["r"] = (first, error)
+    nodes.hand_over("r", prompt_of(9))
+    nodes.until(lambda: bool(nodes.failed))
+    nodes.turns(50)
+    assert bool(nodes[node].parts.pages.num_cached) is is_kept
     nodes.end()
 
 

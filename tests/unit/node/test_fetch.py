@@ -108,6 +108,21 @@ def test_a_page_that_was_computed_meanwhile_is_kept_once() -> None:
     nodes.end()
 
 
+def test_behind_pages_that_are_forgotten_meanwhile_nothing_is_published() -> None:
+    """Of the prompt's beginning, which was cached here: another row could not go on for what is in it."""
+    nodes = PullingNodes(lambda _: Fault(delay_s=0.1))
+    nodes.cache("d0", PROMPT)
+    nodes.cache("p0", PROMPT[:9])
+    nodes.ask("r", PROMPT, pull="d0")
+    nodes.until(lambda: bool(nodes.fetches()))
+    pages = nodes["p0"].parts.pages
+    pages.forget(pages.match(work_of("r", PROMPT, 1).hashes))
+    timings = nodes.finish("r", PROMPT).timings
+    assert nodes.pulls() == {"ok": 1} and (timings.cached_tokens, timings.pulled_tokens) == (0, 0)
+    assert pages.num_cached == (len(PROMPT) + 2) // BLOCK, "all of it was computed here"
+    nodes.end()
+
+
 def test_a_holder_that_has_it_no_longer_says_so_and_the_prompt_is_computed_at_once() -> None:
     nodes = PullingNodes()
     nodes.cache("d0", PROMPT[:20])

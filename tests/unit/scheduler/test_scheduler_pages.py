@@ -250,16 +250,52 @@ def test_small_requests_pass_one_that_waits_for_pages_but_only_so_often():
     assert len(node.ended) == 7 and list(node.ended).index("large") < list(node.ended).index("s2")
 
 
-@pytest.mark.parametrize(("error", "num_cached"), [(None, 5), (RowError("no numbers", retryable=True), 4)])
-def test_what_a_row_computed_in_the_step_that_it_can_not_go_on_from_is_nobody_elses_prefix(error: RowError | None, num_cached: int) -> None:
+TORN = RowError("no numbers", retryable=True, spoils_kv=True)
+LATE = RowError("its grammar takes too long", retryable=False, param="grammar")
+
+
+def fail(node: Node, key: str, error: RowError) -> None:
+    """Of the next step, that row."""
+    plan = node.plan()
+    result = node.engine.run(plan)
+    rows = tuple(RowResult(key, None, error=error) if row.request == key else row for row in result.rows)
+    for update in node.scheduler.update(plan, replace(result, rows=rows)):
+        assert update.error == (error if update.key == key else None)
+        node.note(update)
+    node.scheduler.cancel(key)
+    node.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(("error", "num_cached"), [(LATE, 4), (TORN, 0)])
+def test_nothing_of_a_row_whose_kv_may_be_spoilt_is_anybodys_prefix(error: RowError, num_cached: int) -> None:
+    """Its first chunk was published already. Where a row ends for another reason, only what that step computed is not looked at."""
     node = Node()
     node.add("a", LONG)
     node.step()
-    plan = node.plan()
-    result = node.engine.run(plan)
-    if error is not None:
-        result = replace(result, rows=(RowResult("a", None, error=error),))
-    (update,) = node.scheduler.update(plan, result)
-    assert update.error == error
-    node.scheduler.cancel("a")
+    assert node.pool.snapshot()
+    fail(node, "a", error)
     assert node.pool.num_cached == num_cached and node.is_clean()
+    added, removed = node.pool.drain_changes()
+    assert (bool(added), removed) == (bool(num_cached), b"")
+
+
+def test_those_who_share_pages_that_are_forgotten_go_on_and_what_they_compute_behind_them_is_not_published() -> None:
+    node = Node()
+    node.add("a", LONG)
+    node.step()  # four pages of it
+    node.add("b", [*LONG[:16], *range(6)], max_tokens=8)
+    plan = node.plan()
+    assert ("b", 16, 6) in shape(plan)
+    node.finish_step(plan)
+    node.add("c", LONG, max_tokens=6)
+    while "c" not in node.tokens:
+        node.step()
+    fail(node, "c", TORN)
+    assert node.pool.num_cached == 0
+    node.run()
+    assert node.tokens["b"] == node.expected([*LONG[:16], *range(6)], max_tokens=8)
+    assert node.pool.num_cached == 0 and node.is_clean()
+    node.add("d", LONG, max_tokens=2)
+    node.run()
+    assert node.tokens["d"] == node.expected(LONG, max_tokens=2)
+    assert node.pool.num_cached == 5 and node.is_clean()
