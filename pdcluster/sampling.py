@@ -20,6 +20,10 @@ MAX_LOGPROBS = 1024
 """Alternatives beside a token."""
 
 
+LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0
+"""Of what logits are divided by; less would make infinite ones of them."""
+
+
 class Shaping(msgspec.Struct, frozen=True, array_like=True):
     """What changes a row's logits by what it said before, or token by token. Penalties at their neutral values change nothing.
 
@@ -27,7 +31,7 @@ class Shaping(msgspec.Struct, frozen=True, array_like=True):
     tokens, once, and once per occurrence. biases: added. bad_words: token sequences of which the last one is never drawn after the others.
     """
 
-    repetition: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
+    repetition: Annotated[float, Meta(ge=LEAST_REPETITION, le=MOST_REPETITION)] = 1.0
     presence: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     biases: Annotated[tuple[tuple[Count, Annotated[float, Meta(ge=-100.0, le=100.0)]], ...], Meta(max_length=MAX_BIASES)] = ()

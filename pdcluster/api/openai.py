@@ -22,7 +22,7 @@ from pdcluster.api.template import RESERVED
 from pdcluster.api.token_list import LONG_BYTES, token_list
 from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, Tool
 from pdcluster.errors import BadRequest
-from pdcluster.sampling import MAX_BAD_WORDS, MAX_LOGPROBS
+from pdcluster.sampling import LEAST_REPETITION, MAX_BAD_WORDS, MAX_LOGPROBS, MOST_REPETITION
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -50,7 +50,7 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=LEAST_REPETITION, le=MOST_REPETITION)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     logit_bias: dict[str, float] | None = None

@@ -23,6 +23,7 @@ from pdcluster.api.template import ChatTemplate, Message
 from pdcluster.api.tools.formats import detect
 from pdcluster.api.tools.markers import MARKERS
 from pdcluster.errors import BadRequest, ModelError
+from pdcluster.sampling import LEAST_REPETITION, MOST_REPETITION
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -208,8 +209,9 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
 def _repetition_penalty(given: object) -> float:
     if given is None:
         return 1.0
-    if not isinstance(given, int | float) or not 0 < given <= 100:
-        raise ModelError(f"generation_config.json: repetition_penalty is {given!r}; it must be a number above 0, at most 100")
+    if not isinstance(given, int | float) or not LEAST_REPETITION <= given <= MOST_REPETITION:
+        allowed = f"{LEAST_REPETITION:g} to {MOST_REPETITION:g}"
+        raise ModelError(f"generation_config.json: repetition_penalty is {given!r}; it must be a number from {allowed}")
     return float(given)
 
 

@@ -38,7 +38,7 @@ def sample(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[in
     best = changed.argmax(dim=-1)  # what is no number is greater than all that are
     tokens: list[int | None] = best.tolist()
     for row, logit in enumerate(changed.gather(1, best[:, None])[:, 0].tolist()):
-        if not math.isfinite(logit) and not math.isfinite(logits[row].max().item()):  # a tiny repetition penalty makes infinite ones, too
+        if not math.isfinite(logit) and not math.isfinite(logits[row].max().item()):  # else it may say nothing, for its grammar
             tokens[row] = None
     drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature > 0 and tokens[row] is not None]
     if drawn:

@@ -78,7 +78,7 @@ def test_a_recommended_repetition_penalty_is_the_default_of_requests() -> None:
     assert text.defaults.repetition_penalty == 1.05
 
 
-@pytest.mark.parametrize("value", [b"0", b"-1", b"1e9", b'"a"'])
+@pytest.mark.parametrize("value", [b"0", b"-1", b"1e9", b"1e-30", b'"a"'])
 def test_a_recommended_repetition_penalty_that_is_none_is_refused(value: bytes) -> None:
     with pytest.raises(ModelError, match="repetition_penalty"):
         TextModel(byte_level_files() | {"generation_config.json": b'{"repetition_penalty": ' + value + b"}"})

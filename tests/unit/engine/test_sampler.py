@@ -15,7 +15,7 @@ from pdcluster.engine.sampler import FIRST_CANDIDATES, sample, sample_alone, tok
 from pdcluster.engine.shaping import Choice
 from pdcluster.history import history_of
 from pdcluster.messages import Sampling
-from pdcluster.sampling import Shaping
+from pdcluster.sampling import LEAST_REPETITION, MOST_REPETITION, Shaping
 
 DRAWS = 20_000
 Draw = Callable[..., list[int | None]]
@@ -80,11 +80,19 @@ def test_a_row_that_is_not_of_numbers_has_no_token_and_the_others_have_theirs(dr
     assert None not in (first, last) and draw(fine, choices, (2,)) == [first, None, last]
 
 
-def test_logits_that_a_penalty_makes_infinite_are_the_clients_wish() -> None:
-    shaping = Shaping(repetition=1e-300)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("repetition", "token"), [(LEAST_REPETITION, 1), (MOST_REPETITION, 2)])
+def test_no_penalty_that_a_request_may_have_makes_logits_infinite(repetition: float, token: int, temperature: float) -> None:
+    shaping = Shaping(repetition=repetition)
     history = history_of(shaping, np.array([1], np.int32), np.array([], np.int32))
-    choice = Choice(sampling(temperature=0.0, shaping=shaping), 1, history=history)
-    assert sample(torch.tensor([[5.0, 2.0, 1.0]]), [choice], ()) == [1]
+    choice = Choice(sampling(temperature=temperature, shaping=shaping), 1, history=history)
+    assert sample(torch.tensor([[-1e34, 2e34, 1e34]]), [choice], ()) == [token]
+
+
+def test_a_row_that_may_say_nothing_is_of_numbers_all_the_same() -> None:
+    """Its grammar says why it can not go on."""
+    choice = Choice(sampling(temperature=0.0), 1)
+    assert sample(torch.tensor([[1.0, 2.0, 3.0]]), [choice], (), {0: np.zeros(1, np.int32)}) == [0]
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ def test_the_blocking_client_says_the_same(tmp_path: Path) -> None:
         ("hi", {"frequency_penalty": 2.5}, BadRequest, "frequency_penalty must be at most 2.0"),
         ("hi", {"presence_penalty": float("nan")}, BadRequest, "presence_penalty"),
         ("hi", {"repetition_penalty": float("nan")}, BadRequest, "repetition_penalty"),
+        ("hi", {"repetition_penalty": 1e-30}, BadRequest, "repetition_penalty must be at least 0.01"),
         ("hi", {"logit_bias": {5: float("nan")}}, BadRequest, "logit_bias of token 5 is nan"),
         ("hi", {"logit_bias": {5: 101.0}}, BadRequest, "logit_bias of token 5 is 101"),
         ("hi", {"bad_words": [" "]}, BadRequest, "bad_words[0]"),

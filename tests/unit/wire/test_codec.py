@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pdcluster import messages as m
 from pdcluster.errors import ProtocolError
 from pdcluster.grammar import MAX_CHARS, Grammar
+from pdcluster.sampling import Shaping
 from pdcluster.wire.codec import DIGEST_BYTES, decode, encode, seal
 
 GRAMMAR = Grammar('{"type":"regex","pattern":"a+"}')
@@ -144,6 +145,7 @@ BAD: tuple[m.AnyMessage, ...] = (
     work(deadline_s=math.nan), work(deadline_s=math.inf),
     sampling(max_tokens=0), sampling(seed=2**64 - 1, temperature=math.nan), sampling(temperature=-0.1), sampling(temperature=math.inf),
     sampling(top_k=0), sampling(top_p=1.1), sampling(min_p=-0.1), sampling(stop_token_ids=(-1,)), sampling(logprobs=-1), sampling(min_tokens=-1),
+    *(sampling(shaping=Shaping(repetition=value)) for value in (0.0, 1e-30, 101.0, math.nan)),
     ticket(nonce=-1), ticket(pages=bytes(3)), ticket(pages=m.pack_tokens([1, 2])), ticket(cached_tokens=71), ticket(page_tokens=0),
     ticket(page_bytes=0), ticket(num_tokens=0), ticket(reader=replace(READER, address="nowhere")), ticket(writer=replace(WRITER, node="")),
     ticket(reader=replace(READER, adverts=(("tcp", bytes(1 << 17)),))), ticket(deadline_s=-math.inf),
