@@ -205,4 +205,5 @@ def test_an_error_of_the_library_when_all_is_over_leaves_no_write_open(make_ends
     eventually(lambda: len(ends.writer._reads) == 1, "its pump let go of what the library has")
     engine.may_answer = True
     assert [ends.result(handle) for handle in handles] == [WriteStatus.FAILED] * 3
-    assert len(engine.registered) == 0 and not len(ends.writer._reads)
+    assert not len(ends.writer._reads)
+    eventually(lambda: not engine.registered, "both ends gave their blocks back")
