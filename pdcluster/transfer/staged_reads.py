@@ -2,11 +2,13 @@
 
 A write whose outcome the library does not tell in time is over for its pump, but its pages are not free: read later they would hold another
 request's KV. So every answer about a write goes through here, and a final one waits until the library itself says of each of its batches that it
-ended. Until then the write is PENDING, and after a while UNKNOWN, which keeps the pages with their ticket. No timer frees them.
+ended. Until then the write is PENDING, and after a while UNKNOWN, which keeps the pages with their ticket. No timer frees them, nor an error that
+the library raises when it is asked.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -16,18 +18,22 @@ from pdcluster.transfer.base import Handle, WriteStatus
 from pdcluster.transfer.ledger import Writes
 from pdcluster.transfer.staging import Engine
 
+LOG = logging.getLogger(__name__)
+
 ENDED = frozenset({WriteStatus.DONE, WriteStatus.LOST})
 """The library's last words on a batch: it reads its source no more."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """answer: what the write comes to when nothing reads its source any more; None: its pump still has some of it."""
+    """answer: what the write comes to when nothing reads its source any more; None: its pump still has some of it. has_failed: the library raised an
+    error when it was asked."""
 
     since: float
     batches: list[int] = field(default_factory=list)
     answer: WriteStatus | None = None
     is_told: bool = False
+    has_failed: bool = False
 
 
 class SourceReads:
@@ -68,8 +74,18 @@ class SourceReads:
             held = self._held.get(handle)
             if held is None:
                 return
-            held.batches = [batch for batch in held.batches if self._engine.check(batch) not in ENDED]
+            held.batches = [batch for batch in held.batches if not self._has_ended(held, batch)]
             self._tell(handle, held)
+
+    def _has_ended(self, held: _Held, batch: int) -> bool:
+        """An error of the library, of C++ also a RuntimeError, is not its last word."""
+        try:
+            return self._engine.check(batch) in ENDED
+        except (OSError, RuntimeError) as error:
+            if not held.has_failed:
+                LOG.warning("the transfer library does not say what became of a write, whose source pages stay as they are until it does: %s", error)
+            held.has_failed = True
+            return False
 
     def _tell(self, handle: Handle, held: _Held) -> None:
         if held.answer is None:

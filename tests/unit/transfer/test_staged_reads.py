@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,8 @@ from pdcluster.transfer.ledger import FINAL, Doorbell, Writes
 from pdcluster.transfer.staged_reads import ENDED, SourceReads
 
 UNKNOWN_S = 10.0
-SAYS = st.sampled_from([WriteStatus.PENDING, WriteStatus.UNKNOWN, WriteStatus.LOST, WriteStatus.DONE])
+SAYS = st.sampled_from([WriteStatus.PENDING, WriteStatus.UNKNOWN, WriteStatus.LOST, WriteStatus.DONE, None])
+"""None: it raises."""
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("keep"), st.integers(0, 2), st.integers(1, 3)),
@@ -27,16 +29,20 @@ EVENTS = st.lists(
 
 @dataclass
 class Library:
-    """says: of each batch, by its number."""
+    """says: of each batch, by its number; None: asked for that it raises."""
 
-    says: dict[int, WriteStatus] = field(default_factory=dict)
+    says: dict[int, WriteStatus | None] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
+    error: Exception = field(default_factory=lambda: OSError("the library is out of memory"))
 
     def check(self, batch: int) -> WriteStatus:
         assert batch not in self.ended, "it forgot that batch with its last word"
-        if self.says[batch] in ENDED:
+        says = self.says[batch]
+        if says is None:
+            raise self.error
+        if says in ENDED:
             self.ended.add(batch)
-        return self.says[batch]
+        return says
 
 
 class World:
@@ -62,7 +68,7 @@ class World:
             self.told[handle] = value
             self.reads.settle(handle, value)
         elif event == "say" and which in self.library.says and which not in self.library.ended:
-            assert isinstance(value, WriteStatus)
+            assert value is None or isinstance(value, WriteStatus)
             self.library.says[which] = value
         elif event == "look":
             self.reads.look(handle)
@@ -114,3 +120,23 @@ def test_what_is_not_answered_for_long_is_unknown_and_turns_final_by_the_library
     world.library.says[1] = WriteStatus.DONE
     world.reads.look(world.handles[0])
     assert world.writes.poll(world.handles[0]) is WriteStatus.FAILED
+
+
+@pytest.mark.parametrize("kind", [OSError, RuntimeError])
+def test_an_error_of_the_library_is_no_word_and_is_told_once(kind: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    world.library.error = kind("the library is out of memory")
+    world.play("keep", 0, 3)
+    world.play("settle", 0, WriteStatus.FAILED)
+    world.library.says |= {0: WriteStatus.DONE, 1: None, 2: WriteStatus.LOST}
+    for _ in range(3):
+        world.play("look", 0, None)
+    assert world.library.ended == {0, 2} and world.writes.poll(world.handles[0]) is WriteStatus.PENDING
+    (told,) = caplog.records
+    assert "out of memory" in caplog.text and "pages stay" in told.getMessage()
+    world.play("wait", None, UNKNOWN_S)
+    world.play("look", 0, None)
+    assert world.writes.poll(world.handles[0]) is WriteStatus.UNKNOWN
+    world.play("say", 1, WriteStatus.LOST)
+    world.play("look", 0, None)
+    assert world.answers == {world.handles[0]: WriteStatus.FAILED}
