@@ -45,7 +45,8 @@ EXPECTED_S = 5.0
 
 @dataclass(slots=True)
 class _Account:
-    """What one node was sent, and the report that the view counts. Entries move out of the sums once a report from after their moment came."""
+    """What one node was sent, and the report that the view counts, with what its paths were like then (rates). Entries move out of the sums once a
+    report from after their moment came."""
 
     in_flight: int = 0
     requests: int = 0
@@ -56,6 +57,7 @@ class _Account:
     sent: deque[tuple[float, int, float]] = field(default_factory=deque)
     reserved: deque[tuple[float, int]] = field(default_factory=deque)
     seen: Load | None = None
+    rates: Mapping[str, float] = field(default_factory=dict)
     is_changed: bool = False
 
     def send_prompt(self, now: float, tokens: int, pairs: float) -> None:
@@ -95,14 +97,15 @@ class Paths:
     def __init__(self, nodes: Sequence[str], bandwidth: float) -> None:
         self._sends = dict.fromkeys(nodes, bandwidth)
         self._receives = dict.fromkeys(nodes, bandwidth)
-        self.rates = {source: dict.fromkeys(nodes, bandwidth) for source in nodes}
 
     def observe(self, source: str, target: str, rate: float) -> None:
         self._sends[source] += self.NEWEST * (rate - self._sends[source])
         self._receives[target] += self.NEWEST * (rate - self._receives[target])
-        for node in self.rates:
-            self.rates[source][node] = min(self._sends[source], self._receives[node])
-            self.rates[node][target] = min(self._sends[node], self._receives[target])
+
+    def rates(self, source: str) -> dict[str, float]:
+        """To each node, as of now."""
+        sends = self._sends[source]
+        return {node: min(sends, receives) for node, receives in self._receives.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +154,10 @@ class ReplayRouter:
         self._now = 0.0
         self._chooser = Chooser(PolicyHolder(spec.policy), self._view, self.index.depths, force=spec.force, pulls=spec.pulls, expected=self._expected)
         self._chooser.num_held = lambda: len(self.gate.queue)
-        self._accounts = {node.name: _Account() for node in nodes}
         self._endpoints = {node.name: Endpoint(node.name, node.name, f"sim://{node.name}") for node in nodes}
         self._costs: Mapping[str, NodeCost] = {node.name: node.cost for node in nodes}
         self._paths = Paths([node.name for node in nodes], spec.bandwidth)
+        self._accounts = {node.name: _Account(rates=self._paths.rates(node.name)) for node in nodes}
         self._held: dict[str, tuple[Task, Recorded]] = {}
         self._block_tokens = nodes[0].spec.block_tokens
         self._typical = typical_cost(list(self._costs.values()))
@@ -272,6 +275,8 @@ class ReplayRouter:
         account.settle(feed.report_s)
         if account.seen is feed.report and not account.is_changed:
             return None
+        if account.seen is not feed.report:
+            account.rates = self._paths.rates(feed.node.name)
         account.seen, account.is_changed = feed.report, False
         return self._new_view(feed)
 
@@ -287,6 +292,6 @@ class ReplayRouter:
             backends=("sim",),
             pending=account.pending(),
             cost=self._costs[node.name],
-            bandwidth=self._paths.rates[node.name],
+            bandwidth=account.rates,
             kv_bytes_per_token=node.spec.kv_bytes_per_token,
         )

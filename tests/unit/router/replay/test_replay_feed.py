@@ -8,7 +8,7 @@ from replay_cases import COST, random_trace
 from pdcluster_router.index import PrefixIndex
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.replay.feed import IMMEDIATE, Feed, FeedSpec
+from pdcluster_router.replay.feed import IMMEDIATE, REPORT_S, Feed, FeedSpec
 from pdcluster_router.replay.node import NodeSpec, SimNode, Task
 from pdcluster_router.replay.routing import ReplayRouter, RouterSpec
 from pdcluster_router.replay.simulation import Simulation
@@ -79,3 +79,29 @@ def test_a_lost_message_is_noticed_and_a_snapshot_repairs_the_index() -> None:
 
 def test_an_immediate_feed_loses_nothing() -> None:
     assert FeedSpec(0.0, 0.0) == IMMEDIATE
+
+
+@pytest.mark.parametrize("has_table", [False, True])
+def test_how_fast_paths_were_is_known_by_the_next_report_and_choices_see_it(has_table: bool) -> None:
+    nodes = _nodes()
+    router = ReplayRouter(nodes, RouterSpec(make_policy("seconds"), bandwidth=1e9))
+
+    def rates() -> list[float]:
+        view = router._view()
+        found: list[float] = view.roster.paths(0, view.reported(0).bandwidth).tolist()
+        return found
+
+    router._hear(0.0)
+    if has_table:
+        assert router._view().table is not None
+    assert rates() == [1e9] * 3
+    for _ in range(50):
+        router.moved("n0", "n1", 1e6, 1.0)
+        router.moved("n2", "n1", 1e6, 0.5)
+    assert rates() == [1e9] * 3, "no node has reported since"
+    router._hear(REPORT_S + 0.01)
+    assert rates() == pytest.approx([1e6] * 3, rel=0.05), "what it sends is slow, whoever gets it"
+    for _ in range(50):
+        router.moved("n0", "n2", 1e7, 1.0)
+    router._hear(2 * (REPORT_S + 0.01))
+    assert rates() == pytest.approx([1e7, 1.5e6, 1e7], rel=0.7), "n1 still receives slowly"
