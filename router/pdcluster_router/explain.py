@@ -28,6 +28,7 @@ from pdcluster_router.explain_brief import Brief
 from pdcluster_router.explain_records import NO_HIT, Decided, Explanation, Hit, Judged, Noted, ShadowRecord, Weighed, worth_keeping
 from pdcluster_router.generation import Standing
 from pdcluster_router.headroom import Headroom
+from pdcluster_router.kept_views import KeptViews
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.policy.placed import Placed
 from pdcluster_router.seen_blocks import SeenBlocks
@@ -65,7 +66,7 @@ class Record:
     cached_tokens: int | None = None
     brief: Brief | None = None
     """Its only decision, if that is one."""
-    _considered: Decision | None = None
+    _considered: Decision | Decided | None = None
     _considered_at = 0.0
     _first_at: float | None = None
     _last: Decided | None = None
@@ -83,6 +84,15 @@ class Record:
     def consider(self, decision: Decision, now: float) -> None:
         """It was scored; whether it may go is for others to say."""
         self._considered, self._considered_at = decision, now
+        self._explainer.keeps_view(self, decision.view.size)
+
+    def let_go(self) -> None:
+        """Implements kept_views.Keeper."""
+        self._considered = self._told_considered()
+
+    def _told_considered(self) -> Decided | None:
+        considered, at_s = self._considered, self._considered_at - self._started
+        return self._explainer.record(considered, at_s, at_s) if isinstance(considered, Decision) else considered
 
     def failed(self, why: str) -> None:
         """The attempt of the last decision came to nothing."""
@@ -104,9 +114,11 @@ class Record:
 
     def decided(self, decision: Decision, asked: float, now: float) -> None:
         """asked: when the attempt began to look for a place."""
-        self._considered = None
         self._write_out()
         explainer, decisions = self._explainer, self._decisions
+        if self._considered is not None:
+            self._considered = None
+            explainer.keeps_no_view(self)
         decided = explainer.record(decision, now - self._started, now - asked)
         if decided.shadow is not None:
             explainer.count(decided.shadow)
@@ -147,10 +159,7 @@ class Record:
         return self._noted(self.attempts, error, "" if error is None else why[:MAX_WHY], judged)
 
     def _noted(self, attempts: int, error: str | None, why: str, judged: Judged | None) -> Noted:
-        first_at, standing, considered = self._first_at, self._standing, None
-        if self._considered is not None:
-            at_s = self._considered_at - self._started
-            considered = self._explainer.record(self._considered, at_s, at_s)
+        first_at, standing = self._first_at, self._standing
         return Noted(
             self.request,
             self._arrived,
@@ -162,7 +171,7 @@ class Record:
             error,
             judged,
             self._client_id,
-            considered,
+            None if self._considered is None else self._told_considered(),
             why,
         )
 
@@ -183,6 +192,8 @@ class Explainer:
         self._kept = kept or Kept()
         self._seen = SeenBlocks()
         self._open: dict[str, Record] = {}
+        self._kept_views = KeptViews()
+        self.keeps_view, self.keeps_no_view = self._kept_views.keep, self._kept_views.drop
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._by_client: dict[str, dict[str, None]] = {}
         """Requests that are open or kept, by what their clients call them; the oldest first."""
@@ -207,6 +218,7 @@ class Explainer:
         """error: the code of the error that it ended with, None for a good end; why: its message."""
         request, noted = record.request, record.end(error, why)
         del self._open[request]
+        self.keeps_no_view(record)
         judged = noted.hindsight
         if judged is not None:
             _, error_s, regret_s, _, _, hit = judged

@@ -67,7 +67,7 @@ class Gate:
         self._slo = slo
         self._drain = DrainRate()
         self._wishes: dict[str, Wish] = {}
-        """Of those that were passed over; at most one for each that waits."""
+        """Of those that were passed over lately."""
 
     def knock(self, held: Held, decide: Decide, now: float) -> Decision | None:
         """Where the request goes at once; None: it is held (`release` may find it a place right away). held.work is filled in here. Raises
@@ -133,7 +133,7 @@ class Gate:
         for held in self.queue.release(offer, now):
             self._drain.released(held.charge, now)
         self._drain.is_held(bool(len(self.queue)), now)
-        self._wishes = {request: wish for request, wish in self._wishes.items() if request in self.queue}
+        self._wishes = {request: wish for request, wish in self._wishes.items() if now < wish.moment + RESCORE_S and request in self.queue}
         return released
 
     def _why_held(self, decision: Decision, waited_s: float, *, is_paid: bool) -> Reason | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from array import array
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
@@ -18,6 +20,7 @@ from pdcluster.cost import CostError, DecodeCost, NodeCost, PrefillCost
 from pdcluster.kv.hashing import chain_root, extend
 from pdcluster.messages import pack_tokens
 from pdcluster.metrics import ExplainMetrics
+from pdcluster_router import kept_views
 from pdcluster_router.chooser import Decision
 from pdcluster_router.dispatch import Dispatch, DispatchSettings
 from pdcluster_router.explain import MAX_ALIKE, MAX_DECISIONS, Explainer, Kept, Record
@@ -238,6 +241,43 @@ def test_a_request_that_waits_shows_what_would_be_done_with_it_and_one_that_neve
     assert found is not None and found.considered == waiting.considered and (found.error, found.why) == ("overloaded", "no room for 3 s")
     assert "ended with overloaded (no room for 3 s)" in text_of(found) and "never placed; scored last" in text_of(found)
     assert msgspec.json.decode(msgspec.json.encode(found), type=Explanation) == found
+
+
+def test_those_that_wait_keep_few_views_and_are_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each was scored against a view of its own. Those that were scored last keep theirs."""
+    monkeypatch.setattr(kept_views, "MOST_ROWS", 3 * 40)
+    explainer, _ = make_explainer()
+    records = [explainer.open(f"r{number}", ANYBODY, 0.0) for number in range(8)]
+    views: list[weakref.ref[ClusterView]] = []
+
+    def consider(number: int, now: float) -> None:
+        decision = decide(make_nodes(40, m0=number), Query(100 + number))
+        views.append(weakref.ref(decision.view))
+        records[number].consider(decision, now)
+
+    def kept() -> list[int]:
+        gc.collect()
+        return [place for place, view in enumerate(views) if view() is not None]
+
+    for number in range(8):
+        consider(number, 0.1 * number)
+    assert kept() == [5, 6, 7]
+    consider(6, 1.0)
+    consider(0, 1.1)
+    assert kept() == [7, 8, 9]
+    for number, record in enumerate(records):
+        told = explainer.explain(record.request)
+        assert told is not None and told.considered is not None
+        assert (told.considered.decode, told.considered.num_tokens, told.considered.num_candidates) == ("m0", 100 + number, 40)
+        assert told.considered.at_s == {6: 1.0, 0: 1.1}.get(number, 0.1 * number)
+    records[0].decided(decide(make_nodes(2), Query(100)), asked=1.0, now=1.2)
+    explainer.close(records.pop(0), None)
+    while records:
+        explainer.close(records.pop(), "overloaded", "no room")
+    del record
+    assert kept() == [] and len(explainer._kept_views) == 0
+    ended = explainer.explain("r1")
+    assert ended is not None and ended.considered is not None and ended.considered.num_tokens == 101
 
 
 def test_a_request_that_went_is_not_also_shown_as_waiting() -> None:

@@ -161,8 +161,12 @@ def test_who_waits_for_nodes_that_are_still_full_is_scored_now_and_then_and_not_
     for turn in range(10):
         assert gate.release(world.decide, 0.1 + turn / 1000) == []
     assert world.decided.count("r0") == 10 and len(world.decided) == 10 + 16, "the first each time, others once in a while"
+    assert len(gate._wishes) == 17
     world.set_load("p0", load())
     assert [one.held.request for one in gate.release(world.decide, 0.12, most=2)] == ["r0", "r1"], "not when there is room again"
+    for name in ("p0", "d1"):
+        world.set_load(name, load(waiting_tokens=300))
+    assert gate.release(world.decide, 0.5) == [] and len(gate._wishes) == 1, "what is not believed any more is not kept"
 
 
 def test_an_old_request_keeps_the_nodes_of_its_mode_though_it_was_not_scored_just_now() -> None:
