@@ -46,6 +46,7 @@ def test_closed_ones_never_ring() -> None:
         alarms, rung = Alarms(), list[int]()
         alarms.set(0.1, lambda: rung.append(1))
         alarms.close()
+        alarms.check_integrity()
         await asyncio.sleep(0.2)
         alarms.check_integrity()
         return len(rung)

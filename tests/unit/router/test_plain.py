@@ -11,7 +11,6 @@ from scripted_cluster import FakeCluster
 from scripted_dispatcher import EOS, TEXT, VOCAB
 
 from pdcluster import messages as m
-from pdcluster_router.rounds import Rounds
 
 
 @st.composite
@@ -188,49 +187,3 @@ async def test_headers_that_ask_something_of_the_router_are_heard(header: tuple[
         scene.ask(headers=dict([header]), prompt=PROMPT)
         (_, message), = scene.cluster.sent
         assert round(message.work.deadline_s) == (5 if b"deadline" in header[0] else 600)  # type: ignore[attr-defined]
-
-
-class Asked:
-    """Implements rounds.Member and alarms.Alarms."""
-
-    def __init__(self) -> None:
-        self.rings: list[object] = []
-        self.num_rung = 0
-
-    def set(self, seconds: float, ring: object) -> int:
-        self.rings.append((seconds, ring))
-        return len(self.rings)
-
-    def ring(self) -> None:
-        self.num_rung += 1
-
-
-def test_those_of_one_round_share_an_alarm_and_who_joins_when_it_rings_has_another() -> None:
-    alarms, first, left, last = Asked(), Asked(), Asked(), Asked()
-    rounds = Rounds(alarms, 10.0)  # type: ignore[arg-type]
-    joined = rounds.join(first, 100.0)
-    assert rounds.join(left, 100.1) is joined
-    joined.pop(left)
-    assert rounds.join(last, 101.0) is not joined and len(alarms.rings) == 2
-    seconds, ring = alarms.rings[1]  # type: ignore[misc]
-    assert seconds < 10.0
-    ring()
-    assert (first.num_rung, left.num_rung, last.num_rung) == (0, 0, 1)
-    rounds.join(last, 101.05)
-    assert len(alarms.rings) == 3
-
-
-def test_what_one_of_a_round_raises_does_not_cost_the_others_their_alarm() -> None:
-    class Broken(Asked):
-        def ring(self) -> None:
-            raise RuntimeError("broken")
-
-    alarms, broken, second, third = Asked(), Broken(), Asked(), Asked()
-    rounds = Rounds(alarms, 10.0)  # type: ignore[arg-type]
-    for member in (broken, second, third):
-        rounds.join(member, 100.0)
-    with pytest.raises(RuntimeError, match="broken"):
-        alarms.rings[0][1]()  # type: ignore[index]
-    for _, ring in alarms.rings[1:]:  # type: ignore[misc]
-        ring()
-    assert (second.num_rung, third.num_rung) == (1, 1)
