@@ -429,7 +429,9 @@ class Cluster:
     def _expect_no_more(self, incarnation: str, message: Refused | Failed | Cancel) -> None:
         """A slot that is cancelled gets no KV any more; what was computed of a prompt that is cancelled stays."""
         sent = self.ledger.pending.find(incarnation, message.request, message.attempt)
-        if sent is not None and sent.hashes and not (type(message) is Cancel and sent.work.prompts):
+        if sent is None or not sent.hashes or (type(message) is Cancel and sent.work.prompts):
+            return
+        if not self.ledger.pending.has_alike(incarnation, sent):
             self.caches.index.expected.withdraw(incarnation, sent.hashes)
 
     async def manage(self, incarnation: str, *, role: Role | None = None, cordoned: bool | None = None, timeout_s: float) -> Managed:

@@ -6,8 +6,8 @@ the chains there are then compared exactly. What is said of a node is never more
 marking costs 150 entries for 100,000 tokens.
 
 An expectation ends when its node reports the last block (hit), when its time is over (missed), when its node leaves, or when newer ones need room. A
-mark names the newest chain of a node only: when that one ends first, the node has the blocks that both share. A chain that is expected again, and
-that all its marks still name, as when many ask for the same, is only expected for longer.
+mark names the newest chain of a node only: when that one ends first, the node has the blocks that both share, unless it was withdrawn. A chain that
+is expected again, and that all its marks still name, as when many ask for the same, is only expected for longer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from operator import attrgetter
 
 from pdcluster.errors import IntegrityError
 from pdcluster.messages import HASH_BYTES
@@ -125,8 +126,12 @@ class ExpectedBlocks:
             self.num_hits += 1
 
     def withdraw(self, node: str, hashes: bytes) -> None:
-        """The node will not compute them after all."""
-        self._end((node, hashes[-HASH_BYTES:]))
+        """The node will not compute them after all; what its other chains share with them is expected as before."""
+        if not self._end((node, hashes[_LAST])):
+            return
+        others = [chain for block in self._of_node.get(node, ()) if (chain := self._chains[node, block]).hashes[_FIRST] == hashes[_FIRST]]
+        for chain in sorted(others, key=attrgetter("until", "hashes")):
+            self.add(node, chain.hashes, chain.until)  # their marks named the newer one
 
     def drop(self, node: str) -> None:
         """The node is gone: what was expected of it is neither hit nor missed."""

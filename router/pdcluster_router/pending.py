@@ -13,7 +13,7 @@ import msgspec
 
 from pdcluster.cost import num_pairs
 from pdcluster.errors import IntegrityError
-from pdcluster.messages import Prefill, Reserve
+from pdcluster.messages import HASH_BYTES, Prefill, Reserve
 from pdcluster_router.view import NOTHING_PENDING, Pending
 
 TOKEN_BYTES = 4
@@ -68,6 +68,11 @@ class PendingWork:
         account = self._accounts.get(incarnation)
         sent = None if account is None else account.sent.get(request)
         return sent if sent is not None and sent.attempt == attempt else None
+
+    def has_alike(self, incarnation: str, sent: Sent) -> bool:
+        """Whether the node will hold these blocks for another leg, too."""
+        account, block = self._accounts.get(incarnation), sent.hashes[-HASH_BYTES:]
+        return account is not None and any(other is not sent and other.hashes[-HASH_BYTES:] == block for other in account.sent.values())
 
     def leave(self, incarnation: str, request: str) -> None:
         """The leg is over. Idempotent."""

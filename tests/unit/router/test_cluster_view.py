@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import zmq
 from checkpoints import KERNEL_CACHE
+from msgspec.structs import replace
 from policy_cases import COST, make_load
 
 from pdcluster.bootstrap.card import NodeCard
@@ -216,3 +217,19 @@ async def test_a_slot_that_is_cancelled_is_not_expected_to_get_the_prompt(end: M
     else:
         cluster._on_message(cluster._nodes[name], end)  # type: ignore[arg-type]
     assert cluster.expected(WORK.hashes) == ({} if is_over else {name: 2})
+
+
+async def test_a_prompt_is_expected_as_long_as_another_request_brings_it() -> None:
+    world = World(1, 0)
+    (name,), cluster = world.names, world.cluster
+    endpoint = cluster._nodes[name].endpoint
+    works = [replace(WORK, request=request) for request in ("r", "same", "longer")]
+    works[2] = replace(works[2], token_ids=bytes(4 * 96), num_prompt=96, hashes=bytes(range(3 * HASH_BYTES)))
+    for work in works:
+        cluster.send(endpoint, Reserve(work, endpoint))
+    cluster.send(endpoint, Cancel("longer", 1, "its client left"))
+    cluster.send(endpoint, Cancel("r", 1, "its client left"))
+    assert cluster.expected(WORK.hashes) == {name: 2}
+    cluster.ledger.pending.leave(name, "r")
+    cluster.send(endpoint, Cancel("same", 1, "its client left"))
+    assert cluster.expected(WORK.hashes) == {}
