@@ -248,9 +248,9 @@ class Roster:
         return is_alike and former.accepts_work == now.accepts_work
 
 
-Sent = tuple[int, Pending]
+OnNode = tuple[int, Pending]
 """Requests that this router has on a node, and what the node's last report does not count."""
-Counts = Callable[[str], Sent]
+Counts = Callable[[str], OnNode]
 """By incarnation."""
 
 
@@ -266,8 +266,8 @@ class ClusterView:
 
     def __init__(self, nodes: Iterable[NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> None:
         self._reported: list[NodeView] = sorted(nodes, key=_by_name)
-        self._nodes: list[NodeView | Sent] = list(self._reported)
-        """Sent: since it is in `_reported`, it was only sent something."""
+        self._nodes: list[NodeView | OnNode] = list(self._reported)
+        """OnNode: since it is in `_reported`, it was only sent something."""
         self._table: Table | None = None
         self.typical = typical
         self._is_told = is_told
@@ -275,7 +275,7 @@ class ClusterView:
     def replaced(self, changed: Mapping[str, NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> ClusterView:
         """The same nodes, some of which changed, by incarnation. What was worked out for the others is kept."""
         keeps_table = self._table is not None and typical is not None and typical is self.typical
-        nodes: Sequence[NodeView | Sent] = self._nodes if keeps_table else self.nodes
+        nodes: Sequence[NodeView | OnNode] = self._nodes if keeps_table else self.nodes
         view, roster, is_same = self._like(nodes, typical, is_told=is_told), self.roster, True
         view._reported = list(self._reported if keeps_table else self.nodes)
         if typical is not None:
@@ -322,7 +322,7 @@ class ClusterView:
                 note_sent(table, row, in_flight, *pending)
 
     @staticmethod
-    def _like(nodes: Sequence[NodeView | Sent], typical: NodeCost | None, *, is_told: bool) -> ClusterView:
+    def _like(nodes: Sequence[NodeView | OnNode], typical: NodeCost | None, *, is_told: bool) -> ClusterView:
         view = ClusterView.__new__(ClusterView)
         view._nodes, view._table, view.typical, view._is_told = list(nodes), None, typical, is_told
         return view
