@@ -297,7 +297,7 @@ class UpConfig(Section):
     grpc: str | None = key(cast("str | None", "127.0.0.1:50051"), address_or_none, "HOST:PORT of the gRPC API; none: no gRPC")
     device: Literal["cpu", "cuda"] = key("cpu", choice("cpu", "cuda"), "cpu or cuda")
     pin: bool = key(True, boolean, "pin each node to a share of the cores when there are enough")
-    ready_s: float = key(120.0, duration(0.1), "longest time for a process to become ready")
+    ready_s: float = key(300.0, duration(0.1), "longest time for a process to become ready; the first one compiles kernels")
     drain_s: float = key(10.0, duration(), "on Ctrl-C or SIGTERM: longest time for open requests to finish")
     restarts: int = key(5, integer(0, 1000), "times one process may crash within a minute before up gives up")
     log: UpLogConfig = field(default_factory=UpLogConfig)

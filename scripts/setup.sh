@@ -9,7 +9,7 @@ VENV=.venv
 STAMP=$VENV/.setup-stamp
 LOG=$VENV/setup.log
 TORCH=$(sed -n 's/^torch==//p' constraints.txt)
-COMPILING_S=90
+COMPILING_S=240
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -101,7 +101,7 @@ install_xgrammar() {
 }
 
 start_compiling() {
-    # Beside the downloads that are left: half a minute that the first `make up` or `make demo` would wait for.
+    # Beside the downloads that are left: one to two minutes that the first `make up` or `make demo` would wait for.
     say "compiling the CPU kernels beside the next downloads"
     $VENV/bin/python -m pdcluster.launch.warm >$VENV/warm.log 2>&1 9<&- &
     COMPILING=$!

@@ -20,8 +20,8 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-WAIT_S = 180.0
-"""For another process that compiles; it takes some 20 s where nothing else runs."""
+WAIT_S = 600.0
+"""For another process that compiles: one to two minutes on two cores, longer where others use them."""
 LOOK_S = 0.05
 TURN_S = 5.0
 """For another process that notes its use of a place, or renames old ones."""
@@ -142,7 +142,7 @@ def filling(place: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[None]
     filled = place / f"{what}.filled"
     lock = None if filled.exists() else _locked(place / "lock", time.monotonic() + wait_s)
     if not filled.exists():
-        log.warning("CPU kernels (%s) are not compiled for this installation yet; that is done now, once, and takes some 15 s", what)
+        log.warning("CPU kernels (%s) are not compiled for this installation yet; that is done now, once, and may take two minutes", what)
     try:
         yield
         if lock is not None:

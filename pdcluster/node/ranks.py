@@ -51,7 +51,7 @@ class RankSettings:
 
     size: int
     cores: tuple[tuple[int, ...], ...] = ()
-    start_s: float = 120.0
+    start_s: float = 300.0
     step_s: float = 60.0
     pulse_s: float = 0.5
     silence_s: float = 5.0

@@ -53,8 +53,8 @@ from pdcluster_router.workers.worker import Worker, show
 logger = logging.getLogger(__name__)
 
 COMPILE_LOOK_S = 0.1
-COMPILE_S = 300.0
-"""For the process that compiles choices: some 10 s where nothing else runs, behind another one that does (`kernel_cache.WAIT_S`)."""
+COMPILE_S = 720.0
+"""For the process that compiles choices: a part of a minute, behind another one that does so (`kernel_cache.WAIT_S`)."""
 
 COLLECTED = (10_000, 20, 20)
 """Containers made and not ended until the youngest are looked at, and how many such looks until the older ones are."""
