@@ -84,6 +84,17 @@ def test_the_short_way_is_taken_where_it_is_meant_to_be(load: object, goes: bool
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(("pages_parked", "goes"), [(0, True), (24, True), (25, False), (26, False)])
+def test_prompts_are_computed_ahead_of_full_decode_nodes_until_a_quarter_of_the_pool_waits(pages_parked: int, goes: bool) -> None:
+    ahead = make_load(waiting=1, waiting_tokens=10, pages_total=100, pages_free=100 - pages_parked, pages_parked=pages_parked)
+    cluster = view(make_node("p0", "prefill", ahead), make_node("d0", "decode", batch(32, context=10)))
+    query = Query(100, force="remote")
+    choice = Seconds().choose(query, cluster)
+    assert choice.mode == "remote"
+    assert HEADROOM.goes(choice, query, cluster, 0.0, may_slow=True) is HEADROOM.has_open(choice, query, cluster) is goes
+
+
+@pytest.mark.usefixtures("way")
 def test_rows_that_one_more_would_slow_are_looked_at_until_the_request_has_waited() -> None:
     cluster, query = view(make_node("m0", "mixed", batch(20))), Query(1000, itl_s=0.001)
     choice = Seconds().choose(query, cluster)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import inf
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_cases import make_load
@@ -50,6 +51,13 @@ def test_a_station_says_of_a_nodes_work_what_its_pace_says(load: Load | None, pe
     assert (node.prefill_tokens, node.prefill_pairs) == (node.work.prefill_tokens, node.work.prefill_pairs)
     assert station.chunk_tokens == (cost.prefill.chunk_tokens or inf) and station.is_server == (role != "decode")
     assert (station.decode_fixed_s, station.each_row_s, station.context_s) == (cost.decode.fixed_s, cost.decode.row_s, cost.decode.context_s)
+
+
+@pytest.mark.parametrize(("rows", "itl_s"), [(0, 0.25), (1, 1.0), (8, 1.5)])
+def test_gaps_between_tokens_count_while_there_are_rows_that_have_them(rows: int, itl_s: float) -> None:
+    cost = NodeCost(PrefillCost(0.01, 1e-3, samples=100), DecodeCost(0.25, 0.0, samples=100))
+    load = msgspec.structs.replace(make_load(rows=rows), itl_s=itl_s if rows else 9.0)
+    assert NodeView(Endpoint("n", "boot", "n:1"), "mixed", 0, load, 32, 4096, cost=cost).station(cost).itl_s == itl_s
 
 
 @given(load=loads(), cost=st.none() | costs, prefill_samples=SAMPLES, decode_samples=SAMPLES)
