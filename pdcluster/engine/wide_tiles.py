@@ -38,7 +38,7 @@ from pdcluster.engine.vectors import (
 
 HALF_WORDS = ir.VectorType(ir.IntType(16), LANES)
 TURNS = 4
-"""Pairs of one turn of a loop; even, as asking alternates."""
+"""Pairs of one turn of a loop over one panel; even, as asking alternates."""
 AHEAD = 1024
 """Bytes by which weights of several panels are asked for before they are read; a pair of a panel is one line of them."""
 
@@ -57,11 +57,12 @@ def wide_panels_of(num_rows, num_panels):
             left, right, panel_step, num_pairs, bias, out, out_step, column_step = args
             panels = [builder.add(right, builder.mul(panel_step, bytes_of(j))) for j in range(num_panels)]
 
-            def ask(first, turn):
+            def ask(pair, _):
                 for panel in panels:
-                    prefetch(builder, panel, builder.add(builder.mul(first, bytes_of(LINE_BYTES)), bytes_of(AHEAD + turn * LINE_BYTES)))
+                    prefetch(builder, panel, builder.add(builder.mul(pair, bytes_of(LINE_BYTES)), bytes_of(AHEAD)))
 
-            totals = add_products(builder, left, (4 * num_rows, 4), panels, bytes_of(LINE_BYTES), num_pairs, [zeros()] * (num_rows * num_panels), ask)
+            begin = [zeros()] * (num_rows * num_panels)
+            totals = add_products(builder, left, (4 * num_rows, 4), panels, bytes_of(LINE_BYTES), num_pairs, begin, ask, turns=1)
             for j in range(num_panels):
                 column = builder.mul(column_step, bytes_of(j))
                 put_outputs(builder, totals[j::num_panels], builder.add(bias, builder.mul(column, bytes_of(2))), builder.add(out, column), out_step)
@@ -142,13 +143,13 @@ def wide_tile_of(num_rows, *, adds, row_bytes=None):
     return tile
 
 
-def add_products(builder, left, left_steps, columns, right_step, num_pairs, begin, ask=None):
+def add_products(builder, left, left_steps, columns, right_step, num_pairs, begin, ask=None, turns=TURNS):
     """Totals of each row by each of right's vectors. left_steps: bytes from a row's number to its next, and to the next row's; columns: where each of
-    right's vectors begins, whose next pair is right_step bytes on. ask(first, turn): in each turn of those that TURNS pairs from `first` on share."""
-    whole = builder.and_(num_pairs, bytes_of(-TURNS))
-    with Loop(builder, whole, TURNS, begin) as loop:
+    right's vectors begins, whose next pair is right_step bytes on. ask(first, turn): in each of the turns that pairs from `first` on share."""
+    whole = builder.and_(num_pairs, bytes_of(-turns))
+    with Loop(builder, whole, turns, begin) as loop:
         totals = loop.values
-        for turn in range(TURNS):
+        for turn in range(turns):
             if ask is not None:
                 ask(loop.index, turn)
             pair = builder.add(loop.index, bytes_of(turn))
