@@ -106,7 +106,8 @@ class Chooser:
         live, shadow = self.holder.live, self.holder.shadow
         choice = self._pulls.apply(live.choose(query, view), query, view)
         self._counter += 1
-        self._previous = choice.mode
+        if query.force == "auto":  # a mode that was asked for says nothing about which is better
+            self._previous = choice.mode
         return Decision(query, view, choice, _looked_at(shadow, query, view) if shadow is not None else None)
 
     def place(self, job: Job, room_s: float, now: float) -> Placed | None:

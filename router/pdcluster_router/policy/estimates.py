@@ -177,6 +177,26 @@ def prompt_on(node: Numbers, cached: float, held: float, bytes_s: float, asked: 
     return 0.0, compute_s, paused_s, 0.0
 
 
+def beside_prompts_s(node: Numbers, quiet_s: float, busy_s: float, share: float, output: float) -> float:
+    """Between tokens of a row with prompts beside it for that share of the time, or while what waits now is computed, whichever makes it slower. On a
+    node that computes prompts for others more will follow, so that the wait is a share of the row's time as well. On a decode node it is over once,
+    however long its steps are: rows lose that, not their whole pace."""
+    wait_s, once_s = node[WAIT_S], 0.0
+    if wait_s > 0.0 and node[IS_SERVER] > 0.0:
+        life_s = output * quiet_s
+        waits = wait_s / (life_s if life_s > 1e-9 else 1e-9)
+        if waits > 1.0:
+            waits = 1.0
+        if waits > share:
+            share = waits
+    elif wait_s > 0.0 and quiet_s > TINY:
+        steps = wait_s / busy_s
+        once_s = busy_s if steps > output else quiet_s + (busy_s - quiet_s) * (steps / output)
+    mean_s = (1.0 - share) * busy_s + share * quiet_s
+    lasting_s = quiet_s * busy_s / (mean_s if mean_s > TINY else TINY)
+    return once_s if once_s > lasting_s else lasting_s
+
+
 def row_on(node: Numbers, cached: float, asked: Numbers, market: Market) -> tuple[float, float, float, float, float, float]:
     """A row beside those that run, with prompts beside it for the market's share of the time, and while what waits now is computed. Its pace; strain:
     how much more a second weighs there, because rows are slower than is comfortable; then room, decode, others (what the running rows lose by one
@@ -186,16 +206,7 @@ def row_on(node: Numbers, cached: float, asked: Numbers, market: Market) -> tupl
     quiet_s, busy_s = node[TPOT_S] + row_s, node[PROMPT_STEP_S] + row_s
     price, serving_share, local_share = market
     share = serving_share if is_server > 0.0 else local_share
-    at_times = share
-    if node[WAIT_S] > 0.0:
-        life_s = output * quiet_s
-        waits = node[WAIT_S] / (life_s if life_s > 1e-9 else 1e-9)
-        if waits > 1.0:
-            waits = 1.0
-        if waits > share:
-            at_times = waits
-    mean_s = (1.0 - at_times) * busy_s + at_times * quiet_s
-    tpot_s = quiet_s * busy_s / (mean_s if mean_s > TINY else TINY)
+    tpot_s = beside_prompts_s(node, quiet_s, busy_s, share, output)
     limit_s = asked[ITL_ASKED_S]
     if limit_s <= 0.0:
         limit_s = COMFORT * (node[DECODE_FIXED_S] + row_s)

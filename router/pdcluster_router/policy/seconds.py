@@ -11,10 +11,11 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
     the rows there. So between modes the price counts only as far as first tokens are nearer to being late (PATIENCE) than these rows are to being
     slow (COMFORT): rows shall not be slowed for waits that harm nobody, and both limits are reached together.
  4. TPOT counts the prompts that will be computed beside the row while it lives: as many as wait, as the rows that run came with, and, where
-    nodes have roles, as were sent lately. Where it is beyond COMFORT times a lone row's, a second weighs more, so that decode nodes take prompts
+    nodes have roles, as were sent lately: on a prefill node to whatever node, as the next one may come here. What waits on a decode node slows a row
+    once, and no longer than it takes. Where it is beyond COMFORT times a lone row's, a second weighs more, so that decode nodes take prompts
     while their rows stay well served, and prefill nodes take rows while they are idle enough.
- 5. Remote or local, whichever is less; the mode of the last choice keeps a margin, so that a tie does not flip with every report: as a share of the
-    time to first token, and what the nodes' models may be wrong by (their error bars), so that it does not flip with what is not known. A prompt
+ 5. Remote or local, whichever is less; the mode of the last choice (not one that a request asked for) keeps a margin, so that a tie does not flip with
+    every report: as a share of the time to first token, and what the nodes' models may be wrong by (their error bars), so that it does not flip with what is not known. A prompt
     that would hold up running rows longer than the inter-token limit, or make them slow on average over an answer, goes elsewhere while there is a
     pair that can take it: many would lose what one wins. Where the prefill node has rows that it would hold up, too, it goes where these are fewer:
     a single row on a prefill node is no reason to slow all those of a decode node. Prompts that wait on a decode node will be rows there. Nodes that

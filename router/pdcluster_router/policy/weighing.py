@@ -96,9 +96,10 @@ def weigh_market(stations: Table, cached: Numbers, serving: Rows, decoding: Rows
         share = (of_serving[1] + num_held) / (of_serving[1] + num_held + len(serving))
         share = max(share, share_later(stations, cached, serving, of_serving, of_decoding, asked))
         if len(decoding):
-            share = max(share, min(asked[BUSY_SERVING] / len(serving), MOST_SHARE))
+            # What decode nodes computed themselves counts, too: the next such prompt may come here, and takes all the time of a row that is here.
+            share = max(share, min((asked[BUSY_SERVING] + asked[BUSY_DECODING]) / len(serving), MOST_SHARE))
     found[PRICE], found[SHARE], found[LATE] = price, share, late
-    # By the work that was sent there lately. What is on a decode node now says less about the life of a row: it is soon over (`row_on` counts it),
+    # By the work that was sent there lately. What is on a decode node now says less about the life of a row: it is soon over (`beside_prompts_s` counts it),
     # and whether more follows is this policy's own choice.
     found[LOCAL_SHARE] = min(asked[BUSY_DECODING] / len(decoding), MOST_SHARE) if len(decoding) else 0.0
 

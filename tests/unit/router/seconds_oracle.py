@@ -113,8 +113,11 @@ def strained(station: Station, query: Query, share: float) -> tuple[float, float
     weighs there, because rows are slower than is comfortable."""
     pace = station.pace
     row_s = pace.row_s(query.num_tokens + query.expected_output / 2)
-    now = min(pace.wait_s / max(query.expected_output * (pace.tpot_s + row_s), 1e-9), 1.0)
-    tpot_s = busy_tpot_s(pace, max(share, now), row_s)
+    if station.node.role == "decode":
+        tpot_s = max(busy_tpot_s(pace, share, row_s), paused_tpot_s(pace, query.expected_output, row_s))
+    else:
+        now = min(pace.wait_s / max(query.expected_output * (pace.tpot_s + row_s), 1e-9), 1.0)
+        tpot_s = busy_tpot_s(pace, max(share, now), row_s)
     limit_s = query.itl_s or COMFORT * (pace.decode.fixed_s + row_s)
     return tpot_s, 1.0 + STRAIN * max(tpot_s / limit_s - 1.0, 0.0) if limit_s > 0 else 1.0
 
@@ -123,6 +126,13 @@ def busy_tpot_s(pace: Pace, share: float, row_s: float) -> float:
     """Of a row that adds row_s to each step, when prompts are computed for that share of the time."""
     quiet, busy = pace.tpot_s + row_s, pace.prompt_step_s + row_s
     return 1.0 / ((1.0 - share) / quiet + share / busy) if quiet > 0 else 0.0
+
+
+def paused_tpot_s(pace: Pace, output: int, row_s: float) -> float:
+    """Of a row that adds row_s to each step, when what waits now is computed beside it, and then no more."""
+    quiet, busy = pace.tpot_s + row_s, pace.prompt_step_s + row_s
+    share = min(pace.wait_s / busy / output, 1.0) if quiet > 0 else 0.0
+    return (1.0 - share) * quiet + share * busy
 
 
 def price_on(station: Station, market: Market) -> float:
@@ -230,7 +240,7 @@ class PlainSeconds:
         stations = _stations(view, view.accepting)
         computing = [station for station in stations if station.node.role != "decode"]
         decoding = [station for station in stations if station.node.role == "decode"]
-        lately = min(query.busy_serving / len(computing), MOST_SHARE) if computing else 0.0
+        lately = min((query.busy_serving + query.busy_decoding) / len(computing), MOST_SHARE) if computing else 0.0
         return Market(
             price=self._price(computing or stations, query.num_held),
             harm=self._harm,

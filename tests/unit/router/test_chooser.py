@@ -46,6 +46,15 @@ def test_a_request_may_force_another_mode_than_the_routers() -> None:
     assert chooser.query(make_job(force="auto"), 0.0, NODES).force == "auto"
 
 
+def test_a_mode_that_a_request_asked_for_is_no_choice_that_others_follow() -> None:
+    """After a stretch of requests that asked for one node, those that did not stayed there, by the margin of the last mode."""
+    chooser = make_chooser("seconds")
+    own = chooser.choose(make_job(), 0.0).choice.mode
+    for mode in ("remote", "local"):
+        assert chooser.choose(make_job(force=mode), 0.0).choice.mode == mode
+        assert chooser.query(make_job(), 0.0, NODES).previous == own
+
+
 def test_the_expected_output_follows_what_answers_take() -> None:
     chooser = make_chooser()
     assert chooser.query(make_job(), 0.0, NODES).expected_output == 256

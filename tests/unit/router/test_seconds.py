@@ -212,6 +212,30 @@ def test_rule_4_a_row_on_a_decode_node_expects_the_prompt_that_is_there_once_and
     assert terms(choose(replace(PAIR, busy_decoding=0.5), *nodes), "decode", "d0")["decode"] > 1.5 * idle
 
 
+def test_rule_4_a_prompt_that_waits_on_a_decode_node_slows_a_row_once_however_long_its_steps_are() -> None:
+    """A step of 500 tokens takes 0.4 s here, a step of rows 4 ms. What waits counted for the whole life of a row that lives no longer than it does:
+    its tokens were taken to come at 0.4 s each, and so it was put where prompts were sure to follow."""
+    slow = NodeCost(PrefillCost(0.0, 8e-4, 0.0, 500, 100), DecodeCost(0.003, 0.001, 0.0, 100))
+    prefill, query = node("p0", "prefill", cost=slow), replace(PAIR, force="remote")
+    for tokens in (50, 100, 500, 1000):
+        choice = choose(query, prefill, node("d0", "decode", queue(tokens), cost=slow))
+        quiet_s, wait_s = 0.004, 8e-4 * tokens
+        assert choice.predicted.tpot_s is not None
+        assert quiet_s * 100 < choice.predicted.tpot_s * 100 <= quiet_s * 100 + wait_s
+    many = choose(query, prefill, node("d0", "decode", queue(100_000), cost=slow)).predicted.tpot_s
+    assert many == pytest.approx(0.4 + 0.001), "all of its steps"
+
+
+def test_rule_4_a_row_on_a_prefill_node_expects_prompts_that_decode_nodes_computed_lately() -> None:
+    """They were believed to come to decode nodes for ever: so an idle prefill node was the better place for a row, until the next prompt came."""
+    nodes = [node(f"{role[0]}0", role, cost=CHUNKED) for role in ("prefill", "decode")]
+    for lately in ({"busy_serving": 0.5}, {"busy_decoding": 0.5}, {"busy_serving": 0.25, "busy_decoding": 0.25}):
+        found = choose(replace(PAIR, force="local", **lately), *nodes)  # type: ignore[arg-type]
+        on_prefill, on_decode = (terms(found, "local", name)["decode"] for name in ("p0", "d0"))
+        assert on_prefill >= on_decode
+        assert on_prefill == pytest.approx(terms(choose(replace(PAIR, force="local", busy_serving=0.5), *nodes), "local", "p0")["decode"])
+
+
 # ---------------------------------------------------------------- 5. remote or local
 
 
