@@ -105,9 +105,7 @@ class Chooser:
         query = self.query(job, now, view)
         live, shadow = self.holder.live, self.holder.shadow
         choice = self._pulls.apply(live.choose(query, view), query, view)
-        self._counter += 1
-        if query.force == "auto":  # a mode that was asked for says nothing about which is better
-            self._previous = choice.mode
+        self._chose(query.force, choice.mode)
         return Decision(query, view, choice, _looked_at(shadow, query, view) if shadow is not None else None)
 
     def place(self, job: Job, room_s: float, now: float) -> Placed | None:
@@ -125,9 +123,14 @@ class Chooser:
         placed = live.place(asked, self._glance())
         if placed is None or not self._pulls.leaves(placed.most_held, placed.cached_tokens, placed.first):
             return None
-        self._counter += 1
-        self._previous = placed.mode
+        self._chose(force, placed.mode)
         return placed
+
+    def _chose(self, force: Force, mode: Mode) -> None:
+        """A mode that was asked for says nothing about which is better."""
+        self._counter += 1
+        if force == "auto":
+            self._previous = mode
 
     def follow(self, job: Job, now: float) -> Decision | None:
         """To the node that decodes another choice of its prompt; None when it shall not share, or that node takes no work any more."""

@@ -28,10 +28,10 @@ class Query(msgspec.Struct, frozen=True):
     same pool, but none to leave the pool. expected_output: tokens that are still to come, as far as one can tell.
     session: key of a conversation, "" for none; without it, policies that need one use the prompt's first blocks.
     force: the mode that the request must have. fallback: when a request may run on one node though both pools exist. counter: number of this decision
-    on this router, the only source of chance. previous: the mode of the router's last choice, for hysteresis. itl_s: the longest gap between the
-    tokens of running requests that a choice may cause; 0: judged by the batch's own pace. num_held: requests that wait in the router for a node.
-    usual_tokens: of most prompts lately; 0: none has ended. busy_serving, busy_decoding: how many nodes the prompts kept busy that this router
-    sent lately to those that compute for others, and to decode nodes.
+    on this router, the only source of chance. previous: the mode of the router's last choice that no request asked for, for hysteresis. itl_s: the
+    longest gap between the tokens of running requests that a choice may cause; 0: judged by the batch's own pace. num_held: requests that wait in the
+    router for a node. usual_tokens: of most prompts lately; 0: none has ended. busy_serving, busy_decoding: how many nodes the prompts kept busy that
+    this router sent lately to those that compute for others, and to decode nodes.
     """
 
     num_tokens: int

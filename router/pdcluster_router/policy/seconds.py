@@ -14,12 +14,13 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
     nodes have roles, as were sent lately: on a prefill node to whatever node, as the next one may come here. What waits on a decode node slows a row
     once, and no longer than it takes. Where it is beyond COMFORT times a lone row's, a second weighs more, so that decode nodes take prompts
     while their rows stay well served, and prefill nodes take rows while they are idle enough.
- 5. Remote or local, whichever is less; the mode of the last choice (not one that a request asked for) keeps a margin, so that a tie does not flip with
-    every report: as a share of the time to first token, and what the nodes' models may be wrong by (their error bars), so that it does not flip with what is not known. A prompt
-    that would hold up running rows longer than the inter-token limit, or make them slow on average over an answer, goes elsewhere while there is a
-    pair that can take it: many would lose what one wins. Where the prefill node has rows that it would hold up, too, it goes where these are fewer:
-    a single row on a prefill node is no reason to slow all those of a decode node. Prompts that wait on a decode node will be rows there. Nodes that
-    are passed over for their rows are no places for the request either: while those that are left have much to do, it waits in the router (`gate`).
+ 5. Remote or local, whichever is less; the mode of the last choice (not one that a request asked for) keeps a margin, so that a tie does not flip
+    with every report: as a share of the time to first token, and what the nodes' models may be wrong by (their error bars), so that it does not flip
+    with what is not known. A prompt that would hold up running rows longer than the inter-token limit, or make them slow on average over an answer,
+    goes elsewhere while there is a pair that can take it: many would lose what one wins. Where the prefill node has rows that it would hold up, too,
+    it goes where these are fewer: a single row on a prefill node is no reason to slow all those of a decode node. Prompts that wait on a decode node
+    will be rows there. Nodes that are passed over for their rows are no places for the request either: while those that are left have much to do, it
+    waits in the router (`gate`).
  6. While no node has run enough steps to know what they cost: the product score.
 """
 

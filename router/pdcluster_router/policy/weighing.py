@@ -99,8 +99,8 @@ def weigh_market(stations: Table, cached: Numbers, serving: Rows, decoding: Rows
             # What decode nodes computed themselves counts, too: the next such prompt may come here, and takes all the time of a row that is here.
             share = max(share, min((asked[BUSY_SERVING] + asked[BUSY_DECODING]) / len(serving), MOST_SHARE))
     found[PRICE], found[SHARE], found[LATE] = price, share, late
-    # By the work that was sent there lately. What is on a decode node now says less about the life of a row: it is soon over (`beside_prompts_s` counts it),
-    # and whether more follows is this policy's own choice.
+    # By the work that was sent there lately. What is on a decode node now says less about the life of a row: it is soon over, which
+    # `beside_prompts_s` counts, and whether more follows is this policy's own choice.
     found[LOCAL_SHARE] = min(asked[BUSY_DECODING] / len(decoding), MOST_SHARE) if len(decoding) else 0.0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
-from policy_cases import make_node, view
+from policy_cases import COST, make_load, make_node, view
 
 from pdcluster.kv.hashing import chain_root
 from pdcluster.messages import Sampling
@@ -46,13 +46,23 @@ def test_a_request_may_force_another_mode_than_the_routers() -> None:
     assert chooser.query(make_job(force="auto"), 0.0, NODES).force == "auto"
 
 
-def test_a_mode_that_a_request_asked_for_is_no_choice_that_others_follow() -> None:
+@pytest.mark.parametrize("way", ["choose", "place"])
+def test_a_mode_that_a_request_asked_for_is_no_choice_that_others_follow(way: str) -> None:
     """After a stretch of requests that asked for one node, those that did not stayed there, by the margin of the last mode."""
-    chooser = make_chooser("seconds")
-    own = chooser.choose(make_job(), 0.0).choice.mode
+    cluster = view(make_node("p0", "prefill", make_load(), COST), make_node("d0", "decode", make_load(), COST))
+    chooser = Chooser(PolicyHolder(make_policy("seconds")), lambda: cluster, lambda _: {})
+
+    def mode_of(job: Job) -> str:
+        if way == "choose":
+            return chooser.choose(job, 0.0).choice.mode
+        placed = chooser.place(job, 0.25, 0.0)
+        assert placed is not None
+        return placed.mode
+
+    own = mode_of(make_job())
     for mode in ("remote", "local"):
-        assert chooser.choose(make_job(force=mode), 0.0).choice.mode == mode
-        assert chooser.query(make_job(), 0.0, NODES).previous == own
+        assert mode_of(make_job(force=mode)) == mode
+        assert chooser.query(make_job(), 0.0, cluster).previous == own
 
 
 def test_the_expected_output_follows_what_answers_take() -> None:
