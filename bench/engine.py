@@ -16,8 +16,8 @@ contexts c and kv bytes of KV per token:
 The roofline of a decode step is what the slower of its bytes and its FLOP takes at those ceilings; of many rows that is the products.
 The FLOP/s ceiling is the best of a few large products, our own and torch's: oneDNN's in bfloat16 where the CPU has one, else in float32 (its bfloat16
 is then many times slower than what the CPU can do); the row says which won. The bandwidth ceiling the best of a few ways to read a buffer
-as large as the model, so that both meet the same caches. Both run with the engine's threads on the engine's core. Contexts are zeros: what is in the
-pages does not change the time.
+as large as the model, so that both meet the same caches. Both run with the engine's threads on the engine's core, in turns with each case, since the
+pace of a shared machine drifts by a tenth within minutes. Contexts are zeros: what is in the pages does not change the time.
 
 Python's share is what a step takes in which every kernel gets an empty range: all of building the batch, calling kernels, small torch operations
 and drawing tokens. On some CPUs prompts run through oneDNN, so it is told for decode alone.
@@ -30,9 +30,11 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +124,33 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Ceiling:
+    """The fastest way that was found to do so much in one run: name, FLOP or bytes, and a run."""
+
+    name: str
+    amount: float
+    run: Callable[[], object]
+    per_second: float
+    """When it was looked for. The machine's own pace drifts by a tenth within minutes, so whoever compares runs it again beside what it compares."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ceilings:
     """What the machine can do, per second."""
 
     work: Work
     flops: float
     bandwidth: float
-    product: str = "matrix product"
-    """Which one reached flops."""
 
     def decode_seconds(self, batch: int, context: int) -> float:
         """The roofline of a decode step."""
         return max(self.work.decode_bytes(batch, context) / self.bandwidth, self.work.decode_flop(batch, context) / self.flops)
+
+
+Pairs = Sequence[tuple[float, float]]
+"""Seconds of one and of the other, turn by turn."""
+
+_per_second = attrgetter("per_second")
 
 
 def main() -> None:
@@ -149,9 +166,9 @@ def main() -> None:
     if arguments.compare:
         decodes = [(batch, context) for context in plan.contexts for batch in plan.batches]
         torch.set_num_threads(1)
-        ceilings = measured_ceilings(plan, work_of(config, config.kv_layout(PAGE_TOKENS, "bfloat16")))
-        found = compare(arguments.compare, arguments.rivals, model_dir, core, plan.prefills, decodes, ceilings.decode_seconds, repeats=3)
-        figures = ceiling_rows(ceilings) + found
+        with found_ceilings(plan, work := work_of(config, config.kv_layout(PAGE_TOKENS, "bfloat16"))) as (product, read):
+            figures, ceilings = ceiling_rows(product, read), Ceilings(work, product.per_second, read.per_second)
+        figures += compare(arguments.compare, arguments.rivals, model_dir, core, plan.prefills, decodes, ceilings.decode_seconds, repeats=3)
     elif arguments.deterministic:
         figures = beside_default(model_dir, plan, arguments.threads, {"deterministic": {"deterministic": True}})
     elif arguments.quantization:
@@ -228,47 +245,55 @@ def empty_kernels() -> Iterator[None]:
 
 
 def measure(engine: Engine, plan: Plan) -> list[Figure]:
+    """Each case in turns with its ceiling."""
     work = work_of(engine.config, engine.layout)
-    ceilings = measured_ceilings(plan, work)
-    flops, bandwidth = ceilings.flops, ceilings.bandwidth
-    figures = ceiling_rows(ceilings)
-    for tokens in plan.prefills:
-        seconds = _repeat(plan, lambda tokens=tokens: engine.step(prefill_plan(engine, tokens)))  # type: ignore[misc]
-        rates = [work.prefill_flop(tokens) / value / 1e9 for value in seconds]
-        figures.append(row("prefill", f"{tokens} tokens", [1e3 * value for value in seconds], "ms"))
-        figures.append(
-            row(
-                "prefill MFU",
-                f"{tokens} tokens",
-                rates,
-                "GFLOP/s",
-                against=ceilings.product,
-                against_value=flops / 1e9,
-                goal=MFU_GOAL if tokens == 512 else None,
-            )
-        )
-    for context in plan.contexts:
-        for batch in plan.batches:
-            seconds = _repeat(plan, lambda batch=batch, context=context: engine.step(decode_plan(engine, batch, context)))  # type: ignore[misc]
-            rates = [work.decode_bytes(batch, context) / value / 1e9 for value in seconds]
-            case = f"batch {batch}, context {context}"
-            figures.append(row("decode step", case, [1e3 * value for value in seconds], "ms"))
-            figures.append(
-                row("decode MBU", case, rates, "GB/s", against="read", against_value=bandwidth / 1e9, goal=MBU_GOAL if batch == 1 else None)
-            )
-            steps, most = [1 / value for value in seconds], 1 / ceilings.decode_seconds(batch, context)
-            figures.append(row("decode of the roofline", case, steps, "step/s", against="roofline", against_value=most))
+    with found_ceilings(plan, work) as (product, read):
+        figures = ceiling_rows(product, read)
+        for tokens in plan.prefills:
+            pairs = _in_turns(plan, lambda tokens=tokens: engine.step(prefill_plan(engine, tokens)), product.run)  # type: ignore[misc]
+            goal = MFU_GOAL if tokens == 512 else None
+            figures += _beside_ceiling("prefill", "prefill MFU", f"{tokens} tokens", work.prefill_flop(tokens), pairs, product, "GFLOP/s", goal)
+        for context in plan.contexts:
+            for batch in plan.batches:
+                step = partial(decode_plan, engine, batch, context)
+                pairs = _in_turns(plan, lambda step=step: engine.step(step()), read.run)  # type: ignore[misc]
+                case, goal = f"batch {batch}, context {context}", MBU_GOAL if batch == 1 else None
+                figures += _beside_ceiling("decode step", "decode MBU", case, work.decode_bytes(batch, context), pairs, read, "GB/s", goal)
+                least = [Ceilings(work, product.per_second, read.amount / other_s).decode_seconds(batch, context) for _, other_s in pairs]
+                shares = [least_s / own_s for least_s, (own_s, _) in zip(least, pairs, strict=True)]
+                steps, most = [1 / own_s for own_s, _ in pairs], 1 / statistics.median(least)
+                figures.append(_of(row("decode of the roofline", case, steps, "step/s", against="roofline", against_value=most), shares))
     return figures
 
 
-def measured_ceilings(plan: Plan, work: Work) -> Ceilings:
+def _beside_ceiling(
+    metric: str, rate: str, case: str, amount: float, pairs: Pairs, ceiling: Ceiling, unit: str, goal: float | None
+) -> list[Figure]:
+    """Milliseconds of a case, and what it does per second as a share of what its ceiling did right after it."""
+    own = [amount / own_s / 1e9 for own_s, _ in pairs]
+    other = [ceiling.amount / other_s / 1e9 for _, other_s in pairs]
+    beside = row(rate, case, own, unit, against=ceiling.name, against_value=statistics.median(other), goal=goal)
+    shares = [one / another for one, another in zip(own, other, strict=True)]
+    return [row(metric, case, [1e3 * own_s for own_s, _ in pairs], "ms"), _of(beside, shares)]
+
+
+def _of(figure: Figure, shares: Sequence[float]) -> Figure:
+    """The ratio of turns, in each of which both were measured."""
+    ratio = statistics.median(shares)
+    spread = (max(shares) - min(shares)) / ratio if len(shares) > 1 else None
+    return replace(figure, ratio=ratio, spread=spread, holds=None if figure.goal is None else ratio >= figure.goal)
+
+
+@contextmanager
+def found_ceilings(plan: Plan, work: Work) -> Iterator[tuple[Ceiling, Ceiling]]:
+    """Of products and of reading what a decode step reads of weights."""
     dtype: DType = "bfloat16" if work.item_bytes == ITEM_BYTES["bfloat16"] else "float32"
-    flops, product = product_ceiling(plan, dtype)
-    return Ceilings(work, flops, read_ceiling(plan, int(work.decode_bytes(0, 0))), product)
+    with product_ceiling(plan, dtype) as product:
+        yield product, read_ceiling(plan, int(work.decode_bytes(0, 0)))
 
 
-def ceiling_rows(ceilings: Ceilings) -> list[Figure]:
-    return [row("ceiling", ceilings.product, [ceilings.flops / 1e9], "GFLOP/s"), row("ceiling", "read", [ceilings.bandwidth / 1e9], "GB/s")]
+def ceiling_rows(product: Ceiling, read: Ceiling) -> list[Figure]:
+    return [row("ceiling", product.name, [product.per_second / 1e9], "GFLOP/s"), row("ceiling", read.name, [read.per_second / 1e9], "GB/s")]
 
 
 def work_of(config: ModelConfig, layout: KVLayout) -> Work:
@@ -282,30 +307,36 @@ def work_of(config: ModelConfig, layout: KVLayout) -> Work:
     )
 
 
-def product_ceiling(plan: Plan, dtype: DType) -> tuple[float, str]:
-    """FLOP/s of the fastest of a few large products, by torch and by the engine's own kernels: whichever is the faster here; and its name."""
-    best = 0.0, ""
+@contextmanager
+def product_ceiling(plan: Plan, dtype: DType) -> Iterator[Ceiling]:
+    """The fastest of a few large products, by torch and by the engine's own kernels: whichever is the faster here."""
     ops = select_ops("cpu", dtype, torch.get_num_threads(), CACHE / "kernels")
-    by_torch: DType = dtype if can_pack() else "float32"
-    for size in (512, 1024, 2048):
-        x, weight = torch.randn(2048, size), torch.randn(size, size)
-        for name, kind in ((f"torch, {by_torch}", by_torch), (f"our own, {dtype}", dtype)):
-            rows, weights = x.to(TORCH_DTYPE[kind]), [weight.to(TORCH_DTYPE[kind])]
-            product: Linear = PlainLinear(weights, [None]) if name.startswith("torch") else ops.linear(weights, [None])
-            seconds = min(_repeat(plan, lambda product=product, rows=rows: product(rows)))  # type: ignore[misc]
-            best = max(best, (2.0 * 2048 * size * size / seconds, f"matrix product ({name})"))
-    ops.close()
-    return best
+    try:
+        by_torch: DType = dtype if can_pack() else "float32"
+        found: list[Ceiling] = []
+        for size in (512, 1024, 2048):
+            x, weight = torch.randn(2048, size), torch.randn(size, size)
+            for name, kind in ((f"torch, {by_torch}", by_torch), (f"our own, {dtype}", dtype)):
+                rows, weights = x.to(TORCH_DTYPE[kind]), [weight.to(TORCH_DTYPE[kind])]
+                product: Linear = PlainLinear(weights, [None]) if name.startswith("torch") else ops.linear(weights, [None])
+                found.append(_ceiling(plan, f"matrix product ({name})", 2.0 * 2048 * size * size, partial(product, rows)))
+        yield max(found, key=_per_second)
+    finally:
+        ops.close()
 
 
-def read_ceiling(plan: Plan, nbytes: int) -> float:
-    """Bytes per second of the fastest of a few ways to read nbytes."""
+def read_ceiling(plan: Plan, nbytes: int) -> Ceiling:
+    """The fastest of a few ways to read nbytes."""
     values = torch.ones(16, max(nbytes // 4 // 16, 1))
     vector = torch.ones(values.shape[1])
     half = values.view(2, -1)
     words = values.numpy().view(np.uint64).reshape(-1)
     ways: list[Callable[[], object]] = [lambda: torch.mv(values, vector), lambda: torch.dot(half[0], half[1]), values.sum, lambda: add_runs(words)]
-    return values.nbytes / min(min(_repeat(plan, way)) for way in ways)
+    return max((_ceiling(plan, "read", float(values.nbytes), way) for way in ways), key=_per_second)
+
+
+def _ceiling(plan: Plan, name: str, amount: float, run: Callable[[], object]) -> Ceiling:
+    return Ceiling(name, amount, run, amount / min(_repeat(plan, run)))
 
 
 @numba.njit(fastmath=True)
@@ -358,6 +389,13 @@ def _repeat(plan: Plan, run: Callable[[], object]) -> list[float]:
     """Seconds of each repeat, after one run that is not counted."""
     run()
     return [_best_seconds(plan, run) for _ in range(plan.repeats)]
+
+
+def _in_turns(plan: Plan, run: Callable[[], object], other: Callable[[], object]) -> Pairs:
+    """Of each repeat of one and, right after it, of the other; after one run of each that is not counted."""
+    run()
+    other()
+    return [(_best_seconds(plan, run), _best_seconds(plan, other)) for _ in range(plan.repeats)]
 
 
 def _best_seconds(plan: Plan, run: Callable[[], object]) -> float:

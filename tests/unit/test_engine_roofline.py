@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from bench import engine
-from bench.engine import QUICK, Ceilings, Work
+from bench.engine import QUICK, Ceiling, Ceilings, Work
 from bench.engine_compare import Contender, _batch_goals
 
 WORK = Work(layer_weights=900, head_weights=100, attention_flop=8, item_bytes=2, kv_bytes=10)
@@ -47,3 +47,18 @@ def test_a_repeat_is_the_best_of_so_many_tries_and_of_what_begins_in_time(
     monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     best = engine._best_seconds(replace(QUICK, tries=tries, seconds=seconds), run)
     assert best == min(taken[:calls]) and len(left) == len(taken) - calls
+
+
+def test_a_case_is_judged_by_what_its_ceiling_did_beside_it() -> None:
+    """Not by the ceiling's best: the machine was twice as slow in the second turn, for both."""
+    pairs = [(1.0, 0.5), (2.0, 1.0), (1.0, 0.625)]
+    ceiling = Ceiling("read", 2e9, lambda: None, 4e9)
+    milliseconds, rate = engine._beside_ceiling("decode step", "decode MBU", "batch 1", 4e9, pairs, ceiling, "GB/s", 0.95)
+    assert (milliseconds.value, rate.value, rate.against_value) == (1000.0, 4.0, 3.2)
+    assert rate.ratio == 1.0 and rate.holds and rate.spread == pytest.approx(0.25)
+
+
+def test_a_case_and_its_ceiling_take_turns() -> None:
+    calls: list[str] = []
+    engine._in_turns(replace(QUICK, repeats=2, tries=2, seconds=0.0), lambda: calls.append("case"), lambda: calls.append("ceiling"))
+    assert calls == ["case", "ceiling", *["case", "case", "ceiling", "ceiling"] * 2]
