@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
 import zmq
-from checkpoints import KERNEL_CACHE
 from msgspec.structs import replace
 from policy_cases import COST, make_load
 
@@ -23,7 +21,6 @@ from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.cluster import Cluster, NodeState
 from pdcluster_router.legs import Leg
 from pdcluster_router.pending import Sent
-from pdcluster_router.policy import compiled
 from pdcluster_router.view import ClusterView, Pending
 
 FINGERPRINT = Fingerprint("tiny", "sha-1", 1, 32, KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, page_tokens=32, dtype="float32"))
@@ -112,14 +109,6 @@ class World:
             if state.link is None:
                 state.link = cast(Any, StandingLink())
                 self.cluster._on_state(incarnation, LinkState.UP)
-
-
-@pytest.fixture(params=["plain", "compiled"])
-def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "compiled":
-        assert compiled.load(KERNEL_CACHE)
-    yield
-    compiled.use(compiled.PLAIN)
 
 
 @pytest.mark.usefixtures("way")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, cast
 
 import pytest
 import zmq
-from checkpoints import KERNEL_CACHE
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,7 +21,6 @@ from pdcluster.wire import codec
 from pdcluster.wire.links import LinkState
 from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.cluster import Cluster, NodeState
-from pdcluster_router.policy import compiled
 from pdcluster_router.policy.base import Query
 from pdcluster_router.policy.seconds import Seconds
 
@@ -71,14 +68,6 @@ def cluster_of(roles: tuple[Role, ...], loads: list[Load]) -> Cluster:
         cluster.caches.is_overdue = lambda *_: False  # type: ignore[method-assign]
         cluster._on_message(state, load)
     return cluster
-
-
-@pytest.fixture(params=["plain", "compiled"])
-def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "compiled":
-        assert compiled.load(KERNEL_CACHE)
-    yield
-    compiled.use(compiled.PLAIN)
 
 
 @pytest.mark.usefixtures("way")

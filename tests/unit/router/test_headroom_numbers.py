@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from checkpoints import KERNEL_CACHE
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,7 +11,6 @@ from policy_cases import batch, clusters, make_load, make_node, queries, queue, 
 
 from pdcluster.errors import Unavailable
 from pdcluster_router.headroom import Headroom
-from pdcluster_router.policy import compiled
 from pdcluster_router.policy.base import Choice, Query
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Scored
@@ -23,14 +19,6 @@ from pdcluster_router.view import ClusterView, Pending
 
 UNHURRIED = settings(max_examples=examples(60, 400), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 HEADROOM = Headroom()
-
-
-@pytest.fixture(params=["plain", "compiled"])
-def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "compiled":
-        assert compiled.load(KERNEL_CACHE)
-    yield
-    compiled.use(compiled.PLAIN)
 
 
 def looked_at(choice: Choice, query: Query, cluster: ClusterView, waited_s: float, *, may_slow: bool) -> bool:

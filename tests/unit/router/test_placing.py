@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
-from checkpoints import KERNEL_CACHE
 from examples import examples
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -29,7 +28,6 @@ from pdcluster_router.gate import Gate
 from pdcluster_router.generation import Standing
 from pdcluster_router.headroom import Headroom
 from pdcluster_router.hold import HoldLimits
-from pdcluster_router.policy import compiled
 from pdcluster_router.policy.base import Query
 from pdcluster_router.policy.placed import Asked, Placed
 from pdcluster_router.policy.scales import asked_of
@@ -40,14 +38,6 @@ from pdcluster_router.view import ClusterView, NodeView, Pending
 TOO_SLOW = HealthCheck.too_slow, HealthCheck.function_scoped_fixture
 UNHURRIED = settings(max_examples=examples(150, 2000), deadline=None, suppress_health_check=TOO_SLOW)
 HEADROOM, POLICY = Headroom(), Seconds()
-
-
-@pytest.fixture(params=["plain", "compiled"])
-def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "compiled":
-        assert compiled.load(KERNEL_CACHE)
-    yield
-    compiled.use(compiled.PLAIN)
 
 
 def placed_of(query: Query, cluster: ClusterView) -> Placed | None:
