@@ -130,8 +130,15 @@ class ExpectedBlocks:
         if not self._end((node, hashes[_LAST])):
             return
         others = [chain for block in self._of_node.get(node, ()) if (chain := self._chains[node, block]).hashes[_FIRST] == hashes[_FIRST]]
-        for chain in sorted(others, key=attrgetter("until", "hashes")):
-            self.add(node, chain.hashes, chain.until)  # their marks named the newer one
+        marks, known = self._marks, 0
+        for chain in sorted(others, key=attrgetter("until", "hashes"), reverse=True):
+            for cut in _cuts(chain.num_common(hashes, 1))[known:]:  # that named the one withdrawn; those before are named by a later one
+                held = marks.setdefault(hashes[cut], {})
+                if node not in held:
+                    held[node] = chain
+                    chain.num_named += 1
+                    self._num_marks += 1
+                known += 1
 
     def drop(self, node: str) -> None:
         """The node is gone: what was expected of it is neither hit nor missed."""

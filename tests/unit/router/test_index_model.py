@@ -190,6 +190,46 @@ def test_what_is_expected_again_is_what_ends_and_is_expected_anew(
         assert getattr(short, kind) == getattr(general, kind)
 
 
+@settings(max_examples=150, deadline=None)
+@given(deeds=st.lists(st.tuples(st.booleans(), st.sampled_from(NODES[:2]), CHAINS), max_size=20), asked=CHAINS)
+def test_what_is_withdrawn_leaves_what_others_share(deeds: list[tuple[bool, str, bytes]], asked: bytes) -> None:
+    expected, left = ExpectedBlocks(), set[tuple[str, bytes]]()
+    for is_new, node, text in deeds:
+        if is_new:
+            expected.add(node, text, 9.0)
+            left.add((node, text))
+        else:
+            expected.withdraw(node, text)
+            left.discard((node, text))
+        expected.check_integrity()
+    assert len(expected) == len(left)
+    for text in (asked, *(text for _, text in left)):
+        found = expected.depths(text, 0.0)
+        for node in NODES[:2]:
+            most = max((num_common(text, other) for held_by, other in left if held_by == node), default=0)
+            assert found.get(node, 0) <= most, "never more than some chain has"
+            assert (node in found) == (most > 0)
+            assert found.get(node, 0) == most or (node, text) not in left, "all of what is expected whole"
+
+
+def num_common(one: bytes, other: bytes) -> int:
+    pairs = zip(split(one), split(other), strict=False)
+    return next((place for place, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(one), len(other)) // HASH_BYTES)
+
+
+def test_withdrawing_many_that_share_a_start_enters_nothing_anew() -> None:
+    expected, start = ExpectedBlocks(), [0] * 32
+    chains = [chain([*start, 1 + number, *start]) for number in range(100)]
+    for hashes in chains:
+        expected.add("a", hashes, 9.0)
+    num_ends = len(expected._ends)
+    for hashes in chains[:-1]:
+        expected.withdraw("a", hashes)
+        expected.check_integrity()
+    assert len(expected._ends) == num_ends, "which would grow with the square of their number"
+    assert expected.depths(chains[-1], 0.0) == {"a": 65}
+
+
 def test_what_is_expected_again_and_again_has_one_end() -> None:
     expected, text = ExpectedBlocks(), chain([0, 1, 0, 1])
     for moment in range(1000):
