@@ -78,10 +78,10 @@ class SourceReads:
             self._tell(handle, held)
 
     def _has_ended(self, held: _Held, batch: int) -> bool:
-        """An error of the library, of C++ also a RuntimeError, is not its last word."""
+        """An error of the library, which is of any kind since it is another's, is not its last word."""
         try:
             return self._engine.check(batch) in ENDED
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             if not held.has_failed:
                 LOG.warning("the transfer library does not say what became of a write, whose source pages stay as they are until it does: %s", error)
             held.has_failed = True

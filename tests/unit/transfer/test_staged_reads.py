@@ -122,7 +122,7 @@ def test_what_is_not_answered_for_long_is_unknown_and_turns_final_by_the_library
     assert world.writes.poll(world.handles[0]) is WriteStatus.FAILED
 
 
-@pytest.mark.parametrize("kind", [OSError, RuntimeError])
+@pytest.mark.parametrize("kind", [OSError, RuntimeError, MemoryError, ValueError, IndexError])
 def test_an_error_of_the_library_is_no_word_and_is_told_once(kind: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     world.library.error = kind("the library is out of memory")
