@@ -97,15 +97,21 @@ class Paths:
     def __init__(self, nodes: Sequence[str], bandwidth: float) -> None:
         self._sends = dict.fromkeys(nodes, bandwidth)
         self._receives = dict.fromkeys(nodes, bandwidth)
+        self._told: dict[str, dict[str, float]] = {}
+        """Since something was last observed."""
 
     def observe(self, source: str, target: str, rate: float) -> None:
         self._sends[source] += self.NEWEST * (rate - self._sends[source])
         self._receives[target] += self.NEWEST * (rate - self._receives[target])
+        self._told.clear()
 
     def rates(self, source: str) -> dict[str, float]:
-        """To each node, as of now."""
-        sends = self._sends[source]
-        return {node: min(sends, receives) for node, receives in self._receives.items()}
+        """To each node, as of now. The same object until something else is observed: most replays move little."""
+        told = self._told.get(source)
+        if told is None:
+            sends = self._sends[source]
+            told = self._told[source] = {node: min(sends, receives) for node, receives in self._receives.items()}
+        return told
 
 
 @dataclass(frozen=True, slots=True)
