@@ -3,10 +3,12 @@ the start; everything that happens to it from now on comes there."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pdcluster.errors import PdclusterError
 from pdcluster_router.answer import open_answer, writer_of
 from pdcluster_router.begun import Begun
 from pdcluster_router.choices import Choice
@@ -18,6 +20,8 @@ from pdcluster_router.stages import Stage
 
 if TYPE_CHECKING:
     from pdcluster_router.plain_run import PlainRun
+
+logger = logging.getLogger(__name__)
 
 
 def become(plain: PlainRun) -> Run:
@@ -38,6 +42,14 @@ def become(plain: PlainRun) -> Run:
     if stream is None and plain.job.emitted:
         _tell(plain, choice, sink)
     return run
+
+
+def place_after(request: str, run: Run, error: Exception) -> None:
+    """A plain request found no nodes for this error. What is told of it is told here, where it is asked for once more: asking has no effect but the
+    answer. A failure that is not one of ours would else only make everything slow."""
+    if not isinstance(error, PdclusterError):
+        logger.error("request %s: to choose its nodes the short way failed; it goes the general way", request, exc_info=error)
+    run.place()
 
 
 def told(plain: PlainRun, end: Callable[[Exception], None]) -> OpenRequest:

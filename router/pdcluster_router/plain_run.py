@@ -119,8 +119,8 @@ class PlainRun(msgspec.Struct, eq=False):
         try:
             going = shared.chooser.place(job, shared.waiting.room_s, now)
             decision = shared.chooser.choose(job, now) if going is None else None
-        except Exception:  # what is told of it is the general way's: asking again has no effect but the answer
-            self._become().place()
+        except Exception as error:  # what is told of it is the general way's
+            general.place_after(job.request, self._become(), error)
             return
         if going is not None:
             self._go(going, now)

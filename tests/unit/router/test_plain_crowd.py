@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from plain_both_ways import CLUSTERS, Setting, Steps, play, told
 from plain_scripts import FIELDS, LOCAL, ONE, PROMPT, REMOTE, USUAL
 
+from pdcluster_router.policy.seconds import Seconds
+
 OTHERS = st.sampled_from(["ask", "ask", "ask", "turn", "turn", "report", "report", "shut"])
 CROWD = st.tuples(OTHERS, st.integers(0, 11), st.tuples(st.integers(0, 11)))
 
@@ -71,6 +73,19 @@ def same(nodes: str, steps: Steps, setting: Setting) -> list[object]:
 def heads(seen: object) -> list[str]:
     """Of each request's answer, "" while it has none."""
     return [told[1].partition("\r\n\r\n")[0].lower() for told in seen[0]]  # type: ignore[index]
+
+
+def test_a_short_way_that_fails_is_told_of_and_the_request_goes_the_general_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Seconds, "place", fail)
+    seen = same("one node", LOCAL, Setting(policy="seconds", has_cost=True))
+    assert heads(seen[len(LOCAL)][1])[0].startswith("http/1.1 200")  # type: ignore[index]
+    (told_of,) = [record for record in caplog.records if "short way failed" in record.getMessage()]
+    assert told_of.exc_info is not None and told_of.exc_info[0] is ZeroDivisionError
 
 
 @pytest.mark.parametrize(("nodes", "steps", "num"), [("one node", LOCAL, 1), ("two nodes", LOCAL, 1), ("a pair", REMOTE, 1), ("busy", LOCAL, 0)])
