@@ -40,6 +40,7 @@ from bench.router import CLIENT_CORE, NUM_PROMPT, NUM_STREAMED, PACE_S
 from pdcluster import bundled_model
 from pdcluster.bootstrap.agent import watch
 from pdcluster.config import RouterConfig, cache_directory
+from pdcluster.garbage import collect_seldom
 from pdcluster.transfer.base import Peer
 from pdcluster_router import process
 from pdcluster_router.app import create_app
@@ -238,7 +239,7 @@ async def routing(bootstrap: str, case: str) -> AsyncIterator[Router]:
         router = Router(parts, config)
         await router.wait_ready(len(ROLES[case]))
         await router.answer(completion(NUM_PROMPT, 1, is_stream=False), 500)
-        process.collect_seldom()
+        collect_seldom()
         yield router
 
 

@@ -24,6 +24,7 @@ from pdcluster.engine.collective import Ranks, join_store
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.engine.int8 import Quantization
 from pdcluster.engine.weights import DTypeChoice
+from pdcluster.garbage import collect_seldom
 from pdcluster.node.rank_channel import Here, Media, Plan, RankChannel, Ready, Start, frame, unpack_plan
 from pdcluster.node.rank_endpoint import RankEndpoint
 from pdcluster.transfer.base import Backend, Peer, Region
@@ -60,6 +61,7 @@ def main() -> int:
             endpoint = RankEndpoint(transfers, backends, engine.pool.view)
             threading.Thread(target=move, args=(endpoint,), name="endpoint", daemon=True).start()
         channel.send(frame(Ready(engine.num_pages, engine.weights_digest, adverts)))
+        collect_seldom()
         serve(channel, engine)
     finally:
         for backend in backends.values():

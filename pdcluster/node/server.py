@@ -25,6 +25,7 @@ from pdcluster.engine.engine import Engine
 from pdcluster.engine.int8 import int8_arithmetic
 from pdcluster.engine.invariant import invariant_arithmetic
 from pdcluster.errors import ConfigError
+from pdcluster.garbage import collect_seldom
 from pdcluster.kv.layout import DEFAULT_ARITHMETIC, Fingerprint
 from pdcluster.messages import PROTOCOL_VERSION
 from pdcluster.node.assembly import KV_REGION, Shape, Wiring, assemble
@@ -85,6 +86,7 @@ def run(config: NodeConfig) -> int:
         on_signals(loop.stop)
         card = card_of(config, me, engine.local, parts, files, tuple(backends), model_dir)
         agent.start(card, registered=lambda: announce_ready(config, card))
+        collect_seldom()
         logger.info("node %s (%s) serves %s at %s over %s", me.node, config.role, card.model, card.address, ", ".join(backends) or "no transfer")
         loop.run()
     logger.info("node %s is done", me.node)

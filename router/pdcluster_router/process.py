@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import secrets
 import signal
@@ -20,6 +19,7 @@ import zmq
 from pdcluster.bootstrap.agent import watch
 from pdcluster.config import RouterConfig, cache_directory
 from pdcluster.errors import PdclusterError
+from pdcluster.garbage import collect_seldom
 from pdcluster.metrics import ExplainMetrics, HoldMetrics, RouterMetrics, WorkerMetrics
 from pdcluster.ready import announce
 from pdcluster.transfer.base import Peer
@@ -53,11 +53,8 @@ from pdcluster_router.workers.worker import Worker, show
 logger = logging.getLogger(__name__)
 
 COMPILE_LOOK_S = 0.1
-COMPILE_S = 720.0
+COMPILE_S = 360.0
 """For the process that compiles choices: a part of a minute, behind another one that does so (`kernel_cache.WAIT_S`)."""
-
-COLLECTED = (10_000, 20, 20)
-"""Containers made and not ended until the youngest are looked at, and how many such looks until the older ones are."""
 
 WARM_S = 2.0
 WARM_LOOK_S = 0.01
@@ -194,14 +191,6 @@ async def _serve_admin(admin: Admin, config: RouterConfig, stack: AsyncExitStack
     from pdcluster_router import admin_api  # brings grpc, as the gRPC front door does
 
     return await stack.enter_async_context(admin_api.listening(admin, config.admin, config.admin_token()))
-
-
-def collect_seldom() -> None:
-    """What is there when a router begins to serve stays: modules, vocabularies. The garbage collector need not walk it, nor look at the young so
-    often: requests let go of what they made, and a pause of tens of milliseconds is one for all streams."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*COLLECTED)
 
 
 @dataclass(frozen=True, slots=True)
