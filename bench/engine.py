@@ -16,8 +16,9 @@ contexts c and kv bytes of KV per token:
 The roofline of a decode step is what the slower of its bytes and its FLOP takes at those ceilings; of many rows that is the products.
 The FLOP/s ceiling is the best of a few large products, our own and torch's: oneDNN's in bfloat16 where the CPU has one, else in float32 (its bfloat16
 is then many times slower than what the CPU can do); the row says which won. The bandwidth ceiling the best of a few ways to read a buffer
-as large as the model, so that both meet the same caches. Both run with the engine's threads on the engine's core, in turns with each case, since the
-pace of a shared machine drifts by a tenth within minutes. Contexts are zeros: what is in the pages does not change the time.
+as large as the model, so that both meet the same caches. Both run with the engine's threads on the engine's core, since the pace of a shared machine
+drifts by a tenth within minutes: products in turns with each prompt, reading in turns with each decode step, whose roofline has the products of the
+run's start. Contexts are zeros: what is in the pages does not change the time.
 
 Python's share is what a step takes in which every kernel gets an empty range: all of building the batch, calling kernels, small torch operations
 and drawing tokens. On some CPUs prompts run through oneDNN, so it is told for decode alone.
@@ -53,6 +54,7 @@ from pdcluster.engine.linear import Linear, PlainLinear, can_pack
 from pdcluster.engine.model_config import ModelConfig, read_config
 from pdcluster.engine.native import Kernel, Parallel
 from pdcluster.engine.ops import select_ops
+from pdcluster.garbage import collect_seldom
 from pdcluster.kv.layout import ITEM_BYTES, DType, KVLayout
 from pdcluster.kv.pool import TORCH_DTYPE
 from pdcluster.messages import Sampling
@@ -100,6 +102,8 @@ class Plan:
 
 
 QUICK = Plan(prefills=(128, 512), batches=(1, 8), repeats=3, tries=3)
+MOST_QUICK_CONTEXT = 4096
+"""Tokens of all contexts of a quick case beside others: filling theirs is not measured, but takes its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +170,9 @@ def main() -> None:
     if arguments.compare:
         decodes = [(batch, context) for context in plan.contexts for batch in plan.batches]
         torch.set_num_threads(1)
-        with found_ceilings(plan, work := work_of(config, config.kv_layout(PAGE_TOKENS, "bfloat16"))) as (product, read):
-            figures, ceilings = ceiling_rows(product, read), Ceilings(work, product.per_second, read.per_second)
-        figures += compare(arguments.compare, arguments.rivals, model_dir, core, plan.prefills, decodes, ceilings.decode_seconds, repeats=3)
+        figures, ceilings = ceilings_alone(plan, work_of(config, config.kv_layout(PAGE_TOKENS, "bfloat16")))
+        cases, most = (plan.prefills, decodes), MOST_QUICK_CONTEXT if arguments.quick else None
+        figures += compare(arguments.compare, arguments.rivals, model_dir, core, *cases, ceilings.decode_seconds, repeats=3, most_context=most)
     elif arguments.deterministic:
         figures = beside_default(model_dir, plan, arguments.threads, {"deterministic": {"deterministic": True}})
     elif arguments.quantization:
@@ -181,11 +185,18 @@ def main() -> None:
         write_json(figures, arguments.json)
 
 
+def ceilings_alone(plan: Plan, work: Work) -> tuple[list[Figure], Ceilings]:
+    """As they are when this begins; their memory is free again for those that are compared."""
+    with found_ceilings(plan, work) as (product, read):
+        return ceiling_rows(product, read), Ceilings(work, product.per_second, read.per_second)
+
+
 def own_figures(model_dir: Path, plan: Plan, threads: int, *, python_only: bool) -> list[Figure]:
     tokens = max(plan.batches) * (max(plan.contexts) + PAGE_TOKENS)
     engine = Engine(EngineConfig(model_dir, CACHE / "kernels", page_tokens=PAGE_TOKENS, num_pages=tokens // PAGE_TOKENS, threads=threads))
     try:
         engine.warmup()
+        collect_seldom()
         share = [python_share(engine, plan, max(plan.batches))]
         return share if python_only else share + measure(engine, plan)
     finally:
@@ -198,6 +209,7 @@ def beside_default(model_dir: Path, plan: Plan, threads: int, modes: Mapping[str
     config = EngineConfig(model_dir, CACHE / "kernels", dtype="bfloat16", page_tokens=PAGE_TOKENS, num_pages=tokens // PAGE_TOKENS, threads=threads)
     default, others = Engine(config), {name: Engine(replace(config, **changes)) for name, changes in modes.items()}
     try:
+        collect_seldom()
         cases = [("prefill", f"{count} tokens", prefill_plan(default, count)) for count in plan.prefills]
         for context in plan.contexts:
             cases += [("decode step", f"batch {batch}, context {context}", decode_plan(default, batch, context)) for batch in plan.batches]

@@ -32,9 +32,6 @@ ROOFLINE_GOAL = 0.85
 START_GOAL = {"vllm": 10.0}
 STEPS = 32
 """Enough that what a process has to fetch anew after the others ran is of no weight."""
-MOST_CONTEXT = 4096
-"""Tokens of all contexts of a case: filling them is not measured, but takes its time."""
-
 
 Roofline = Callable[[int, int], float]
 
@@ -69,8 +66,10 @@ def compare(
     decodes: list[tuple[int, int]],
     roofline: Roofline,
     repeats: int,
+    most_context: int | None = None,
 ) -> list[Figure]:
-    """Figures of all that are installed; a line for those that are not. roofline: the least seconds of a decode step of a batch and context."""
+    """Figures of all that are installed; a line for those that are not. roofline: the least seconds of a decode step of a batch and context.
+    most_context: tokens of all contexts of a case; others are left out, with a line."""
     with ExitStack() as stack:
         contenders = [stack.enter_context(started("pdcluster", [sys.executable, "-m", "bench.engine_worker", str(model), "1"], {}, core))]
         for rival in rivals:
@@ -82,7 +81,7 @@ def compare(
                 contenders.append(stack.enter_context(started(rival, command, rival_environment(rival, venvs, core), core)))
             except Silent as error:
                 print(f"{rival} is skipped: {error}")
-        return [*_starts(contenders), *_prefills(contenders, prefills, repeats), *_decodes(contenders, decodes, roofline, repeats)]
+        return [*_starts(contenders), *_prefills(contenders, prefills, repeats), *_decodes(contenders, decodes, roofline, repeats, most_context)]
 
 
 def rival_command(rival: str, venvs: Path, model: Path) -> list[str] | None:
@@ -102,7 +101,7 @@ def rival_environment(rival: str, venvs: Path, core: int) -> dict[str, str]:
     return {
         "LD_PRELOAD": ":".join(str(path) for path in wanted if path.exists()),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_CPU_OMP_THREADS_BIND": str(core),
         "VLLM_TARGET_DEVICE": "cpu",
         "HF_HUB_OFFLINE": "1",
@@ -155,10 +154,12 @@ def _prefills(contenders: list[Contender], prefills: tuple[int, ...], repeats: i
         yield from _beside(contenders, "prefill", f"{tokens} tokens", taken, PREFILL_GOAL)
 
 
-def _decodes(contenders: list[Contender], decodes: list[tuple[int, int]], roofline: Roofline, repeats: int) -> Iterator[Figure]:
+def _decodes(
+    contenders: list[Contender], decodes: list[tuple[int, int]], roofline: Roofline, repeats: int, most_context: int | None
+) -> Iterator[Figure]:
     for batch, context in decodes:
-        if batch * context > MOST_CONTEXT:
-            print(f"decode of batch {batch}, context {context} is left out of the comparison: its contexts take minutes to fill")
+        if most_context is not None and batch * context > most_context:
+            print(f"decode of batch {batch}, context {context} is left out of a quick comparison: its contexts take minutes to fill")
             continue
         taken = _interleaved(contenders, {"kind": "decode", "batch": batch, "context": context, "steps": STEPS}, repeats)
         case, least = f"batch {batch}, context {context}", roofline(batch, context)

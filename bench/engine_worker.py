@@ -10,15 +10,24 @@ import sys
 import time
 from pathlib import Path
 
-from bench.engine import CACHE, PAGE_TOKENS, decode_plan, prefill_plan
+from bench.engine import CACHE, LARGE_WIDTH, PAGE_TOKENS, decode_plan, prefill_plan
 from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.engine.model_config import read_config
+from pdcluster.garbage import collect_seldom
 from pdcluster.step import StepPlan
+
+MOST_TOKENS = 2200
+MOST_ROWS, MOST_LARGE_ROWS = 32, 8
+"""Of the longest contexts; the latter of a model of LARGE_WIDTH."""
 
 
 def main() -> None:
     model, threads = Path(sys.argv[1]), int(sys.argv[2])
-    engine = Engine(EngineConfig(model, CACHE / "kernels", page_tokens=PAGE_TOKENS, num_pages=200, threads=threads))
+    rows = MOST_ROWS if read_config(model).hidden_size < LARGE_WIDTH else MOST_LARGE_ROWS
+    num_pages = rows * MOST_TOKENS // PAGE_TOKENS
+    engine = Engine(EngineConfig(model, CACHE / "kernels", page_tokens=PAGE_TOKENS, num_pages=num_pages, threads=threads))
     engine.warmup()
+    collect_seldom()
     answer({"version": ""})
     for line in sys.stdin:
         asked = json.loads(line)

@@ -31,7 +31,9 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 MOST_TOKENS = 2200
-MOST_ROWS = 32
+MOST_ROWS, MOST_LARGE_ROWS = 32, 8
+LARGE_WIDTH = 1024
+"""As in `bench.engine`: of a model that is asked for so many rows at most."""
 
 
 def main():
@@ -108,11 +110,10 @@ def load(path):
     ll.llama_backend_init()
     model = ll.llama_load_model_from_file(str(path).encode(), ll.llama_model_default_params())
     params = ll.llama_context_default_params()
-    params.n_ctx = 8 * MOST_TOKENS
+    params.n_ctx = (MOST_ROWS if ll.llama_model_n_embd(model) < LARGE_WIDTH else MOST_LARGE_ROWS) * MOST_TOKENS
     params.n_batch = params.n_ubatch = 2048
     params.n_seq_max = MOST_ROWS
     params.n_threads = params.n_threads_batch = 1
-    params.kv_unified = True
     context = ll.llama_new_context_with_model(model, params)
     assert context, "llama.cpp made no context"
     return model, context

@@ -4,7 +4,7 @@
 
     python rival_vllm.py CHECKPOINT       after the set-up in bench/README.md, in the environment that `bench.engine_compare` gives it
 
-A step cannot be timed from outside: decode is the time of some steps more, divided by their number; prefill is a request for one token.
+Prefill is a request for one token; decode is some steps of its loop, after the one in which the last row had its first token.
 """
 
 import importlib.metadata
@@ -15,6 +15,8 @@ import time
 from vllm import LLM, SamplingParams, TokensPrompt
 
 MOST_ROWS = 32
+STEPS_OF_A_PROMPT = 8
+"""At most: it is computed in chunks."""
 
 
 def main():
@@ -26,9 +28,7 @@ def main():
         if asked["kind"] == "prefill":
             answer({"seconds": generate(engine, 1, asked["tokens"], 1)})
         else:
-            batch, context, steps = asked["batch"], asked["context"], asked["steps"]
-            alone = generate(engine, batch, context, 1)
-            answer({"seconds": (generate(engine, batch, context, 1 + steps) - alone) / steps})
+            answer({"seconds": decode(engine.llm_engine, asked["batch"], asked["context"], asked["steps"])})
 
 
 def answer(what):
@@ -37,15 +37,41 @@ def answer(what):
 
 def generate(engine, batch, tokens, outputs):
     """Seconds for `batch` prompts that no cache has seen."""
-    generate.calls = getattr(generate, "calls", 0) + 1
-    first = 17 * generate.calls
-    prompts = [TokensPrompt(prompt_token_ids=[1 + 7919 * (first + 31 * row + index) % 1000 for index in range(tokens)]) for row in range(batch)]
-    sampling = SamplingParams(max_tokens=outputs, min_tokens=outputs, ignore_eos=True, temperature=0.0, detokenize=False)
+    sampling = to_the_end(outputs)
+    asked = prompts(batch, tokens)
     begin = time.perf_counter()
-    found = engine.generate(prompts, sampling, use_tqdm=False)
+    found = engine.generate(asked, sampling, use_tqdm=False)
     seconds = time.perf_counter() - begin
     assert all(len(each.outputs[0].token_ids) == outputs for each in found)
     return seconds
+
+
+def decode(loop, batch, context, steps):
+    """Seconds of one step of so many rows. Those whose prompts are done first go on beside the prompts of the others: they have tokens for that."""
+    outputs = steps + STEPS_OF_A_PROMPT * batch
+    for row, prompt in enumerate(prompts(batch, context)):
+        loop.add_request(f"row-{row}-of-{prompts.calls}", prompt, to_the_end(outputs))
+    begun = set()
+    while len(begun) < batch:
+        begun.update(each.request_id for each in loop.step() if each.outputs[0].token_ids)
+    begin = time.perf_counter()
+    for _ in range(steps):
+        found = loop.step()
+        assert len(found) == batch and not any(each.finished for each in found)
+    seconds = time.perf_counter() - begin
+    while loop.has_unfinished_requests():
+        loop.step()
+    return seconds / steps
+
+
+def prompts(batch, tokens):
+    prompts.calls = getattr(prompts, "calls", 0) + 1
+    first = 17 * prompts.calls
+    return [TokensPrompt(prompt_token_ids=[1 + 7919 * (first + 31 * row + index) % 1000 for index in range(tokens)]) for row in range(batch)]
+
+
+def to_the_end(outputs):
+    return SamplingParams(max_tokens=outputs, min_tokens=outputs, ignore_eos=True, temperature=0.0, detokenize=False)
 
 
 if __name__ == "__main__":
