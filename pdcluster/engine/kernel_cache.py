@@ -20,7 +20,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-WAIT_S = 600.0
+WAIT_S = 240.0
 """For another process that compiles: one to two minutes on two cores, longer where others use them."""
 LOOK_S = 0.05
 TURN_S = 5.0
