@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -77,7 +78,13 @@ def _map_shared(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def _populate(mapping: mmap.mmap) -> None:
-    """Touch every page now, so that the first prefill does not pay for it. Kernels that cannot are left to fault pages in on first use."""
+    """Touch every page now, so that the first prefill does not pay for it. Kernels that cannot are left to fault pages in on first use.
+
+    As huge pages, where the system has them for shared memory (`shmem_enabled`): a long context lies in pieces of a few KiB, and reads of those end
+    at every page of the system's.
+    """
+    with suppress(OSError):  # this kernel has none
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     try:
         mapping.madvise(_MADV_POPULATE_WRITE)
     except OSError:
