@@ -63,10 +63,9 @@ FEW = 1 / NEWEST
 
 
 class Chooser:
-    """held: leading blocks of a chain of hashes that each node holds; expected: that it will soon, None: none; glance: a
-    view of which nothing is kept.
-    pulls: for policies that choose no pull. num_held: how many requests wait for a node; whoever owns the hold queue sets it.
-    force and fallback are the router's own settings; a request may have others. Owned by the router's event loop."""
+    """held: leading blocks of a chain of hashes that each node holds; expected: that it will soon, None: none; glance: a view of which nothing is
+    kept. pulls: for policies that choose no pull. num_held: how many requests wait for a node; whoever owns the hold queue sets it. force and
+    fallback are the router's own settings; a request may have others. Owned by the router's event loop."""
 
     def __init__(
         self,
@@ -196,7 +195,6 @@ class Chooser:
             self._sent_serving.per_second(now),
             self._sent_decoding.per_second(now),
         )
-
 
     def _cached(self, job: Job) -> tuple[Mapping[str, int], Mapping[str, int] | None]:
         """Query.cached and Query.held."""

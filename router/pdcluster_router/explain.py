@@ -21,7 +21,6 @@ from itertools import islice
 
 import msgspec
 
-from pdcluster.messages import HASH_BYTES
 from pdcluster.metrics import ExplainMetrics
 from pdcluster_router.chooser import Decision
 from pdcluster_router.explain_brief import Brief
@@ -103,7 +102,7 @@ class Record:
     def placed(self, placed: Placed, hashes: bytes, asked: float, now: float) -> None:
         """Its first decision, by which it goes at once. hashes: of the prompt; asked: see `decided`."""
         self.brief = Brief.of(now - self._started, now - asked, placed.policy, placed.num_tokens, placed.told, placed.names, placed.head)
-        self._ideal, self._reachable, self._last_at = self._explainer.seen(hashes, placed.num_tokens), placed.most_cached, now
+        self._ideal, self._reachable, self._last_at = self._explainer.seen(hashes, placed.decode.block_tokens), placed.most_cached, now
 
     def _write_out(self) -> None:
         """What was brief so far, for what does not happen to most."""
@@ -129,7 +128,7 @@ class Record:
             return  # hindsight is about the decision that brought the first token
         query = decision.query
         if self._ideal is None:
-            self._ideal = explainer.seen(query.hashes, query.num_tokens)
+            self._ideal = explainer.seen(query.hashes, decision.choice.decode.block_tokens)
         self._last, self._last_at = decided, now
         cached = query.cached
         if cached:
@@ -264,9 +263,9 @@ class Explainer:
 
     # ------------------------------------------------------------ what a record needs
 
-    def seen(self, hashes: bytes, num_tokens: int) -> int:
-        blocks = len(hashes) // HASH_BYTES
-        return self._seen.note(hashes) * (num_tokens // blocks) if blocks else 0
+    def seen(self, hashes: bytes, block_tokens: int) -> int:
+        """Leading tokens of a prompt that some prompt before it had."""
+        return self._seen.note(hashes) * block_tokens
 
     def record(self, decision: Decision, at_s: float, held_s: float) -> Decided:
         choice, query = decision.choice, decision.query

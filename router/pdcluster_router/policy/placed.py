@@ -9,7 +9,7 @@ import msgspec
 
 from pdcluster_router.generation import Mode
 from pdcluster_router.policy.base import Choice, Fallback, Force, Predicted
-from pdcluster_router.policy.placing import ESTIMATE_S, FIRST_TOLD, SENT_S
+from pdcluster_router.policy.placing import FIRST_TOLD, SENT_S
 from pdcluster_router.policy.weighing import FOUND_TPOT_S, TTFT_S
 from pdcluster_router.view import NodeView
 
@@ -57,11 +57,6 @@ class Placed(msgspec.Struct, frozen=True, eq=False):
     def sent_s(self) -> float:
         """Seconds of work for that node."""
         return self.head[SENT_S]
-
-    @property
-    def estimate_s(self) -> float:
-        """Until the first token, by what waits there and its own prompt."""
-        return self.head[ESTIMATE_S]
 
     def choice(self) -> Choice:
         """But for its record: what was compared stands in `told`."""

@@ -30,6 +30,7 @@ from pdcluster_router.headroom import Headroom
 from pdcluster_router.hold import HoldLimits
 from pdcluster_router.policy.base import Query
 from pdcluster_router.policy.placed import Asked, Placed
+from pdcluster_router.policy.placing import ESTIMATE_S
 from pdcluster_router.policy.scales import asked_of
 from pdcluster_router.policy.seconds import Seconds
 from pdcluster_router.pull import PullMode, PullRule
@@ -120,7 +121,7 @@ def test_what_goes_at_once_goes_where_all_who_are_asked_send_it_and_is_told_the_
     known = min(query.cached_on(first), query.num_tokens - 1)
     assert first.cost is not None
     assert placed.sent_s == first.cost.prefill.seconds(query.num_tokens - known, known)
-    assert placed.estimate_s == HEADROOM.ttft_s(first, query)
+    assert placed.head[ESTIMATE_S] == HEADROOM.ttft_s(first, query)
     mine_told, theirs = explainer(), explainer()
     record = mine_told.open("r", Standing("", 0), 10.0)
     record.placed(placed, query.hashes, 11.0, 12.0)
