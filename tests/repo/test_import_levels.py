@@ -27,6 +27,7 @@ LEVELS: dict[str, float] = {
     "pdcluster.flags": 1.5,
     "pdcluster.log": 1.5,
     "pdcluster.metrics": 1.5,
+    "pdcluster.garbage": 1,
     "pdcluster.tally": 1,
     "pdcluster.ready": 1.5,
     "pdcluster.api": 1.5,
