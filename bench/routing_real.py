@@ -25,8 +25,8 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.cluster import NodePlan, cluster, random_prompt
@@ -64,9 +64,9 @@ class Floor:
         """Short prompts are given the time of a mean one, as in the replay."""
         return self.first_s + self.token_s * max(num_tokens, MEAN_PROMPT)
 
-    def needed(self, answer: Answer) -> float:
-        """How many times its limits the answer takes."""
-        return max(answer.ttft_s / (TTFT_FACTOR * self.ttft_s(answer.num_tokens)), answer.tpot_s / (TPOT_FACTOR * self.next_s))
+    def needed(self, answer: Answer) -> tuple[float, float]:
+        """How many times its limits the answer takes: of its first token, and of the others."""
+        return answer.ttft_s / (TTFT_FACTOR * self.ttft_s(answer.num_tokens)), answer.tpot_s / (TPOT_FACTOR * self.next_s)
 
 
 def floors(target: Target, seed: int) -> Floor:
@@ -111,11 +111,14 @@ def _warm(target: Target, seed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one way did in a round. num_good: requests in time, by LIMITS."""
+    """What one way did in a round. num_good: requests in time, by LIMITS; paths: of those answered, by the nodes that took them; late_first,
+    late_next: those of them that missed the limit, times 1, of the first token and of the others."""
 
     num_asked: int
     num_good: tuple[int, ...]
     paths: Counter[str]
+    late_first: Counter[str] = field(default_factory=Counter)
+    late_next: Counter[str] = field(default_factory=Counter)
 
     @property
     def good(self) -> float:
@@ -148,6 +151,8 @@ def figures(found: Sequence[Round], rate: float, seconds: float, seed: int) -> I
         goodputs = [each[way].good / seconds for each in found]
         case = f"real, 1 prefill + 1 decode node, {rate:.1f}/s asked; {_shares(found, way)}"
         yield Row(f"goodput {NAMES[way]}", case, statistics.fmean(goodputs), "1/s", spread=_spread(goodputs))
+    for way in WAYS:
+        yield from _late(found, way)
     yield from _kept(found, seed)
     yield from by_limit(found)
     yield judged(found, seed)
@@ -163,14 +168,32 @@ def orders(num_rounds: int, seed: int) -> list[tuple[str, ...]]:
 
 def _turn(target: Target, floor: Floor, asked: Sequence[Asked], way: str) -> Turn:
     time.sleep(REST_S)
-    answers = asyncio.run(turn(target, asked, way))
-    needed = [floor.needed(answer) for answer in answers]
-    return Turn(len(asked), tuple(sum(each <= limit for each in needed) for limit in LIMITS), Counter(answer.path for answer in answers))
+    return what_was_in_time(len(asked), floor, asyncio.run(turn(target, asked, way)))
+
+
+def what_was_in_time(num_asked: int, floor: Floor, answers: Sequence[Answer]) -> Turn:
+    needed = [(answer.path, *floor.needed(answer)) for answer in answers]
+    num_good = tuple(sum(max(first, following) <= limit for _, first, following in needed) for limit in LIMITS)
+    late_first, late_next = (Counter(each[0] for each in needed if each[part] > 1) for part in (1, 2))
+    return Turn(num_asked, num_good, Counter(answer.path for answer in answers), late_first, late_next)
 
 
 def _shares(found: Sequence[Round], way: str) -> str:
-    paths: Counter[str] = sum((each[way].paths for each in found), Counter())
+    paths = _sum(each[way].paths for each in found)
     return ", ".join(f"{path} {number / paths.total():.0%}" for path, number in sorted(paths.items()))
+
+
+def _late(found: Sequence[Round], way: str) -> Iterator[Row]:
+    """By path, and by which token: says what a way loses by where it sends requests."""
+    turns = [each[way] for each in found]
+    for path, number in sorted(_sum(each.paths for each in turns).items()):
+        first, following = (_sum(late)[path] / number for late in ([each.late_first for each in turns], [each.late_next for each in turns]))
+        case = f"real, the {number} answered by {path}: {first:.0%} late with the first token, {following:.0%} with the others"
+        yield Row(f"late, {NAMES[way]}", case, max(first, following), "of them, by the worse")
+
+
+def _sum(counts: Iterable[Counter[str]]) -> Counter[str]:
+    return sum(counts, Counter())
 
 
 # ---------------------------------------------------------------- kept and read again

@@ -10,7 +10,7 @@ import pytest
 from bench.real_turns import Answer
 from bench.report import Row, write_json
 from bench.routing import main, report
-from bench.routing_real import LIMITS, WAYS, Floor, Round, Turn, by_limit, figures, judged, orders, pooled, ratio
+from bench.routing_real import LIMITS, WAYS, Floor, Round, Turn, by_limit, figures, judged, orders, pooled, ratio, what_was_in_time
 from pdcluster.errors import ConfigError
 
 
@@ -102,8 +102,20 @@ def test_six_rounds_have_every_order_once_whatever_the_seed() -> None:
     assert orders(12, 1) == orders(12, 1) != orders(12, 2)
 
 
-def test_the_limits_of_an_answer_are_the_tighter_of_its_two() -> None:
+def test_an_answer_has_a_limit_for_its_first_token_and_one_for_the_others() -> None:
     floor = Floor(first_s=0.1, token_s=0.001, next_s=0.01)
-    assert floor.needed(Answer(1000, ttft_s=1.1, tpot_s=0.02)) == pytest.approx(1.0), "5 times 1.1 s would do, 2 times 10 ms is met just so"
-    assert floor.needed(Answer(1000, ttft_s=11.0, tpot_s=0.02)) == pytest.approx(2.0)
-    assert floor.needed(Answer(1, ttft_s=3.0, tpot_s=0.01)) == pytest.approx(1.0), "a short prompt has the time of a mean one: 0.6 s"
+    assert floor.needed(Answer(1000, ttft_s=1.1, tpot_s=0.02)) == pytest.approx((0.2, 1.0)), "5 times 1.1 s would do, 2 times 10 ms is met just so"
+    assert floor.needed(Answer(1000, ttft_s=11.0, tpot_s=0.02)) == pytest.approx((2.0, 1.0))
+    assert floor.needed(Answer(1, ttft_s=3.0, tpot_s=0.01)) == pytest.approx((1.0, 0.5)), "a short prompt has the time of a mean one: 0.6 s"
+
+
+def test_what_is_late_is_told_by_who_answered_and_by_which_token() -> None:
+    """An answer is in time where both of its parts are."""
+    floor = Floor(first_s=0.1, token_s=0.001, next_s=0.01)
+    answers = [Answer(1000, ttft_s=1.1, tpot_s=tpot_s, path=path) for tpot_s, path in ((0.01, "d"), (0.03, "d"), (0.03, "p+d"), (0.03, "d"))]
+    found = what_was_in_time(5, floor, [*answers, Answer(1000, ttft_s=9.0, tpot_s=0.01, path="d")])
+    assert found.num_good == tuple(1 + 3 * (limit > 1.5) + (limit > 9 / 5.5) for limit in LIMITS)
+    assert (found.paths, found.late_first, found.late_next) == ({"d": 4, "p+d": 1}, {"d": 1}, {"d": 2, "p+d": 1})
+    rows = [row for row in figures([dict.fromkeys(WAYS, found)], rate=1.0, seconds=8.0, seed=0) if row.metric == "late, auto"]
+    assert [row.value for row in rows] == [0.5, 1.0]
+    assert "the 4 answered by d: 25% late with the first token, 50% with the others" in rows[0].case
