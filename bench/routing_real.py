@@ -174,7 +174,8 @@ def _turn(target: Target, floor: Floor, asked: Sequence[Asked], way: str) -> Tur
 def what_was_in_time(num_asked: int, floor: Floor, answers: Sequence[Answer]) -> Turn:
     needed = [(answer.path, *floor.needed(answer)) for answer in answers]
     num_good = tuple(sum(max(first, following) <= limit for _, first, following in needed) for limit in LIMITS)
-    late_first, late_next = (Counter(each[0] for each in needed if each[part] > 1) for part in (1, 2))
+    late_first = Counter(path for path, first, _ in needed if first > 1)
+    late_next = Counter(path for path, _, following in needed if following > 1)
     return Turn(num_asked, num_good, Counter(answer.path for answer in answers), late_first, late_next)
 
 
