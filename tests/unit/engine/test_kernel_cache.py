@@ -17,9 +17,16 @@ from pathlib import Path
 
 import pytest
 
+from pdcluster.config import UpConfig
 from pdcluster.engine import kernel_cache
 from pdcluster.engine.kernel_cache import FRESH_S, MOST_PLACES, SOURCES, UNUSED_S, filling, forget_places, open_place, place_of
 from pdcluster.engine.native import load_kernels
+from pdcluster.node.ranks import RankSettings
+
+
+def test_who_waits_for_another_that_compiles_gives_up_before_others_give_it_up() -> None:
+    """It goes on without then, more slowly; who is ended before has no use of that."""
+    assert min(UpConfig().ready_s, RankSettings(2).start_s) - 60.0 >= kernel_cache.WAIT_S
 
 
 def test_a_second_one_waits_until_the_first_has_filled_it(tmp_path: Path) -> None:

@@ -111,6 +111,21 @@ def test_hindsight_tells_error_regret_and_hits() -> None:
     assert registry.get_sample_value("pdcluster_ttft_prediction_error_seconds_count", {"direction": "later"}) == 1
 
 
+def test_what_could_ideally_be_cached_is_whole_blocks() -> None:
+    explainer, _ = make_explainer()
+    nodes = make_nodes()
+    size = nodes[0].block_tokens
+    query = Query(2 * size - 1, hashes_of(list(range(2 * size - 1))))
+    for name in ("r0", "r1"):
+        with entered(explainer, name, ANYBODY, 0.0) as record:
+            record.decided(decide(nodes, query), 0.0, 0.0)
+            record.first_token(0.1)
+            record.attempts, record.cached_tokens = 1, 0
+    found = explainer.explain("r1")
+    assert found is not None and found.hindsight is not None and found.hindsight.hit is not None
+    assert found.hindsight.hit.ideal == size
+
+
 def test_a_request_that_is_decided_again_and_again_keeps_the_first_decisions_and_the_last() -> None:
     explainer, _ = make_explainer()
     with entered(explainer, "r1", ANYBODY, 0.0) as record:
