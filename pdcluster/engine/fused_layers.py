@@ -147,13 +147,13 @@ def _stacks(layers: Sequence[LayerWeights], shape: AttentionShape, dtype: torch.
     """Runs of layers and the first of each: all of them in panels, or, mapped weights lying where they do, each alone."""
     no_norm = torch.ones(shape.head_dim, dtype=dtype)
     if panels is not None:
-        yield 0, _arrays(layers, no_norm, np.float32(shape.eps), panels.stacked)
+        yield 0, _arrays(layers, no_norm, np.float32(shape.eps), panels.interleaved)
         return
     for index, layer in enumerate(layers):
-        yield index, _arrays([layer], no_norm, np.float32(shape.eps), lambda weights: as_array(weights[0])[None])
+        yield index, _arrays([layer], no_norm, np.float32(shape.eps), lambda kinds: [as_array(weights[0])[None] for weights in kinds])
 
 
-def _arrays(layers: Sequence[LayerWeights], no_norm: Tensor, eps: np.float32, product: Callable[[Sequence[Tensor]], Array]) -> LayerArrays:
+def _arrays(layers: Sequence[LayerWeights], no_norm: Tensor, eps: np.float32, products: Callable[[list[list[Tensor]]], list[Array]]) -> LayerArrays:
     def norms(norms: Sequence[Tensor | None]) -> Array:
         return np.stack([as_array(no_norm if norm is None else norm) for norm in norms])
 
@@ -162,25 +162,26 @@ def _arrays(layers: Sequence[LayerWeights], no_norm: Tensor, eps: np.float32, pr
 
     q, k, v, o = [each.q for each in layers], [each.k for each in layers], [each.v for each in layers], [each.o for each in layers]
     gate, up, down = [each.gate for each in layers], [each.up for each in layers], [each.down for each in layers]
+    q_weight, k_weight, v_weight, o_weight, gate_weight, up_weight, down_weight = products([q, k, v, o, gate, up, down])
     return LayerArrays(
         input_norm=norms([each.input_norm for each in layers]),
-        q_weight=product(q),
+        q_weight=q_weight,
         q_bias=biases(q, [each.q_bias for each in layers]),
-        k_weight=product(k),
+        k_weight=k_weight,
         k_bias=biases(k, [each.k_bias for each in layers]),
-        v_weight=product(v),
+        v_weight=v_weight,
         v_bias=biases(v, [each.v_bias for each in layers]),
         q_norm=norms([each.q_norm for each in layers]),
         k_norm=norms([each.k_norm for each in layers]),
         normed=layers[0].q_norm is not None and layers[0].k_norm is not None,
-        o_weight=product(o),
+        o_weight=o_weight,
         o_bias=biases(o, [each.o_bias for each in layers]),
         post_norm=norms([each.post_norm for each in layers]),
-        gate_weight=product(gate),
+        gate_weight=gate_weight,
         gate_bias=biases(gate, [each.gate_bias for each in layers]),
-        up_weight=product(up),
+        up_weight=up_weight,
         up_bias=biases(up, [each.up_bias for each in layers]),
-        down_weight=product(down),
+        down_weight=down_weight,
         down_bias=biases(down, [each.down_bias for each in layers]),
         eps=eps,
     )

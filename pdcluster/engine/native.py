@@ -227,23 +227,25 @@ def _compile_products(kernels: PairKernels, *, in_panels: bool) -> None:
         # Outputs of several rows beside those of other weights are an array of another kind than outputs alone, and a kernel of its own.
         for out in (np.zeros((1, 4), np.uint16), np.zeros((2, 5), np.uint16)[:, :4]):
             kernels.linear_rows(one.repeat(len(out), axis=0), weight, bias, out, 0, 1)
-    _compile_layer(kernels, panels if in_panels else np.zeros((32, 32), np.uint16))
+    # Layers' panels lie apart from each other (`Panels.interleaved`), which is another kind of array, too.
+    weights = np.zeros((2, 2, *panels.shape), np.uint32)[:, 0] if in_panels else np.zeros((1, 32, 32), np.uint16)
+    _compile_layer(kernels, weights, weights[0].copy())
 
 
-def _compile_layer(kernels: PairKernels, weight: Array) -> None:
-    """One head of 32 dimensions in a model as wide, one row that decodes and one prompt of a token."""
+def _compile_layer(kernels: PairKernels, weights: Array, head: Array) -> None:
+    """One head of 32 dimensions in a model as wide, one row that decodes and one prompt of a token; weights: every product's, of all layers."""
     row, scale = np.zeros((2, 32), np.uint16), np.float32(1.0)
     pool, zeros, ones = np.zeros((2, 1, 2, 1, 8, 32), np.uint16), np.zeros(2, np.int64), np.ones(2, np.int64)
     bias, norm, half = np.zeros((1, 32), np.float32), row[:1], np.zeros((2, 16), np.float32)
-    product = weight[None], bias
-    ends = row, half[0], scale, norm[0], weight, bias[0], scale
-    weights = norm, *product * 3, norm, norm, True, *product, norm, *product * 3, scale
+    product = weights, bias
+    ends = row, half[0], scale, norm[0], head, bias[0], scale
+    layers = norm, *product * 3, norm, norm, True, *product, norm, *product * 3, scale
     rows = zeros, np.arange(3), ones, zeros, zeros, 1, zeros, scale
     heads, wide = row[:, None], row.repeat(3, axis=1)
     context = np.zeros((1, 1, 16, 64), np.uint32), np.zeros((1, 1, 32, 32), np.uint32)
     places = half.copy(), half.copy(), zeros.copy(), zeros.copy()
     scratch = row.copy(), *places, row.copy(), wide, heads.copy(), heads.copy(), row.repeat(2, axis=1), row.copy(), *context, row.copy(), zeros.copy()
-    kernels.compute_layers(ends, weights, rows, pool, pool.view(np.uint32), scratch, np.zeros(1, np.uint64), 0, 0, 1, 0, 2)
+    kernels.compute_layers(ends, layers, rows, pool, pool.view(np.uint32), scratch, np.zeros(1, np.uint64), 0, 0, 1, 0, 2)
 
 
 def _compile_invariant(kernels: InvariantKernels) -> None:

@@ -7,12 +7,14 @@ over the weights of 0.5 B parameters at 21 GB/s and four at 19; from here at 26 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from pdcluster.engine.linear import bias_array
@@ -41,17 +43,26 @@ class Panels:
         key = _key(weight)
         if key not in self._known:
             outputs, inputs = weight.shape
-            self._put(weight, self._take(-(-outputs // self._outputs), inputs // 2))
+            num_panels, num_pairs = -(-outputs // self._outputs), inputs // 2
+            panels = self._take(num_panels * num_pairs * self._outputs)
+            self._put(weight, panels.reshape(num_panels, num_pairs, self._outputs))
         return self._known[key][1]
 
-    def stacked(self, weights: Sequence[Tensor]) -> Array:
-        """uint32 [weight, panel, pair of inputs, output of the panel] of weights of one shape; `of` gives each one's part."""
-        outputs, inputs = weights[0].shape
-        panels = -(-outputs // self._outputs)
-        whole = self._take(len(weights) * panels, inputs // 2).reshape(len(weights), panels, inputs // 2, self._outputs)
-        for weight, part in zip(weights, whole, strict=True):
-            self._put(weight, part)
-        return whole
+    def interleaved(self, kinds: Sequence[Sequence[Tensor]]) -> list[Array]:
+        """Of each kind of weight, which every layer has one of and all in one shape: uint32 [layer, panel, pair of inputs, output of the panel].
+
+        A layer's weights lie behind each other in the order of kinds: whoever asks for what lies behind one asks for the next. `of` gives each one's
+        part. A lone layer is there twice, at the same place, since kernels are compiled for arrays whose layers lie apart."""
+        shapes = [(-(-len(weights[0]) // self._outputs), weights[0].shape[1] // 2, self._outputs) for weights in kinds]
+        sizes, num_layers = [math.prod(shape) for shape in shapes], len(kinds[0])
+        layers, found = self._take(num_layers * sum(sizes)).reshape(num_layers, -1), []
+        for weights, shape, begin in zip(kinds, shapes, accumulate(sizes, initial=0), strict=False):
+            first = layers[0, begin : begin + math.prod(shape)].reshape(shape)
+            whole = as_strided(first, (max(num_layers, 2), *shape), (layers.strides[0] if num_layers > 1 else 0, *first.strides))
+            for weight, part in zip(weights, whole, strict=False):
+                self._put(weight, part)
+            found.append(whole)
+        return found
 
     def multiply_once(self, x: Tensor, weight: Tensor, bias: Array) -> Tensor:
         """x by a weight that is laid out for this product alone."""
@@ -76,12 +87,11 @@ class Panels:
             panels[-1] = 0
         self._parallel.run(self._kernels.pack_panels, len(weight), _pairs(weight), panels, grain=self._outputs)
 
-    def _take(self, num_panels: int, num_pairs: int) -> Array:
-        size = num_panels * num_pairs * self._outputs
-        if size > len(self._free):
-            self._free = _whole_lines(max(size, PIECE_WORDS))
-        taken, self._free = self._free[:size], self._free[size:]
-        return taken.reshape(num_panels, num_pairs, self._outputs)
+    def _take(self, num_words: int) -> Array:
+        if num_words > len(self._free):
+            self._free = _whole_lines(max(num_words, PIECE_WORDS))
+        taken, self._free = self._free[:num_words], self._free[num_words:]
+        return taken
 
 
 def _whole_lines(num_words: int) -> Array:

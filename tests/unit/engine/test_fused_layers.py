@@ -49,6 +49,7 @@ SHAPES = {
         num_layers=2,
         rope={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     ),
+    "a lone layer": Shape("llama", hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=VOCABULARY, num_layers=1),
 }
 
 
@@ -179,11 +180,11 @@ def test_a_step_rings_after_the_layers_that_it_was_asked_to(model: tuple[ModelCo
     monkeypatch.setattr(os, "eventfd_write", lambda fd, value: heard.append(progress.layers_done))
     computed, progress = decoder(model, pool(model[0]), ops), Progress()
     last = model[0].num_layers
-    for bells in ((1, last), (last,), ()):
+    for bells in (tuple({1, last}), (last,), ()):
         heard.clear()
         progress.begin(bells)
         computed.forward(batch(decodes(3, 4)), progress)
-        assert heard == list(bells) and progress.layers_done == last
+        assert heard == sorted(bells) and progress.layers_done == last
     computed.forward(batch(decodes(3, 4)), progress)  # launched behind it, without bells
     assert progress.layers_done == 2 * last
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -138,6 +139,27 @@ def test_panels_begin_with_a_cache_line() -> None:
         pytest.skip("this CPU has no use for panels")
     for outputs, inputs in ((70, 66), (3, 66), (64, 64)):
         assert ops._panels.of(noise(outputs, inputs, dtype="bfloat16")).ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_the_weights_of_a_layer_lie_behind_each_other(num_layers: int) -> None:
+    """The kernel of all layers was compiled for layers that lie apart: a lone one is of that kind, too."""
+    ops = select_ops("cpu", "bfloat16", 1, KERNEL_CACHE)
+    assert isinstance(ops, CpuOps)
+    if ops._panels is None:
+        pytest.skip("this CPU has no use for panels")
+    kinds = [[noise(outputs, inputs, dtype="bfloat16") for _ in range(num_layers)] for outputs, inputs in ((128, 64), (40, 66), (64, 96))]
+    stacks = ops._panels.interleaved(kinds)
+    lie = []
+    for weights, stack in zip(kinds, stacks, strict=True):
+        assert not stack.flags.c_contiguous and stack[0].flags.c_contiguous and stack.flags.writeable
+        for layer, weight in enumerate(weights):
+            kept = ops._panels.of(weight)
+            np.testing.assert_array_equal(stack[layer], Panels(ops._panels._kernels, ops._panels._parallel).of(weight.clone()))
+            assert np.shares_memory(kept, stack[layer]) and kept.ctypes.data == stack[layer].ctypes.data
+            lie.append((layer, kept.ctypes.data, kept.nbytes))
+    lie.sort(key=lambda each: each[:2])
+    assert all(begin + size == following for (_, begin, size), (_, following, _) in pairwise(lie))
 
 
 def test_a_weight_and_its_transpose_have_panels_of_their_own() -> None:
