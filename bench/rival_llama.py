@@ -110,9 +110,10 @@ def load(path):
     ll.llama_backend_init()
     model = ll.llama_load_model_from_file(str(path).encode(), ll.llama_model_default_params())
     params = ll.llama_context_default_params()
-    params.n_ctx = (MOST_ROWS if ll.llama_model_n_embd(model) < LARGE_WIDTH else MOST_LARGE_ROWS) * MOST_TOKENS
+    rows = MOST_ROWS if ll.llama_model_n_embd(model) < LARGE_WIDTH else MOST_LARGE_ROWS
+    params.n_ctx = rows * MOST_TOKENS  # each has an equal part of it
     params.n_batch = params.n_ubatch = 2048
-    params.n_seq_max = MOST_ROWS
+    params.n_seq_max = rows
     params.n_threads = params.n_threads_batch = 1
     context = ll.llama_new_context_with_model(model, params)
     assert context, "llama.cpp made no context"
