@@ -34,6 +34,9 @@ of the one that is asked about: while there are few, as a Poisson process; the l
 WELL = 0.9
 """Of what rows may take on average from token to token, as long as some of them take more."""
 
+MOST_PAUSE_WEIGHT = 100.0
+"""Where rows are asked to be as fast as alone, or faster, any pause would weigh as much as it pleases."""
+
 ROUNDING = 1e-9
 TINY = 1e-300
 """Stands where zero would be divided by."""
@@ -228,7 +231,29 @@ def row_on(node: Numbers, cached: float, asked: Numbers, market: Market) -> tupl
 
 def slowness(node: Numbers, tpot_s: float, asked: Numbers) -> float:
     """Of rows on a node: 0 when each is as fast as alone, 1 when they are as slow as they may be."""
-    lone_s = node[DECODE_FIXED_S] + node[EACH_ROW_S] + node[CONTEXT_S] * (asked[NUM_TOKENS] + asked[OUTPUT] / 2)
-    limit_s = asked[ITL_ASKED_S] if asked[ITL_ASKED_S] > 0.0 else COMFORT * lone_s
+    lone_s = alone_row_s(node, asked)
     slower_s = tpot_s - lone_s
-    return slower_s / max(limit_s - lone_s, TINY) if slower_s > ROUNDING * tpot_s else 0.0
+    return slower_s / bearable_s(lone_s, asked) if slower_s > ROUNDING * tpot_s else 0.0
+
+
+def pause_weight(node: Numbers, late: float, asked: Numbers) -> float:
+    """What a second weighs by which a row of a decode node is held up, beside one for which a first token is waited: as many times more as a row has
+    less to lose over an answer until it is slow than a prompt has until it is late, if any, and no more than MOST_PAUSE_WEIGHT. late: how near
+    prompts are to that; the nearer, the more does their time weigh, too, by replays of generated mixes with the second power. On a node that
+    computes prompts for others it is 1: they have to be computed beside somebody's rows."""
+    patience_s = PATIENCE * alone_s(node, max(asked[NUM_TOKENS], asked[USUAL_TOKENS]), 0.0)
+    weight = patience_s / (asked[OUTPUT] * bearable_s(alone_row_s(node, asked), asked))
+    if node[IS_SERVER] > 0.0 or weight <= 1.0 or late >= 1.0:
+        return 1.0
+    return 1.0 + (1.0 - late) * (1.0 - late) * (min(weight, MOST_PAUSE_WEIGHT) - 1.0)
+
+
+def alone_row_s(node: Numbers, asked: Numbers) -> float:
+    """From token to token of a row with nothing beside it."""
+    return node[DECODE_FIXED_S] + node[EACH_ROW_S] + node[CONTEXT_S] * (asked[NUM_TOKENS] + asked[OUTPUT] / 2)
+
+
+def bearable_s(lone_s: float, asked: Numbers) -> float:
+    """By how much a row may be slower than alone."""
+    limit_s = asked[ITL_ASKED_S] if asked[ITL_ASKED_S] > 0.0 else COMFORT * lone_s
+    return max(limit_s - lone_s, TINY)

@@ -8,8 +8,9 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
     from there where that is sooner than computing it.
  2. Decode leg: exposed transfer + output × TPOT + what the rows beside it lose + the wait for room.
  3. Local: both on one node, without a transfer. Work that is done on a decode node delays no prompt of the others, so it has no price; it is paid by
-    the rows there. So between modes the price counts only as far as first tokens are nearer to being late (PATIENCE) than these rows are to being
-    slow (COMFORT): rows shall not be slowed for waits that harm nobody, and both limits are reached together.
+    the rows there. A second that these lose weighs as many times more as they have less to lose over an answer until they are slow (COMFORT) than a
+    prompt has until it is late (PATIENCE), as long as none is. And between modes the price counts only as far as first tokens are nearer to being
+    late than these rows are to being slow: rows shall not be slowed for waits that harm nobody, and both limits are reached together.
  4. TPOT counts the prompts that will be computed beside the row while it lives: as many as wait, as the rows that run came with, and, where
     nodes have roles, as were sent lately: on a prefill node to whatever node, as the next one may come here. What waits on a decode node slows a row
     once, and no longer than it takes. Where it is beyond COMFORT times a lone row's, a second weighs more, so that decode nodes take prompts

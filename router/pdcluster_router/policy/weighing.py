@@ -43,6 +43,7 @@ from pdcluster_router.policy.estimates import (
     bears,
     keeps_pace,
     num_slowed,
+    pause_weight,
     prompt_on,
     row_on,
     slowness,
@@ -193,7 +194,8 @@ def weigh_local(stations: Table, cached: Numbers, held: float, source: int, path
         node = stations[row]
         fetch_s, compute_s, paused_s, is_fetched = prompt_on(node, cached[row], held, 0.0 if row == source else paths[row], asked)
         _, strain, room_s, decode_s, others_s, row_price_s = row_on(node, cached[row], asked, market)
-        price_s, slowed_s = node[IS_SERVER] * found[PRICE] * compute_s, asked[HARM] * strain * paused_s * node[ROWS]
+        harm = asked[HARM] * pause_weight(node, found[LATE], asked)
+        price_s, slowed_s = node[IS_SERVER] * found[PRICE] * compute_s, harm * strain * paused_s * node[ROWS]
         cost = node[WAIT_S] + compute_s + fetch_s + price_s + slowed_s + room_s + decode_s + others_s + row_price_s
         at = enter(found, LOCAL_LEG, row, cost, stations)
         if at >= 0:

@@ -21,6 +21,7 @@ from pdcluster_router.policy.estimates import (
     HANDOVER_S,
     LAST_GROUP,
     LOCAL_TERMS,
+    PATIENCE,
     PREFILL_TERMS,
     STRAIN,
     UNMEASURED_BYTES_S,
@@ -38,10 +39,11 @@ Values = tuple[float, ...]
 class Market:
     """What holds for all nodes at one moment. price: seconds that later prompts lose for each second of work; harm: weight of a running row's pause;
     share: of the time in which a node that computes prompts for others will do so, local_share: in which a decode node will for its own; source: the
-    node that holds most of the prompt, from which it can be fetched."""
+    node that holds most of the prompt, from which it can be fetched; late: how near prompts are to that."""
 
     price: float
     harm: float
+    late: float
     share: float
     local_share: float
     source: NodeView | None
@@ -83,12 +85,22 @@ def _compute_s(pace: Pace, query: Query, cached: int) -> float:
     return pace.prefill.seconds(max(query.num_tokens - cached, 1), cached) * pace.stretch
 
 
-def prefill_values(station: Station, query: Query, market: Market, strain: float = 1.0) -> Values:
-    """slowed: what running rows lose by the prompt; strain: how much more that weighs."""
+def prefill_values(station: Station, query: Query, market: Market, weight: float = 1.0) -> Values:
+    """slowed: what running rows lose by the prompt; weight: how much more that weighs."""
     pace, prompt = station.pace, prompt_on(station, query, market.source)
     paused = pace.paused_s(max(query.num_tokens - prompt.cached, 1), prompt.cached)
     price = price_on(station, market) * prompt.compute_s
-    return pace.wait_s, prompt.compute_s, prompt.fetch_s, price, market.harm * strain * paused * pace.rows
+    return pace.wait_s, prompt.compute_s, prompt.fetch_s, price, market.harm * weight * paused * pace.rows
+
+
+def pause_weight(station: Station, query: Query, late: float) -> float:
+    """On a decode node as many times more as rows have less to lose until they are slow than a prompt has until it is late, from 1 to 100; as far as
+    none is late."""
+    pace = station.pace
+    alone_s = pace.decode.fixed_s + pace.row_s(query.num_tokens + query.expected_output / 2)
+    bearable_s = query.expected_output * max((query.itl_s or COMFORT * alone_s) - alone_s, 1e-300)
+    weight = min(max(PATIENCE * pace.prefill.seconds(max(query.num_tokens, query.usual_tokens)) / bearable_s, 1.0), 100.0)
+    return 1.0 + (1.0 - min(late, 1.0)) ** 2 * (weight - 1.0) if station.node.role == "decode" else 1.0
 
 
 def decode_values(station: Station, query: Query, exposed_s: float, market: Market) -> Values:
@@ -105,7 +117,8 @@ def decode_values(station: Station, query: Query, exposed_s: float, market: Mark
 def local_values(station: Station, query: Query, market: Market) -> Values:
     room, _, decode, others, row_price = decode_values(station, query, 0.0, market)
     _, strain = strained(station, query, share_on(station, market))
-    return *prefill_values(station, query, market, strain), room, decode, others, row_price
+    weight = strain * pause_weight(station, query, market.late)
+    return *prefill_values(station, query, market, weight), room, decode, others, row_price
 
 
 def strained(station: Station, query: Query, share: float) -> tuple[float, float]:
@@ -244,6 +257,7 @@ class PlainSeconds:
         return Market(
             price=self._price(computing or stations, query.num_held),
             harm=self._harm,
+            late=_lateness(query, stations) if stations else 0.0,
             share=max(_share_now(computing, query.num_held), _share_later(stations, computing, query), lately if decoding else 0.0),
             local_share=min(query.busy_decoding / len(decoding), MOST_SHARE) if decoding else 0.0,
             source=max(view.accepting, key=query.held_on, default=None),

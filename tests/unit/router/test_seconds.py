@@ -14,7 +14,7 @@ from policy_cases import batch, make_load, make_node, queue, view
 from pdcluster.cost import CostError, DecodeCost, NodeCost, PrefillCost
 from pdcluster.messages import Endpoint, Load, Role
 from pdcluster_router.policy.base import Choice, Query
-from pdcluster_router.policy.estimates import COMFORT, HANDOVER_S, LAST_GROUP, STRAIN, UNMEASURED_BYTES_S
+from pdcluster_router.policy.estimates import COMFORT, HANDOVER_S, LAST_GROUP, MOST_PAUSE_WEIGHT, STRAIN, UNMEASURED_BYTES_S
 from pdcluster_router.policy.seconds import Seconds
 from pdcluster_router.view import ClusterView, NodeView
 
@@ -168,6 +168,45 @@ def test_rule_3_local_has_no_transfer_and_its_work_on_a_decode_node_no_price() -
 def test_rule_3_the_rows_of_a_decode_node_lose_by_a_prompt_that_it_computes_itself() -> None:
     choice = choose(replace(PAIR, fallback="conditional"), node("p0", "prefill"), node("d0", "decode", batch(3)))
     assert terms(choice, "local", "d0")["slowed"] == pytest.approx(3 * (0.1 - STEP_S)) and terms(choice, "local", "p0")["slowed"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("query", "weight"),
+    [
+        ({"expected_output": 10}, 0.5 / (10 * 0.011)),
+        ({"usual_tokens": 5000.0}, 2.5 / (100 * 0.011)),
+        ({"num_tokens": 2000, "itl_s": 0.02}, 1.0 / (100 * 0.009)),
+        ({"itl_s": 0.1}, 1.0),
+        ({}, 1.0),
+    ],
+    ids=str,
+)
+def test_rule_3_a_pause_weighs_more_where_rows_bear_less_than_prompts(query: dict[str, float], weight: float) -> None:
+    """A prompt bears PATIENCE times what it takes alone, or a usual one; a row, 11 ms a token, as much again, or what is asked."""
+    asked = replace(PAIR, fallback="conditional", **query)  # type: ignore[arg-type]
+    choice = choose(asked, node("p0", "prefill"), node("d0", "decode", batch(3)))
+    assert terms(choice, "local", "d0")["slowed"] == pytest.approx(weight * 3 * (asked.num_tokens * TOKEN_S - STEP_S))
+
+
+def test_rule_3_a_pause_weighs_less_the_nearer_prompts_are_to_being_late() -> None:
+    """Half a second is what a prompt bears, and 10 tokens of 11 ms as much again."""
+    asked = replace(PAIR, fallback="conditional", expected_output=10)
+    for waiting, left in ((1000, 0.8**2), (2500, 0.25), (5000, 0.0), (9000, 0.0)):
+        choice = choose(asked, node("p0", "prefill", queue(waiting)), node("d0", "decode", batch(3)))
+        assert terms(choice, "local", "d0")["slowed"] == pytest.approx((1.0 + left * (0.5 / 0.11 - 1.0)) * 3 * (0.1 - STEP_S))
+
+
+def test_rule_3_a_pause_on_a_node_that_computes_prompts_for_others_weighs_what_it_takes() -> None:
+    asked = replace(PAIR, fallback="conditional", expected_output=10)
+    choice = choose(asked, node("m0", "mixed", batch(3)), node("p0", "prefill"), node("d0", "decode"))
+    assert terms(choice, "prefill", "m0")["slowed"] == pytest.approx(3 * (0.1 - STEP_S))
+
+
+def test_rule_3_a_limit_below_what_a_row_takes_alone_is_no_endless_weight() -> None:
+    """Nor is a row's second, which weighs more by STRAIN, as it is slower than asked."""
+    asked = replace(PAIR, fallback="conditional", itl_s=0.001)
+    slowed = terms(choose(asked, node("p0", "prefill"), node("d0", "decode", batch(3))), "local", "d0")["slowed"]
+    assert slowed == pytest.approx(MOST_PAUSE_WEIGHT * (1.0 + STRAIN * (0.014 / 0.001 - 1.0)) * 3 * (0.1 - STEP_S))
 
 
 # ---------------------------------------------------------------- 4. the pace of rows
