@@ -94,12 +94,12 @@ def prefill_values(station: Station, query: Query, market: Market, weight: float
 
 
 def pause_weight(station: Station, query: Query, late: float) -> float:
-    """On a decode node as many times more as rows have less to lose until they are slow than a prompt has until it is late, from 1 to 100; as far as
+    """On a decode node as many times more as rows have less to lose until they are slow than a prompt has until it is late, from 1 to 4; as far as
     none is late."""
     pace = station.pace
     alone_s = pace.decode.fixed_s + pace.row_s(query.num_tokens + query.expected_output / 2)
     bearable_s = query.expected_output * max((query.itl_s or COMFORT * alone_s) - alone_s, 1e-300)
-    weight = min(max(PATIENCE * pace.prefill.seconds(max(query.num_tokens, query.usual_tokens)) / bearable_s, 1.0), 100.0)
+    weight = min(max(PATIENCE * pace.prefill.seconds(max(query.num_tokens, query.usual_tokens)) / bearable_s, 1.0), 4.0)
     return 1.0 + (1.0 - min(late, 1.0)) ** 2 * (weight - 1.0) if station.node.role == "decode" else 1.0
 
 

@@ -173,7 +173,8 @@ def test_rule_3_the_rows_of_a_decode_node_lose_by_a_prompt_that_it_computes_itse
 @pytest.mark.parametrize(
     ("query", "weight"),
     [
-        ({"expected_output": 10}, 0.5 / (10 * 0.011)),
+        ({"expected_output": 20}, 0.5 / (20 * 0.011)),
+        ({"expected_output": 10}, MOST_PAUSE_WEIGHT),
         ({"usual_tokens": 5000.0}, 2.5 / (100 * 0.011)),
         ({"num_tokens": 2000, "itl_s": 0.02}, 1.0 / (100 * 0.009)),
         ({"itl_s": 0.1}, 1.0),
@@ -189,11 +190,11 @@ def test_rule_3_a_pause_weighs_more_where_rows_bear_less_than_prompts(query: dic
 
 
 def test_rule_3_a_pause_weighs_less_the_nearer_prompts_are_to_being_late() -> None:
-    """Half a second is what a prompt bears, and 10 tokens of 11 ms as much again."""
-    asked = replace(PAIR, fallback="conditional", expected_output=10)
+    """Half a second is what a prompt bears, and 20 tokens of 11 ms as much again."""
+    asked = replace(PAIR, fallback="conditional", expected_output=20)
     for waiting, left in ((1000, 0.8**2), (2500, 0.25), (5000, 0.0), (9000, 0.0)):
         choice = choose(asked, node("p0", "prefill", queue(waiting)), node("d0", "decode", batch(3)))
-        assert terms(choice, "local", "d0")["slowed"] == pytest.approx((1.0 + left * (0.5 / 0.11 - 1.0)) * 3 * (0.1 - STEP_S))
+        assert terms(choice, "local", "d0")["slowed"] == pytest.approx((1.0 + left * (0.5 / 0.22 - 1.0)) * 3 * (0.1 - STEP_S))
 
 
 def test_rule_3_a_pause_on_a_node_that_computes_prompts_for_others_weighs_what_it_takes() -> None:
