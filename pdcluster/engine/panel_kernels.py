@@ -6,8 +6,8 @@ A panel holds the weights of 64 outputs, pair of inputs by pair of inputs: what 
 One panel stays in the second-level cache while all rows go over it, six at a time, whose sums fill the registers and leave them when they are done.
 While several tiles of rows go over one panel they ask for the next, so that memory need not wait for the products (eight rows of 0.5 B parameters:
 18.5 GB/s without, 25 with it). One or two rows ask for what lies less than a page of memory ahead, across the end of a panel and of a whole weight,
-where the CPU would begin to look ahead anew (a row alone over weights of 30 M parameters: 28 GB/s without, 38 with it; two rows 27 and 32); of what
-lies farther away they lose (28), and more rows do better without.
+where the CPU would begin to look ahead anew: a row alone goes over weights of 30 M parameters at 28 GB/s without, 35 with it, and 38 where the next
+weight lies behind this one; two rows at 27 and 32. It is of no use to look farther ahead than a page (27), nor to three to six rows.
 Import it through `native`.
 """
 

@@ -158,7 +158,7 @@ def test_the_weights_of_a_layer_lie_behind_each_other(num_layers: int) -> None:
             np.testing.assert_array_equal(stack[layer], Panels(ops._panels._kernels, ops._panels._parallel).of(weight.clone()))
             assert np.shares_memory(kept, stack[layer]) and kept.ctypes.data == stack[layer].ctypes.data
             lie.append((layer, kept.ctypes.data, kept.nbytes))
-    lie.sort(key=lambda each: each[:2])
+    lie.sort(key=lambda each: each[0])  # and those of a layer in the order of their kinds
     assert all(begin + size == following for (_, begin, size), (_, following, _) in pairwise(lie))
 
 

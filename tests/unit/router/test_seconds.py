@@ -200,7 +200,8 @@ def test_rule_3_a_pause_weighs_less_the_nearer_prompts_are_to_being_late() -> No
 def test_rule_3_a_pause_on_a_node_that_computes_prompts_for_others_weighs_what_it_takes() -> None:
     asked = replace(PAIR, fallback="conditional", expected_output=10)
     choice = choose(asked, node("m0", "mixed", batch(3)), node("p0", "prefill"), node("d0", "decode"))
-    assert terms(choice, "prefill", "m0")["slowed"] == pytest.approx(3 * (0.1 - STEP_S))
+    for leg in ("prefill", "local"):
+        assert terms(choice, leg, "m0")["slowed"] == pytest.approx(3 * (0.1 - STEP_S))
 
 
 def test_rule_3_a_limit_below_what_a_row_takes_alone_is_no_endless_weight() -> None:
