@@ -48,9 +48,9 @@ EITHER = (*APART, numbers.LOCAL_LEG)
 
 
 class Seconds:
-    """Implements Policy. alpha: see rule 1; harm: weight of a running row's pause against the new request's own seconds, on a decode node times that of
-    rule 3; margin: of the last mode, as a share of the time to first token; gap: times a batch's own pace that its rows may be held up at once, when
-    no limit is given in seconds: by default only as long as a chunk of the node takes, and what the average over an answer bears."""
+    """Implements Policy. alpha: see rule 1; harm: weight of a running row's pause against the new request's own seconds, on a decode node times
+    that of rule 3; margin: of the last mode, as a share of the time to first token; gap: times a batch's own pace that its rows may be held up at
+    once, when no limit is given in seconds: by default only as long as a chunk of the node takes, and what the average over an answer bears."""
 
     name = "seconds"
 
