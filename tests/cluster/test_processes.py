@@ -134,8 +134,8 @@ def test_the_official_client_works_unchanged(two_pairs: Up) -> None:
 
 
 async def test_short_streams_end_while_long_ones_run_on_every_decode_node(two_pairs: Up) -> None:
-    """Short ones come until a long one ends, read as bytes: how the chunks of two streams alternate at a client that is slower than the nodes, or gets no
-    core, says nothing about the cluster."""
+    """Short ones come until a long one ends, read as bytes: how chunks of two streams alternate at a client that is slower than the nodes, or gets
+    no core, says nothing about the cluster."""
     async with httpx.AsyncClient(base_url=two_pairs.url, timeout=120.0) as client:
 
         async def follow(name: str, count: int, begun: asyncio.Event) -> None:
