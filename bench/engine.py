@@ -15,10 +15,11 @@ contexts c and kv bytes of KV per token:
 
 The roofline of a decode step is what the slower of its bytes and its FLOP takes at those ceilings; of many rows that is the products.
 The FLOP/s ceiling is the best of a few large products, our own and torch's: oneDNN's in bfloat16 where the CPU has one, else in float32 (its bfloat16
-is then many times slower than what the CPU can do); the row says which won. The bandwidth ceiling the best of a few ways to read a buffer
-as large as the model, so that both meet the same caches. Both run with the engine's threads on the engine's core, since the pace of a shared machine
-drifts by a tenth within minutes: products in turns with each prompt, reading in turns with each decode step, whose roofline has the products of the
-run's start. Contexts are zeros: what is in the pages does not change the time.
+is then many times slower than what the CPU can do); the row says which won. What torch does in float32 stands beside it, unjudged: where products of
+bfloat16 are slow it is more than weights of bfloat16, which are widened first, can reach. The bandwidth ceiling is the best of a few ways to read a
+buffer as large as the model, so that both meet the same caches. Both run with the engine's threads on the engine's core, since the pace of a shared
+machine drifts by a tenth within minutes: products in turns with each prompt, reading in turns with each decode step, whose roofline has the products
+of the run's start. Contexts are zeros: what is in the pages does not change the time.
 
 Python's share is what a step takes in which every kernel gets an empty range: all of building the batch, calling kernels, small torch operations
 and drawing tokens. On some CPUs prompts run through oneDNN, so it is told for decode alone.
@@ -188,7 +189,7 @@ def main() -> None:
 def ceilings_alone(plan: Plan, work: Work) -> tuple[list[Figure], Ceilings]:
     """As they are when this begins; their memory is free again for those that are compared."""
     with found_ceilings(plan, work) as (product, read):
-        return ceiling_rows(product, read), Ceilings(work, product.per_second, read.per_second)
+        return ceiling_rows(plan, product, read), Ceilings(work, product.per_second, read.per_second)
 
 
 def own_figures(model_dir: Path, plan: Plan, threads: int, *, python_only: bool) -> list[Figure]:
@@ -260,7 +261,7 @@ def measure(engine: Engine, plan: Plan) -> list[Figure]:
     """Each case in turns with its ceiling."""
     work = work_of(engine.config, engine.layout)
     with found_ceilings(plan, work) as (product, read):
-        figures = ceiling_rows(product, read)
+        figures = ceiling_rows(plan, product, read)
         for tokens in plan.prefills:
             pairs = _in_turns(plan, lambda tokens=tokens: engine.step(prefill_plan(engine, tokens)), product.run)  # type: ignore[misc]
             goal = MFU_GOAL if tokens == 512 else None
@@ -304,8 +305,10 @@ def found_ceilings(plan: Plan, work: Work) -> Iterator[tuple[Ceiling, Ceiling]]:
         yield product, read_ceiling(plan, int(work.decode_bytes(0, 0)))
 
 
-def ceiling_rows(product: Ceiling, read: Ceiling) -> list[Figure]:
-    return [row("ceiling", product.name, [product.per_second / 1e9], "GFLOP/s"), row("ceiling", read.name, [read.per_second / 1e9], "GB/s")]
+def ceiling_rows(plan: Plan, product: Ceiling, read: Ceiling) -> list[Figure]:
+    named = {found.name: found for found in (product, float_product(plan))}
+    products = [row("ceiling", name, [found.per_second / 1e9], "GFLOP/s") for name, found in named.items()]
+    return [*products, row("ceiling", read.name, [read.per_second / 1e9], "GB/s")]
 
 
 def work_of(config: ModelConfig, layout: KVLayout) -> Work:
@@ -331,10 +334,20 @@ def product_ceiling(plan: Plan, dtype: DType) -> Iterator[Ceiling]:
             for name, kind in ((f"torch, {by_torch}", by_torch), (f"our own, {dtype}", dtype)):
                 rows, weights = x.to(TORCH_DTYPE[kind]), [weight.to(TORCH_DTYPE[kind])]
                 product: Linear = PlainLinear(weights, [None]) if name.startswith("torch") else ops.linear(weights, [None])
-                found.append(_ceiling(plan, f"matrix product ({name})", 2.0 * 2048 * size * size, partial(product, rows)))
+                found.append(_product(plan, name, product, rows))
         yield max(found, key=_per_second)
     finally:
         ops.close()
+
+
+def float_product(plan: Plan) -> Ceiling:
+    """torch's in float32, of a size at which it is as fast as it gets."""
+    return _product(plan, "torch, float32", PlainLinear([torch.randn(1024, 1024)], [None]), torch.randn(2048, 1024))
+
+
+def _product(plan: Plan, name: str, product: Linear, rows: torch.Tensor) -> Ceiling:
+    """By a square matrix."""
+    return _ceiling(plan, f"matrix product ({name})", 2.0 * len(rows) * rows.shape[1] ** 2, partial(product, rows))
 
 
 def read_ceiling(plan: Plan, nbytes: int) -> Ceiling:

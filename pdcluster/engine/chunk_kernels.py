@@ -14,20 +14,23 @@ from numba.extending import register_jitable
 
 from pdcluster.engine.kernels import VERY_NEGATIVE, exponential, narrow
 from pdcluster.engine.layer_arrays import BLOCK
-from pdcluster.engine.vectors import address, has_pair_product, has_wide_product, tile_of
+from pdcluster.engine.vectors import address, greatest_of, has_broad_product, has_pair_product, has_wide_product, tile_of
+from pdcluster.engine.wide_attention import TILE as WIDE_TILE
 from pdcluster.engine.wide_attention import take_wide, wide_scores, wide_sums
 
-NATIVE, WIDE = has_pair_product(), has_wide_product()
+BROAD = has_broad_product()
+NATIVE, WIDE = has_pair_product() and not BROAD, has_wide_product() or BROAD
 FACTOR = np.float32 if WIDE else np.uint16
 """Of queries and shares."""
-TILE = 6
-"""Rows of one product: six times four vectors of sums leave registers for what is multiplied."""
+TILE = WIDE_TILE if WIDE else 6
+"""Rows of one product. Of pairs six times four vectors of sums leave registers for what is multiplied."""
 ROWS = 48
 """Rows (queries of one kv head) that go over the context together, at least one token's."""
 
 score_tile = tile_of(TILE, 4, native=NATIVE, adds=False)
 add_tile_4 = tile_of(TILE, 4, native=NATIVE, adds=True)
 add_tile_2 = tile_of(TILE, 2, native=NATIVE, adds=True)
+greatest = greatest_of(BLOCK)
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
@@ -142,10 +145,7 @@ def fold_block(scores, r, visible, scale, top, total, sums, shares):
         return
     for t in range(visible, BLOCK):
         scores[r, t] = VERY_NEGATIVE
-    best = VERY_NEGATIVE
-    for t in range(BLOCK):
-        best = max(best, scores[r, t])
-    best = max(best * scale, top[r])
+    best = max(greatest(address(scores) + 4 * BLOCK * r) * scale, top[r])
     added = np.float32(0)
     for t in range(BLOCK):
         share = exponential(scores[r, t] * scale - best)

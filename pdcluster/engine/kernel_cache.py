@@ -38,6 +38,7 @@ SOURCES = (
     "pair_kernels",
     "chunk_kernels",
     "panel_kernels",
+    "broad_panels",
     "wide_panels",
     "wide_attention",
     "wide_rows",

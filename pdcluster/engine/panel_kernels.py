@@ -16,12 +16,14 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from pdcluster.engine.broad_panels import multiply_widened
 from pdcluster.engine.kernels import narrow
-from pdcluster.engine.vectors import address, asking_tile_of, has_matrix_tiles, has_pair_product, tile_of
+from pdcluster.engine.vectors import address, asking_tile_of, has_broad_product, has_matrix_tiles, has_pair_product, tile_of
 
-NATIVE = has_pair_product()
-has_panels = NATIVE and not has_matrix_tiles()
-"""Without the instruction, and where a CPU multiplies whole tiles, oneDNN is the faster one."""
+BROAD = has_broad_product()
+NATIVE = has_pair_product() and not BROAD
+has_panels = BROAD or (NATIVE and not has_matrix_tiles())
+"""Elsewhere, as where a CPU multiplies whole tiles, oneDNN is the faster one."""
 PANEL = 64
 TILE = 6
 LINE = 16
@@ -52,6 +54,9 @@ def pack_panels(weight, panels, lo, hi):
 def multiply_panels(x, panels, bias, out, column, lo, hi):
     """out[:, column + i] = x · weight i + bias i, for the outputs of panels [lo, hi). A row's sums do not depend on the rows beside it."""
     num_rows, num_pairs, width = x.shape[0], panels.shape[1], bias.shape[0]
+    if BROAD and num_rows > 2:
+        multiply_widened(x, panels, bias, out, column, lo, hi)
+        return
     inputs, row_bytes, panel_bytes = address(x), 4 * num_pairs, 4 * PANEL * num_pairs
     sums = np.empty((TILE, PANEL), np.float32)
     num_tiles = (num_rows + TILE - 1) // TILE

@@ -26,6 +26,7 @@ from pdcluster.engine.vectors import (
     declared,
     floats_of,
     fused,
+    greater,
     high_halves,
     load,
     low_halves,
@@ -118,10 +119,6 @@ def share_scores(typing_context, scores, num_vectors, scale, top, total):
 
 def constant_float(value):
     return ir.Constant(ir.FloatType(), float(value))
-
-
-def greater(builder, a, b):
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 def over_lanes(builder, vector, both):

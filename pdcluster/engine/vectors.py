@@ -10,7 +10,7 @@ Addresses are plain integers (`address`): a block reads and writes what its call
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 
 from llvmlite import ir
 from numba import types
@@ -22,6 +22,10 @@ LINE_BYTES = 64
 """Of a cache line."""
 PAIR = 2 * LANES
 """bfloat16 elements of one vector: rows are this, or a multiple of it, long."""
+
+SLOW_PAIRS = ("sapphirerapids", "emeraldrapids", "graniterapids", "graniterapids-d")
+"""LLVM's names of CPUs whose product of pairs takes four times as long as one of floats, so that half as many numbers are multiplied in a second (86
+and 176 GFLOP/s of an Emerald Rapids). They multiply bfloat16 by tiles, which a virtual machine may hide."""
 
 WORD = ir.IntType(32)
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
@@ -77,6 +81,12 @@ def has_wide_product() -> bool:
     """Whether that CPU multiplies and adds eight floats at once and no more: its sixteen registers hold half of what a block is written for."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     return {"+avx2", "+fma"} <= set(features.split(",")) and "+avx512f" not in features.split(",")
+
+
+def has_broad_product() -> bool:
+    """Whether that CPU multiplies and adds sixteen floats at once and has nothing faster: no tiles, and no instruction for pairs but a slow one."""
+    _, name, features = cpu_target.target_context.codegen().magic_tuple()
+    return "+avx512f" in features.split(",") and not has_matrix_tiles() and (not has_pair_product() or name in SLOW_PAIRS)
 
 
 # ------------------------------------------------------------ pieces of LLVM code
@@ -140,6 +150,10 @@ def fused(builder, a, b, c):
     """a * b + c."""
     kind = c.type
     return builder.call(declared(builder, f"llvm.fma.v{kind.count}f32", kind, [kind] * 3), [a, b, c])
+
+
+def greater(builder, a, b):
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 def pair_product(builder, total, a, b, *, native):
@@ -237,6 +251,27 @@ def publish(typing_context, place, value):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.uint64), build
+
+
+def greatest_of(count):
+    """A block for greatest(place): the greatest of `count` floats, a multiple of 16, from an address on. Left to itself the compiler takes one after
+    the other, each of which waits for the one before."""
+
+    @intrinsic
+    def greatest(typing_context, place):
+        def build(context, builder, signature, args):
+            found = [load(builder, args[0], bytes_of(4 * LANES * j), FLOATS) for j in range(count // LANES)]
+            best = reduce(partial(greater, builder), found)
+            width = LANES
+            while width > 1:
+                width //= 2
+                lanes = ir.Constant(WORDS, [(lane + width) % LANES for lane in range(LANES)])
+                best = greater(builder, best, builder.shuffle_vector(best, best, lanes))
+            return builder.extract_element(best, ir.Constant(WORD, 0))
+
+        return types.float32(types.int64), build
+
+    return greatest
 
 
 def dots_of(num_weights, num_rows, *, native, exact=False, asked=None):

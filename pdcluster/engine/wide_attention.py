@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 # As `kernels`: numba compiles these from the types of their arguments.
-"""What the attention of `chunk_kernels` multiplies by on CPUs with AVX2 and nothing wider: blocks whose sums fit sixteen registers of eight floats.
-Queries and shares are float32 there. It holds no loop over blocks: that is theirs."""
+"""What the attention of `chunk_kernels` multiplies by on CPUs that multiply floats as fast as pairs (`has_wide_product`, `has_broad_product`): blocks
+whose sums fit sixteen registers of eight floats, or 32 of sixteen. Queries and shares are float32 there. It holds no loop over blocks: those do."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import numba
 
 from pdcluster.engine.kernels import widen
 from pdcluster.engine.layer_arrays import BLOCK
-from pdcluster.engine.vectors import LANES, address
+from pdcluster.engine.vectors import LANES, address, has_broad_product
 from pdcluster.engine.wide_tiles import wide_tile_of
 
-TILE = 6
+TILE = 12 if has_broad_product() else 6
+"""Rows of one product: fewer than the turns of a loop that a sum takes would leave multipliers idle."""
 
 score_tile, add_tile = wide_tile_of(TILE, adds=False), wide_tile_of(TILE, adds=True, row_bytes=4 * BLOCK)
 

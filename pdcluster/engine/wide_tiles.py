@@ -1,14 +1,15 @@
 # mypy: ignore-errors
 # As `vectors`: numba gives intrinsics their types at compile time.
-"""Building blocks of CPU kernels for CPUs with AVX2 and nothing wider: products of float32 rows by weights that stay pairs of bfloat16.
+"""Building blocks of CPU kernels that widen: products of float32 rows by weights that stay pairs of bfloat16, on CPUs that multiply floats as fast.
 
-Sixteen registers of eight floats hold the sums of six rows by sixteen outputs, two halves of a word's vector and one number of a row. Rows are
-widened once by their caller, since each of their numbers is read for every sixteen outputs; words are widened here, by a shift and a mask for as
-many rows as are multiplied. A sum is one chain in the order of inputs in every block, so it does not depend on how many rows or vectors one has.
+Those for AVX2 and nothing wider (`wide_…`) have sixteen registers of eight floats, which hold the sums of six rows by sixteen outputs, two halves of
+a word's vector and one number of a row; `broad_tile_of` has 32 of sixteen floats. Rows are widened once by their caller, since each of their numbers
+is read for every sixteen outputs; words are widened here, by a shift and a mask for as many rows as are multiplied. A sum is one chain in the order
+of inputs in every block, so it does not depend on how many rows or vectors one has.
 
-What is not a product counts: a core whose other thread is busy takes three instructions a cycle, of which two should multiply. So loops are unrolled,
-and only those blocks ask for what is read later that have to. (Six rows behind such a neighbour: 73 GFLOP/s when all asked, 79 when one of sixteen
-does, 83 unrolled.)
+What is not a product counts: with AVX2 a core whose other thread is busy takes three instructions a cycle, of which two should multiply. So loops are
+unrolled, and only those blocks ask for what is read later that have to. (Six rows behind such a neighbour: 73 GFLOP/s when all asked, 79 when one of
+sixteen does, 83 unrolled.)
 """
 
 from __future__ import annotations
@@ -112,6 +113,36 @@ def asking_panel_of(num_rows):
     return tile
 
 
+def broad_tile_of(num_rows, outputs, panel, *, asks):
+    """A block for tile(left, right, num_pairs, sums, coming): sums[i, :outputs] = left[:, i] · right[:, :outputs].
+
+    left is float32 [2 * num_pairs, num_rows], right words of two bfloat16 and sums float32, both in rows of `panel`; asks: for as many words from
+    `coming` on as are multiplied, in as many streams as there are vectors.
+    """
+    vectors = range(outputs // LANES)
+
+    @intrinsic
+    def tile(typing_context, left, right, num_pairs, sums, coming):
+        def build(context, builder, signature, args):
+            left, right, num_pairs, sums, coming = args
+            columns = [builder.add(right, bytes_of(LINE_BYTES * j)) for j in vectors]
+
+            begin = [zeros()] * (num_rows * len(vectors))
+            with Loop(builder, num_pairs, 1, begin) as loop:
+                for j in vectors if asks else ():
+                    line = builder.add(builder.mul(num_pairs, bytes_of(j)), loop.index)
+                    prefetch(builder, coming, builder.mul(line, bytes_of(LINE_BYTES)))
+                loop.carry(add_pair_by_rows(builder, left, num_rows, columns, bytes_of(4 * panel), loop.index, loop.values))
+            places = [bytes_of(4 * panel * i + LINE_BYTES * j) for i in range(num_rows) for j in vectors]
+            for place, total in zip(places, loop.values, strict=True):
+                store(builder, total, sums, place)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 5), build
+
+    return tile
+
+
 def put_outputs(builder, totals, bias, out, out_step):
     """One panel's, of each row."""
     added = load(builder, bias, bytes_of(0), FLOATS)
@@ -171,6 +202,19 @@ def add_pair(builder, left, left_steps, columns, right_step, pair, totals):
                 one = spread(builder, load(builder, left, builder.add(place, bytes_of(half * number_bytes + i * row_bytes)), ir.FloatType()))
                 totals[i * num_columns + j] = fused(builder, one, vector, totals[i * num_columns + j])
             forget(builder)
+    return totals
+
+
+def add_pair_by_rows(builder, left, num_rows, columns, right_step, pair, totals):
+    """`add_pair` where registers hold all of right's vectors beside the sums: each number of a row, which lie interleaved, is read once."""
+    totals, offset, place = list(totals), builder.mul(pair, right_step), builder.mul(pair, bytes_of(8 * num_rows))
+    for half, halves in enumerate((low_halves, high_halves)):
+        vectors = [halves(builder, load(builder, at, offset, WORDS)) for at in columns]
+        for i in range(num_rows):
+            one = spread(builder, load(builder, left, builder.add(place, bytes_of(4 * (half * num_rows + i))), ir.FloatType()))
+            for j, vector in enumerate(vectors):
+                totals[i * len(columns) + j] = fused(builder, one, vector, totals[i * len(columns) + j])
+        forget(builder)
     return totals
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -19,6 +20,7 @@ from pdcluster.engine.vectors import (
     address,
     asking_tile_of,
     dots_of,
+    greatest_of,
     has_matrix_tiles,
     has_pair_product,
     has_wide_product,
@@ -153,3 +155,52 @@ def test_what_numba_is_told_of_the_cpu_decides(setting: str) -> None:
     """LLVM ends the process that asks it for an instruction of another CPU."""
     done = subprocess.run(["env", setting, sys.executable, "-c", DOT_FOR_ANOTHER_CPU], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "[192.0, 192.0, 192.0, 192.0]\n"), done.stderr
+
+
+KINDS = "from pdcluster.engine.vectors import *; print(has_pair_product(), has_broad_product(), has_wide_product())"
+AVX512 = "+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq"
+
+
+@pytest.mark.parametrize(
+    ("name", "features", "kinds"),
+    [
+        ("haswell", "+avx2,+fma", "False False True"),
+        ("skylake-avx512", AVX512, "False True False"),
+        ("znver4", f"{AVX512},+avx512bf16", "True False False"),
+        ("emeraldrapids", f"{AVX512},+avx512bf16", "True True False"),
+        ("emeraldrapids", f"{AVX512},+avx512bf16,+amx-bf16", "True False False"),
+        ("generic", "", "False False False"),
+    ],
+    ids=["avx2", "avx512", "pairs", "slow pairs", "tiles", "none"],
+)
+def test_how_a_cpu_multiplies_best(name: str, features: str, kinds: str) -> None:
+    cpu = ["env", f"NUMBA_CPU_NAME={name}", f"NUMBA_CPU_FEATURES={features}"]
+    done = subprocess.run([*cpu, sys.executable, "-c", KINDS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == kinds
+
+
+@pytest.mark.parametrize("count", [16, 32, 64])
+def test_the_greatest_of_some_floats_wherever_it_stands(count: int) -> None:
+    greatest = greatest_of(count)
+
+    @numba.njit
+    def find(values: Any) -> Any:
+        return greatest(address(values))
+
+    values = -np.arange(1.0, count + 1, dtype=np.float32)
+    for place in range(count):
+        assert find(values) == values.max()
+        values = np.roll(values, 1)
+        assert values[(place + 1) % count] == -1.0
+    assert find(np.full(count, -3e38, np.float32)) == np.float32(-3e38)
+
+
+@pytest.mark.full
+@pytest.mark.skipif("+avx512f" not in cpu_target.target_context.codegen().magic_tuple()[2].split(","), reason="this CPU has no AVX512")
+def test_products_and_attention_of_a_cpu_with_avx512_and_nothing_else() -> None:
+    """Kernels are compiled for a lesser CPU than this one, with a cache of its own."""
+    cpu = ["env", "NUMBA_CPU_NAME=skylake-avx512", f"NUMBA_CPU_FEATURES={AVX512}"]
+    tests = [str(Path(__file__).parent / f"test_{name}.py") for name in ("attention", "fused_layers", "ops", "wide_panels")]
+    command = [*cpu, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not full", *tests]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
