@@ -306,9 +306,9 @@ def found_ceilings(plan: Plan, work: Work) -> Iterator[tuple[Ceiling, Ceiling]]:
 
 
 def ceiling_rows(plan: Plan, product: Ceiling, read: Ceiling) -> list[Figure]:
-    named = {found.name: found for found in (product, float_product(plan))}
-    products = [row("ceiling", name, [found.per_second / 1e9], "GFLOP/s") for name, found in named.items()]
-    return [*products, row("ceiling", read.name, [read.per_second / 1e9], "GB/s")]
+    ceilings = [row("ceiling", product.name, [product.per_second / 1e9], "GFLOP/s"), row("ceiling", read.name, [read.per_second / 1e9], "GB/s")]
+    floats = float_product(plan)
+    return ceilings if floats.name == product.name else [*ceilings, row("beside it", floats.name, [floats.per_second / 1e9], "GFLOP/s")]
 
 
 def work_of(config: ModelConfig, layout: KVLayout) -> Work:

@@ -152,8 +152,8 @@ class Int8Linear:
 
 
 class Scratch:
-    """Memory for one widened weight, as large as the largest, and the product by it. Used by the engine's worker thread only. panels: where torch has
-    no fast one."""
+    """Memory for one widened weight, as large as the largest, and the product by it. Used by the engine's worker thread only. panels: where they are
+    faster than torch's."""
 
     def __init__(self, panels: Panels | None) -> None:
         self._memory = torch.empty(0, dtype=torch.bfloat16)
@@ -179,7 +179,9 @@ class Int8Ops(CpuOps):
     def __init__(self, kernels: Kernels, pairs: PairKernels | None, int8: Int8Kernels, parallel: Parallel, quantization: Quantization) -> None:
         super().__init__(kernels, pairs, parallel, pack=can_pack())
         self._int8, self._quantization = int8, quantization
-        self._widened = Scratch(None if can_pack() else self._panels)
+        from pdcluster.engine.vectors import has_broad_product  # needs numba, as whoever comes here has
+
+        self._widened = Scratch(self._panels if has_broad_product() or not can_pack() else None)
 
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
         _check_inputs(weights)

@@ -4,7 +4,7 @@ PlainLinear    F.linear, any device and type; the weights stay views of the mapp
 PackedLinear   bfloat16 on CPU: oneDNN on a private, prepacked copy
 RowsLinear     bfloat16 on CPU: few rows by a kernel that reads the mapped weights at the speed of memory, more by one of the others
 
-Where CPUs multiply pairs of bfloat16 but no tiles, or have AVX2 and nothing wider, there is a faster one, `panels.PanelLinear`.
+On CPUs with AVX512 or AVX2, but no tiles for bfloat16, there is a faster one, `panels.PanelLinear`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ While several tiles of rows go over one panel they ask for the next, so that mem
 18.5 GB/s without, 25 with it). One or two rows ask for what lies less than a page of memory ahead, across the end of a panel and of a whole weight,
 where the CPU would begin to look ahead anew: a row alone goes over weights of 30 M parameters at 28 GB/s without, 35 with it, and 38 where the next
 weight lies behind this one; two rows at 27 and 32. It is of no use to look farther ahead than a page (27), nor to three to six rows.
-Import it through `native`.
+CPUs that multiply floats faster than pairs go over the same panels by `broad_panels`. Import it through `native`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from pdcluster.engine.broad_panels import multiply_widened
 from pdcluster.engine.kernels import narrow
 from pdcluster.engine.vectors import address, asking_tile_of, has_broad_product, has_matrix_tiles, has_pair_product, tile_of
 
-BROAD = has_broad_product()
-NATIVE = has_pair_product() and not BROAD
+NATIVE, BROAD = has_pair_product(), has_broad_product()
 has_panels = BROAD or (NATIVE and not has_matrix_tiles())
 """Elsewhere, as where a CPU multiplies whole tiles, oneDNN is the faster one."""
 PANEL = 64
@@ -53,10 +52,10 @@ def pack_panels(weight, panels, lo, hi):
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
 def multiply_panels(x, panels, bias, out, column, lo, hi):
     """out[:, column + i] = x · weight i + bias i, for the outputs of panels [lo, hi). A row's sums do not depend on the rows beside it."""
-    num_rows, num_pairs, width = x.shape[0], panels.shape[1], bias.shape[0]
-    if BROAD and num_rows > 2:
+    if BROAD:
         multiply_widened(x, panels, bias, out, column, lo, hi)
         return
+    num_rows, num_pairs, width = x.shape[0], panels.shape[1], bias.shape[0]
     inputs, row_bytes, panel_bytes = address(x), 4 * num_pairs, 4 * PANEL * num_pairs
     sums = np.empty((TILE, PANEL), np.float32)
     num_tiles = (num_rows + TILE - 1) // TILE

@@ -3,7 +3,7 @@
 """Building blocks of CPU kernels that the compiler's own vectoriser does not find: dot products of bfloat16 rows and sums over lanes.
 
 Written as LLVM vectors of 16 floats, which LLVM cuts down to what the CPU has, so all of them run anywhere. Only the product of bfloat16 pairs
-differs: CPUs with AVX512-BF16 have an instruction for it; elsewhere both halves are widened and multiplied in float32.
+differs: CPUs with AVX512-BF16 have an instruction for it; elsewhere, and where that is slow, both halves are widened and multiplied in float32.
 
 Addresses are plain integers (`address`): a block reads and writes what its caller vouches for.
 """

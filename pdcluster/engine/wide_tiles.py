@@ -2,10 +2,10 @@
 # As `vectors`: numba gives intrinsics their types at compile time.
 """Building blocks of CPU kernels that widen: products of float32 rows by weights that stay pairs of bfloat16, on CPUs that multiply floats as fast.
 
-Those for AVX2 and nothing wider (`wide_…`) have sixteen registers of eight floats, which hold the sums of six rows by sixteen outputs, two halves of
-a word's vector and one number of a row; `broad_tile_of` has 32 of sixteen floats. Rows are widened once by their caller, since each of their numbers
-is read for every sixteen outputs; words are widened here, by a shift and a mask for as many rows as are multiplied. A sum is one chain in the order
-of inputs in every block, so it does not depend on how many rows or vectors one has.
+AVX2 has sixteen registers of eight floats, which hold the sums of six rows by sixteen outputs, two halves of a word's vector and one number of a
+row; blocks that are broad fill 32 of sixteen floats, those that are wide leave room there. Rows are widened once by their caller, since each of
+their numbers is read for every sixteen outputs; words are widened here, by a shift and a mask for as many rows as are multiplied. A sum is one chain
+in the order of inputs in every block, so it does not depend on how many rows or vectors one has.
 
 What is not a product counts: with AVX2 a core whose other thread is busy takes three instructions a cycle, of which two should multiply. So loops are
 unrolled, and only those blocks ask for what is read later that have to. (Six rows behind such a neighbour: 73 GFLOP/s when all asked, 79 when one of
@@ -40,8 +40,8 @@ from pdcluster.engine.vectors import (
 HALF_WORDS = ir.VectorType(ir.IntType(16), LANES)
 TURNS = 4
 """Pairs of one turn of a loop over one panel; even, as asking alternates."""
-AHEAD = 1024
-"""Bytes by which weights of several panels are asked for before they are read; a pair of a panel is one line of them."""
+AHEAD, BROAD_AHEAD = 1024, 2048
+"""Bytes by which weights of several panels are asked for before they are read; a pair of a panel is one line of them, or four of a broad one."""
 
 
 def wide_panels_of(num_rows, num_panels):
@@ -136,6 +136,38 @@ def broad_tile_of(num_rows, outputs, panel, *, asks):
             places = [bytes_of(4 * panel * i + LINE_BYTES * j) for i in range(num_rows) for j in vectors]
             for place, total in zip(places, loop.values, strict=True):
                 store(builder, total, sums, place)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 5), build
+
+    return tile
+
+
+def broad_runs_of(num_rows, num_runs, panel):
+    """A block for tile(left, right, run_bytes, num_pairs, sums): sums[j, i] = left[:, i] · panel j, whose words are j times run_bytes behind right.
+    Of each panel what is read BROAD_AHEAD bytes later is asked for.
+
+    left is float32 [2 * num_pairs, num_rows], sums float32 [num_runs, num_rows, panel].
+    """
+    vectors = range(panel // LANES)
+
+    @intrinsic
+    def tile(typing_context, left, right, run_bytes, num_pairs, sums):
+        def build(context, builder, signature, args):
+            left, right, run_bytes, num_pairs, sums = args
+            panels = [builder.add(right, builder.mul(run_bytes, bytes_of(j))) for j in range(num_runs)]
+            per_panel = num_rows * len(vectors)
+            with Loop(builder, num_pairs, 1, [zeros()] * (num_runs * per_panel)) as loop:
+                pair_bytes, totals = builder.mul(loop.index, bytes_of(4 * panel)), []
+                for j, at in enumerate(panels):
+                    for k in vectors:
+                        prefetch(builder, at, builder.add(pair_bytes, bytes_of(BROAD_AHEAD + LINE_BYTES * k)))
+                    columns = [builder.add(at, bytes_of(LINE_BYTES * k)) for k in vectors]
+                    some = loop.values[j * per_panel : (j + 1) * per_panel]
+                    totals += add_pair_by_rows(builder, left, num_rows, columns, bytes_of(4 * panel), loop.index, some)
+                loop.carry(totals)
+            for place, total in enumerate(loop.values):
+                store(builder, total, sums, bytes_of(LINE_BYTES * place))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 5), build

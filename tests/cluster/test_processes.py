@@ -138,21 +138,22 @@ async def test_short_streams_end_while_long_ones_run_on_every_decode_node(two_pa
     no core, says nothing about the cluster."""
     async with httpx.AsyncClient(base_url=two_pairs.url, timeout=120.0) as client:
 
-        async def follow(name: str, count: int, begun: asyncio.Event) -> None:
+        async def follow(name: str, count: int, begun: asyncio.Queue[str] | None = None) -> None:
             body = {"model": two_pairs.model, "prompt": f"class {name}:", "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True}
             end = b""
             async with client.stream("POST", "/v1/completions", json=body) as reply:
+                if begun is not None:
+                    begun.put_nowait(reply.headers["x-pdcluster-decode"])
                 async for some in reply.aiter_raw():
-                    begun.set()
                     end = (end + some)[-100:]
             assert end.rstrip().endswith(b"data: [DONE]"), end
 
-        both = [asyncio.Event(), asyncio.Event()]
-        long = [asyncio.create_task(follow(f"Long{index}", 1500, begun)) for index, begun in enumerate(both)]
-        await asyncio.gather(*(begun.wait() for begun in both))
+        begun: asyncio.Queue[str] = asyncio.Queue()
+        long = [asyncio.create_task(follow(f"Long{index}", 1500, begun)) for index in range(2)]
+        assert {await asyncio.wait_for(begun.get(), 60.0) for _ in long} == {"decode-0", "decode-1"}
         ended_meanwhile = 0
         while not any(task.done() for task in long):
-            await follow(f"Short{ended_meanwhile}", 8, asyncio.Event())
+            await follow(f"Short{ended_meanwhile}", 8)
             ended_meanwhile += not any(task.done() for task in long)
         await asyncio.gather(*long)
     assert ended_meanwhile >= 2

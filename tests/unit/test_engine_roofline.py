@@ -58,6 +58,15 @@ def test_a_case_is_judged_by_what_its_ceiling_did_beside_it() -> None:
     assert rate.ratio == 1.0 and rate.holds and rate.spread == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("name", ["matrix product (torch, float32)", "matrix product (our own, bfloat16)"])
+def test_the_ceilings_that_are_shown_are_those_that_judge(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    floats = Ceiling("matrix product (torch, float32)", 1.0, lambda: None, 3e9)
+    monkeypatch.setattr(engine, "float_product", lambda _: floats)
+    rows = engine.ceiling_rows(QUICK, Ceiling(name, 1.0, lambda: None, 2e9), Ceiling("read", 1.0, lambda: None, 4e9))
+    assert [(row.case, row.value) for row in rows if row.metric == "ceiling"] == [(name, 2.0), ("read", 4.0)]
+    assert [(row.case, row.value) for row in rows if row.metric != "ceiling"] == ([] if name == floats.name else [(floats.name, 3.0)])
+
+
 def test_a_case_and_its_ceiling_take_turns() -> None:
     calls: list[str] = []
     engine._in_turns(replace(QUICK, repeats=2, tries=2, seconds=0.0), lambda: calls.append("case"), lambda: calls.append("ceiling"))

@@ -184,6 +184,17 @@ def test_scores_far_from_zero_do_not_overflow() -> None:
         assert torch.isfinite(found).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("place", [0, 16, 63, 64, 100])
+def test_a_key_that_is_no_number_spoils_all_who_see_it(place: int, dtype: DType) -> None:
+    shape = SHAPES[1]
+    given = scene([Sequence(0, 130)], shape, dtype)
+    keys = shape.num_heads * shape.head_dim
+    given.qkv[place, keys : keys + shape.num_kv_heads * shape.head_dim] = torch.nan
+    found = build("cpu", shape, given.pages, dtype).run(given.qkv, None, given.angles, 1, given.batch)
+    assert torch.isnan(found[place:]).all()
+
+
 def test_threads_do_not_change_the_result() -> None:
     shape = SHAPES[1]
     mix = [Sequence(length, 1) for length in range(40)] + [Sequence(150, 70)]

@@ -196,6 +196,7 @@ def test_the_greatest_of_some_floats_wherever_it_stands(count: int) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)
 @pytest.mark.skipif("+avx512f" not in cpu_target.target_context.codegen().magic_tuple()[2].split(","), reason="this CPU has no AVX512")
 def test_products_and_attention_of_a_cpu_with_avx512_and_nothing_else() -> None:
     """Kernels are compiled for a lesser CPU than this one, with a cache of its own."""

@@ -1,4 +1,4 @@
-"""What attention multiplies by on CPUs with AVX2, each against float32 on whatever CPU the test has; `test_attention` has the whole."""
+"""What attention multiplies by on CPUs that multiply floats as fast as pairs, against float32 on any CPU; `test_attention` has the whole."""
 
 from __future__ import annotations
 
