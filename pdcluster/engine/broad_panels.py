@@ -14,17 +14,15 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from pdcluster.engine.kernels import narrow, widen
+from pdcluster.engine.kernels import narrow
 from pdcluster.engine.vectors import address
+from pdcluster.engine.wide_panels import widen_rows
 from pdcluster.engine.wide_tiles import broad_runs_of, broad_tile_of
 
 PANEL, HALF = 64, 32
 TILE = 12
 WIDE_BYTES = 384 << 10
 """Of rows that are widened together."""
-SOME = 64
-"""Inputs of a tile that are widened before the next ones: what they become stays in the first cache meanwhile."""
-
 RUNS_1, RUNS_2 = 4, 3
 """Panels that one row and two go over side by side."""
 
@@ -49,27 +47,9 @@ def multiply_widened(x, panels, bias, out, column, lo, hi):
     begin = 0
     for part in range(parts):
         count = (num_rows - begin + parts - part - 1) // (parts - part)
-        widen_rows(x[begin : begin + count], rows)
+        widen_rows(x[begin : begin + count], rows, TILE)
         multiply_broad(rows, count, panels, bias, sums, out[begin : begin + count], column, lo, hi)
         begin += count
-
-
-@numba.njit(error_model="numpy", nogil=True, cache=True)
-def widen_rows(x, rows):
-    """Tile behind tile, each [inputs, rows of the tile]."""
-    count, width = x.shape
-    num_tiles = (count + TILE - 1) // TILE
-    r = 0
-    for tile in range(num_tiles):
-        tile_rows = (count - r + num_tiles - tile - 1) // (num_tiles - tile)
-        target = rows[r * width : (r + tile_rows) * width].reshape(width, tile_rows)
-        for begin in range(0, width, SOME):
-            end = min(begin + SOME, width)
-            for i in range(tile_rows):
-                row = x[r + i]
-                for k in range(begin, end):
-                    target[k, i] = widen(row[k])
-        r += tile_rows
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)

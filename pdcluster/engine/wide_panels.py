@@ -26,6 +26,8 @@ MOST_STREAMED = 2
 """Rows that go over several runs of panels side by side."""
 WIDE_BYTES = 384 << 10
 """Of rows that are widened together."""
+SOME = 64
+"""Inputs of a tile that are widened before the next ones: what they become stays in the first cache meanwhile."""
 LINE, PAIR_BYTES = 16, 4 * PANEL
 
 one_by_4, two_by_2 = wide_panels_of(1, 4), wide_panels_of(2, 2)
@@ -61,24 +63,26 @@ def multiply_panels(x, panels, bias, out, column, lo, hi):
     begin = 0
     for part in range(parts):
         count = (num_rows - begin + parts - part - 1) // (parts - part)
-        widen_rows(x[begin : begin + count], rows)
+        widen_rows(x[begin : begin + count], rows, TILE)
         multiply_wide(rows, count, panels, bias, last, spare, out[begin : begin + count], column, lo, hi)
         begin += count
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
-def widen_rows(x, rows):
-    """Tile behind tile, each [inputs, rows of the tile]."""
+def widen_rows(x, rows, most):
+    """Tile behind tile, each [inputs, rows of the tile], of equal parts of at most so many rows."""
     count, width = x.shape
-    num_tiles = (count + TILE - 1) // TILE
+    num_tiles = (count + most - 1) // most
     r = 0
     for tile in range(num_tiles):
         tile_rows = (count - r + num_tiles - tile - 1) // (num_tiles - tile)
         target = rows[r * width : (r + tile_rows) * width].reshape(width, tile_rows)
-        for i in range(tile_rows):
-            row = x[r + i]
-            for k in range(width):
-                target[k, i] = widen(row[k])
+        for begin in range(0, width, SOME):
+            end = min(begin + SOME, width)
+            for i in range(tile_rows):
+                row = x[r + i]
+                for k in range(begin, end):
+                    target[k, i] = widen(row[k])
         r += tile_rows
 
 
