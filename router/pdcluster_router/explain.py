@@ -30,6 +30,8 @@ from pdcluster_router.headroom import Headroom
 from pdcluster_router.kept_views import KeptViews
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.policy.placed import Placed
+from pdcluster_router.policy.placing import BEST, BEST_S
+from pdcluster_router.policy.weighing import TTFT_S
 from pdcluster_router.seen_blocks import SeenBlocks
 
 BRIEF_BYTES = 1200
@@ -45,10 +47,6 @@ MAX_ALIKE = 100
 """Told of the requests that clients call alike."""
 
 
-Ended = bytes | tuple[Noted, Brief]
-"""A request that ended: encoded, or, where it went at once, as it is but for its decision, and that."""
-
-
 @dataclass(frozen=True, slots=True)
 class Kept:
     """How much is kept of requests that ended."""
@@ -58,13 +56,17 @@ class Kept:
 
 
 class Record:
-    """One request that runs. attempts and cached_tokens (of the prompt, as the nodes found them; None: not known) are the dispatcher's to set."""
+    """One request that runs, or ended as most do: with one decision, by which it went at once. attempts and cached_tokens (of the prompt, as the
+    nodes found them; None: not known) are the dispatcher's to set."""
 
     # What is set as it goes on; until then nothing of it is made.
     attempts = 0
     cached_tokens: int | None = None
     brief: Brief | None = None
     """Its only decision, if that is one."""
+    _error: str | None = None
+    _why = ""
+    _decisions: tuple[Decided, ...] = ()
     _considered: Decision | Decided | None = None
     _considered_at = 0.0
     _first_at: float | None = None
@@ -78,10 +80,15 @@ class Record:
         self._explainer = explainer
         self.request, self._standing, self._client_id = request, standing, client_id
         self._arrived, self._started = arrived, started
-        self._decisions: list[Decided] = []
+
+    @property
+    def size_bytes(self) -> int:
+        """Of one whose decision is `brief`."""
+        return BRIEF_BYTES + len(self.brief.told if self.brief is not None else b"") + len(self._client_id) + len(self._why)
 
     def consider(self, decision: Decision, now: float) -> None:
         """It was scored; whether it may go is for others to say."""
+        self._write_out()
         self._considered, self._considered_at = decision, now
         self._explainer.keeps_view(self, decision.view.size)
 
@@ -97,18 +104,22 @@ class Record:
         """The attempt of the last decision came to nothing."""
         self._write_out()
         if self._decisions:
-            self._decisions[-1] = msgspec.structs.replace(self._decisions[-1], failed=why[:MAX_WHY])
+            *others, last = self._decisions
+            self._decisions = *others, msgspec.structs.replace(last, failed=why[:MAX_WHY])
 
     def placed(self, placed: Placed, hashes: bytes, asked: float, now: float) -> None:
         """Its first decision, by which it goes at once. hashes: of the prompt; asked: see `decided`."""
-        self.brief = Brief.of(now - self._started, now - asked, placed.policy, placed.num_tokens, placed.told, placed.names, placed.head)
+        head = placed.head
+        self.brief = Brief(
+            now - self._started, now - asked, placed.policy, placed.num_tokens, placed.told, placed.names, head[TTFT_S], int(head[BEST]), head[BEST_S]
+        )  # fmt: skip
         self._ideal, self._reachable, self._last_at = self._explainer.seen(hashes, placed.decode.block_tokens), placed.most_cached, now
 
     def _write_out(self) -> None:
         """What was brief so far, for what does not happen to most."""
         if self.brief is not None:
             self._last = self.brief.decided()
-            self._decisions.append(self._last)
+            self._decisions = *self._decisions, self._last
             self.brief = None
 
     def decided(self, decision: Decision, asked: float, now: float) -> None:
@@ -122,8 +133,8 @@ class Record:
         if decided.shadow is not None:
             explainer.count(decided.shadow)
         if len(decisions) >= MAX_DECISIONS:
-            del decisions[MAX_DECISIONS // 2]
-        decisions.append(decided)
+            decisions = decisions[: MAX_DECISIONS // 2] + decisions[MAX_DECISIONS // 2 + 1 :]
+        self._decisions = *decisions, decided
         if self._first_at is not None:
             return  # hindsight is about the decision that brought the first token
         query = decision.query
@@ -145,19 +156,20 @@ class Record:
     def so_far(self) -> Noted:
         """With what it waits for, if it waits."""
         self._write_out()
-        return self._noted(0, None, "", None)
+        return self._noted(0, None)
 
-    def end(self, error: str | None, why: str = "") -> Noted:
-        """Without the decision that is `brief`, if one is."""
-        first_at, last, brief, judged = self._first_at, self._last, self.brief, None
-        if first_at is not None:
-            if brief is not None:
-                judged = brief.hindsight(first_at - self._last_at, self._hit())
-            elif last is not None:
-                judged = hindsight(last, first_at - self._last_at, self._hit())
-        return self._noted(self.attempts, error, "" if error is None else why[:MAX_WHY], judged)
+    def end(self, error: str | None, why: str) -> Judged | None:
+        """See Explainer.close; what hindsight says."""
+        if error is not None:
+            self._error, self._why = error, why[:MAX_WHY]
+        return self._hindsight()
 
-    def _noted(self, attempts: int, error: str | None, why: str, judged: Judged | None) -> Noted:
+    def noted(self) -> Noted:
+        """Of one that ended."""
+        noted = self._noted(self.attempts, self._hindsight())
+        return noted if self.brief is None else msgspec.structs.replace(noted, decisions=(self.brief.decided(),))
+
+    def _noted(self, attempts: int, judged: Judged | None) -> Noted:
         first_at, standing = self._first_at, self._standing
         return Noted(
             self.request,
@@ -167,18 +179,23 @@ class Record:
             self._decisions,
             None if first_at is None else first_at - self._started,
             attempts,
-            error,
+            self._error,
             judged,
             self._client_id,
             None if self._considered is None else self._told_considered(),
-            why,
+            self._why,
         )
 
-    def _hit(self) -> Hit | None:
-        achieved, reachable, ideal = self.cached_tokens, self._reachable, self._ideal or 0
-        if achieved is None:
+    def _hindsight(self) -> Judged | None:
+        first_at, achieved, brief, last, hit = self._first_at, self.cached_tokens, self.brief, self._last, None
+        if first_at is None:
             return None
-        return achieved, reachable if reachable > achieved else achieved, ideal if ideal > achieved else achieved
+        if achieved is not None:
+            reachable, ideal = self._reachable, self._ideal or 0
+            hit = achieved, reachable if reachable > achieved else achieved, ideal if ideal > achieved else achieved
+        if brief is not None:
+            return brief.hindsight(first_at - self._last_at, hit)
+        return None if last is None else hindsight(last, first_at - self._last_at, hit)
 
 
 class Explainer:
@@ -193,7 +210,8 @@ class Explainer:
         self._open: dict[str, Record] = {}
         self._kept_views = KeptViews()
         self.keeps_view, self.keeps_no_view = self._kept_views.keep, self._kept_views.drop
-        self._ended: OrderedDict[str, Ended] = OrderedDict()
+        self._ended: OrderedDict[str, bytes | Record] = OrderedDict()
+        """Encoded, or, where its decision is brief, as it is."""
         self._by_client: dict[str, dict[str, None]] = {}
         """Requests that are open or kept, by what their clients call them; the oldest first."""
         self._client_of: dict[str, str] = {}
@@ -215,18 +233,17 @@ class Explainer:
 
     def close(self, record: Record, error: str | None, why: str = "") -> None:
         """error: the code of the error that it ended with, None for a good end; why: its message."""
-        request, noted = record.request, record.end(error, why)
-        del self._open[request]
-        self.keeps_no_view(record)
-        judged = noted.hindsight
+        del self._open[record.request]
+        judged = record.end(error, why)
         if judged is not None:
             _, error_s, regret_s, _, _, hit = judged
             self._metrics.judged((error_s, regret_s, *(hit or NO_HIT)))
-        brief = record.brief
-        if brief is None:
-            self._keep(request, self._encoder.encode(noted))
+        if record.brief is None:
+            self.keeps_no_view(record)
+            told = self._encoder.encode(record.noted())
+            self._keep(record.request, told, len(told))
         else:
-            self._keep(request, (noted, brief))
+            self._keep(record.request, record, record.size_bytes)
 
     # ------------------------------------------------------------ what operators ask
 
@@ -255,11 +272,8 @@ class Explainer:
         for _, request in zip(range(limit), reversed(self._ended), strict=False):
             yield self._told(self._ended[request])
 
-    def _told(self, ended: Ended) -> Explanation:
-        if isinstance(ended, bytes):
-            return self._decoder.decode(ended).told()
-        noted, brief = ended
-        return msgspec.structs.replace(noted.told(), decisions=[brief.decided().told()])
+    def _told(self, ended: bytes | Record) -> Explanation:
+        return (self._decoder.decode(ended) if isinstance(ended, bytes) else ended.noted()).told()
 
     # ------------------------------------------------------------ what a record needs
 
@@ -306,12 +320,12 @@ class Explainer:
     def count(self, shadow: ShadowRecord) -> None:
         self._metrics.shadow_decisions.labels(shadow.policy, "same" if shadow.agrees else "other").inc()
 
-    def _keep(self, request: str, noted: Ended) -> None:
+    def _keep(self, request: str, told: bytes | Record, num_bytes: int) -> None:
         ended, kept = self._ended, self._kept
         if request in ended:
             self._num_bytes -= _size_of(ended.pop(request))
-        ended[request] = noted
-        self._num_bytes += _size_of(noted)
+        ended[request] = told
+        self._num_bytes += num_bytes
         while len(ended) > kept.requests or self._num_bytes > kept.size_bytes:
             name, oldest = ended.popitem(last=False)
             self._num_bytes -= _size_of(oldest)
@@ -325,11 +339,8 @@ class Explainer:
             del self._by_client[client_id]
 
 
-def _size_of(ended: Ended) -> int:
-    if isinstance(ended, bytes):
-        return len(ended)
-    noted, brief = ended
-    return BRIEF_BYTES + len(brief.told) + len(noted.client_id) + len(noted.why)
+def _size_of(told: bytes | Record) -> int:
+    return len(told) if isinstance(told, bytes) else told.size_bytes
 
 
 def hindsight(decided: Decided, ttft_s: float, hit: Hit | None) -> Judged:

@@ -8,7 +8,7 @@ import struct
 import msgspec
 
 from pdcluster_router.explain_records import Decided, Hit, Judged, Weighed, worth_keeping
-from pdcluster_router.policy.placing import BEST, BEST_S, CALM, ESTIMATE_S, FIRST_TOLD, NUM_TOLD, TOLD_DOUBT, TOLD_ENTRY, TOLD_ESTIMATE, TOLD_SPREAD
+from pdcluster_router.policy.placing import CALM, ESTIMATE_S, FIRST_TOLD, NUM_TOLD, TOLD_DOUBT, TOLD_ENTRY, TOLD_ESTIMATE, TOLD_SPREAD
 from pdcluster_router.policy.scales import LEGS, REJECTED
 from pdcluster_router.policy.weighing import (
     DECODE,
@@ -38,11 +38,6 @@ class Brief(msgspec.Struct, frozen=True, gc=False):
     predicted_ttft_s: float
     best: int
     best_s: float
-
-    @classmethod
-    def of(cls, at_s: float, held_s: float, policy: str, num_tokens: int, told: bytes, names: tuple[str, ...], head: tuple[float, ...]) -> Brief:
-        """head: what `told` begins with."""
-        return cls(at_s, held_s, policy, num_tokens, told, names, head[TTFT_S], int(head[BEST]), head[BEST_S])
 
     def hindsight(self, ttft_s: float, hit: Hit | None) -> Judged:
         """As `explain.hindsight`."""

@@ -156,7 +156,7 @@ class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
     arrived: float
     tenant: str
     priority: int
-    decisions: list[Decided]
+    decisions: tuple[Decided, ...]
     ttft_s: float | None
     attempts: int
     error: str | None

@@ -155,7 +155,7 @@ def test_the_short_way_is_taken_where_it_is_meant_to_be(nodes: Sequence[NodeView
     placed = placed_of(query, view(*nodes))
     assert (placed is not None) is goes
     if placed is not None:
-        assert len(Brief.of(0.0, 0.0, "seconds", 100, placed.told, placed.names, placed.head).decided().candidates) <= 3 * MAX_CANDIDATES
+        assert len(Brief(0.0, 0.0, "seconds", 100, placed.told, placed.names, 0.0, -1, 0.0).decided().candidates) <= 3 * MAX_CANDIDATES
 
 
 @pytest.mark.usefixtures("way")
