@@ -62,7 +62,9 @@ class PendingWork:
             request, sent = next(iter(account.uncounted.items()))
             if sent.sequence > seen:
                 return
-            self._count(incarnation, account, request)
+            del account.uncounted[request]
+            account.total = _minus(account.total, sent.work)
+            self.changed.add(incarnation)
 
     def find(self, incarnation: str, request: str, attempt: int) -> Sent | None:
         account = self._accounts.get(incarnation)
@@ -77,8 +79,13 @@ class PendingWork:
     def leave(self, incarnation: str, request: str) -> None:
         """The leg is over. Idempotent."""
         account = self._accounts.get(incarnation)
-        if account is not None and account.sent.pop(request, None) is not None and request in account.uncounted:
-            self._count(incarnation, account, request)
+        if account is None:
+            return
+        account.sent.pop(request, None)
+        sent = account.uncounted.pop(request, None)
+        if sent is not None:
+            account.total = _minus(account.total, sent.work)
+            self.changed.add(incarnation)
 
     def lose(self, incarnation: str) -> None:
         self._accounts.pop(incarnation, None)
@@ -88,10 +95,6 @@ class PendingWork:
         """What to add to the node's last report."""
         account = self._accounts.get(incarnation)
         return NOTHING_PENDING if account is None else account.total
-
-    def _count(self, incarnation: str, account: Account, request: str) -> None:
-        account.total = _minus(account.total, account.uncounted.pop(request).work)
-        self.changed.add(incarnation)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when sums differ from their parts."""

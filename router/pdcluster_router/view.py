@@ -313,8 +313,10 @@ class ClusterView:
     def note_sent(self, changed: Iterable[str], counts: Counts) -> None:
         """The same in place, of a view with a table that nobody else has."""
         note_sent, row_of, nodes, table = compiled.in_use().note_sent, self.roster.row_of, self._nodes, self._table
-        for name in OF_NODES:  # a roster that was not there asked for them
-            self.__dict__.pop(name, None)
+        own = self.__dict__
+        if not own.keys().isdisjoint(OF_NODES):  # a roster that was not there asked for them
+            for name in OF_NODES:
+                own.pop(name, None)
         for incarnation in changed:
             row = row_of.get(incarnation)
             if row is not None:  # else a leg on a node that left, or one whose link stands no longer

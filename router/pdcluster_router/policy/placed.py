@@ -9,7 +9,7 @@ import msgspec
 
 from pdcluster_router.generation import Mode
 from pdcluster_router.policy.base import Choice, Fallback, Force, Predicted
-from pdcluster_router.policy.placing import FIRST_TOLD, SENT_S
+from pdcluster_router.policy.placing import FIRST_TOLD
 from pdcluster_router.policy.weighing import FOUND_TPOT_S, TTFT_S
 from pdcluster_router.view import NodeView
 
@@ -32,13 +32,15 @@ class Asked(msgspec.Struct, frozen=True, eq=False):
 
 
 class Placed(msgspec.Struct, frozen=True, eq=False):
-    """prefill, decode: see Choice; as they last reported, since only what a report changes is asked of them. Tokens of the prompt: cached_tokens: on
-    the node that computes it; most_held, most_cached: that some node holds, and that some node of the view holds or will. told: the numbers of
-    `placing`, head: the first of them; names: of the nodes of the view, by row."""
+    """prefill, decode: see Choice, first: the one that computes the prompt; as they last reported, since only what a report changes is asked of them.
+    Tokens of the prompt: cached_tokens: on that node; most_held, most_cached: that some node holds, and that some node of the view holds or will.
+    sent_s: seconds of work for that node; told: the numbers of `placing`, head: the first of them; names: of the nodes of the view, by row."""
 
     mode: Mode
     prefill: NodeView | None
     decode: NodeView
+    first: NodeView
+    sent_s: float
     policy: str
     num_tokens: int
     cached_tokens: int
@@ -47,16 +49,6 @@ class Placed(msgspec.Struct, frozen=True, eq=False):
     told: bytes
     head: tuple[float, ...]
     names: tuple[str, ...]
-
-    @property
-    def first(self) -> NodeView:
-        """The node that computes the prompt."""
-        return self.prefill or self.decode
-
-    @property
-    def sent_s(self) -> float:
-        """Seconds of work for that node."""
-        return self.head[SENT_S]
 
     def choice(self) -> Choice:
         """But for its record: what was compared stands in `told`."""

@@ -57,11 +57,8 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     wants_local: bool
     may_be_local: bool
     is_whole: bool
-
-    @property
-    def pools(self) -> tuple[Rows, Rows, Rows, Rows, Rows, Rows, Table, bool]:
-        """As calls take them."""
-        return self.serving, self.decoding, self.prefill, self.decode, self.local, self.groups, self.exchange, self.wants_local
+    pools: tuple[Rows, Rows, Rows, Rows, Rows, Rows, Table, bool]
+    """The first eight, as calls take them."""
 
 
 def planned(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
@@ -79,7 +76,7 @@ def planned(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
 def _plan(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
     roster, pools, rows = view.roster, filters.pools(query, view), weighing.rows
     prefill = filters.ready(pools.prefill, query, view) if query.force != "local" else NO_NODES
-    return Plan(
+    taken = (
         rows(roster.prefill),
         rows(roster.decode_only),
         rows(prefill),
@@ -87,9 +84,8 @@ def _plan(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
         rows(filters.ready(pools.local, query, view)),
         *weighing.groups(roster),
         query.force == "auto" and (query.fallback == "conditional" or not pools.is_split),
-        query.force == "local" or filters.may_be_local(query, pools),
-        not filters.rejected(query, view),
     )
+    return Plan(*taken, query.force == "local" or filters.may_be_local(query, pools), not filters.rejected(query, view), taken)
 
 
 def known(

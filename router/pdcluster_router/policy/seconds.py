@@ -36,7 +36,7 @@ from pdcluster_router.policy import pools as filters
 from pdcluster_router.policy import weighing as numbers
 from pdcluster_router.policy.base import Choice, Predicted, Query
 from pdcluster_router.policy.placed import HEAD, Asked, Placed
-from pdcluster_router.policy.placing import GOES
+from pdcluster_router.policy.placing import GOES, SENT_S
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scales import Compared, Suiting, asked_of, known, known_blocks, planned
 from pdcluster_router.policy.scored import Scored
@@ -122,12 +122,13 @@ class Seconds:
         head = HEAD.unpack_from(packed)
         if head[GOES] == 0.0 or head[numbers.IS_FETCHED] != 0.0:
             return None
-        row = int(head[numbers.DECODE])
+        is_local, row = head[numbers.MODE] == numbers.LOCAL, int(head[numbers.DECODE])
         decode = view.reported(row)
-        if head[numbers.MODE] == numbers.LOCAL:
-            return Placed("local", None, decode, self.name, num_tokens, int(cached[row]), most_held, most_cached, packed, head, roster.names)
-        prefill, own = view.reported(first), int(cached[first])
-        return Placed("remote", prefill, decode, self.name, num_tokens, own, most_held, most_cached, packed, head, roster.names)
+        prefill, own = (None, int(cached[row])) if is_local else (view.reported(first), int(cached[first]))
+        return Placed(
+            "local" if is_local else "remote", prefill, decode, prefill or decode, head[SENT_S], self.name, num_tokens, own, most_held, most_cached,
+            packed, head, roster.names,
+        )  # fmt: skip
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
         if view.typical_cost is None:
