@@ -3,7 +3,8 @@
 ZMQ's descriptors are edge-triggered: they become readable once per change, and sending may swallow that edge. So every wake-up drains to the
 end, and every send looks again.
 
-What is sent in one turn of the loop leaves as one frame at its end, or before when the turn takes long (HELD_S).
+What is sent in turns of the loop that follow each other leaves as one frame, at the end of the first turn that sent nothing, or HELD_S after the
+first message. A frame costs a busy router what half a request does; one that has nothing else to do looks once more, and lets it go.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pdcluster.wire.sockets import WireSettings
 __all__ = ["LinkState", "NodeLink"]
 
 HELD_S = 0.001
-"""A turn that handles many requests does not keep the first one's messages until the last one is done."""
+"""Who handles many requests does not keep the first one's messages until the last one is done."""
 
 
 class NodeLink:
@@ -58,6 +59,8 @@ class NodeLink:
         self._is_end_due = False
         self._is_connection_due = True
         """Something may have become of the connection since it was looked at."""
+        self._is_more = False
+        """Something was sent since the end of the turn before this one."""
         self._held_since = 0.0
         """When the first message that waits came; 0: none came since the last flush."""
         self._watch()
@@ -85,6 +88,7 @@ class NodeLink:
         """Put one message into this turn's frame, and return that frame's number; raises NodeLost when the link is lost, broken just now, or too
         much waits."""
         number = self._dialer.put(message) or self._make_room(message)
+        self._is_more = True
         if not self._held_since:
             self._held_since = perf_counter()
             self._end_turn_soon()
@@ -119,6 +123,10 @@ class NodeLink:
             self._loop.call_soon(self._end_turn)
 
     def _end_turn(self) -> None:
+        if self._is_more and self._held_since and perf_counter() - self._held_since < HELD_S:
+            self._is_more = False
+            self._loop.call_soon(self._end_turn)
+            return
         self._is_end_due = False
         self._flush()
         self._drain()

@@ -291,6 +291,46 @@ async def test_what_is_sent_in_one_turn_of_the_loop_is_one_frame(listener: Liste
     assert caller.link.send(m.Release("next")) == frames[0].sequence + 1
 
 
+async def test_what_is_sent_in_turns_that_follow_each_other_is_one_frame(
+    listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "HELD_S", 1e9)
+    loop, sent = asyncio.get_running_loop(), [m.Release(f"r{number}") for number in range(50)]
+
+    def send_next(number: int) -> None:
+        caller.link.send(sent[number])
+        if number + 1 < len(sent):
+            loop.call_soon(send_next, number + 1)
+
+    listener.frames()
+    send_next(0)
+    frames: list[m.Envelope] = []
+    await until(lambda: frames.extend(listener.frames()) or frames)
+    assert [frame.messages for frame in frames] == [tuple(sent)]
+
+
+async def test_a_frame_leaves_as_soon_as_a_turn_sends_nothing(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "HELD_S", 1e9)
+    listener.frames()
+    caller.link.send(m.Release("alone"))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert listener.socket.poll(10_000)  # without a further turn
+    assert [frame.messages for frame in listener.frames()] == [(m.Release("alone"),)]
+
+
+async def test_what_follows_turn_by_turn_is_held_no_longer_than_that(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "HELD_S", 0.02)
+    listener.frames()
+    frames: list[m.Envelope] = []
+    async with asyncio.timeout(20):
+        while len(frames) < 2:  # there is never a turn that sends nothing
+            caller.link.send(m.Release("again"))
+            await asyncio.sleep(0)
+            frames += listener.frames()
+    assert len(frames[0].messages) > 1
+
+
 async def test_what_is_sent_in_answer_to_a_frame_is_one_frame(context: Context, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "HELD_S", 1e9)
     calm = WireSettings(heartbeat_s=5.0, lease_s=20.0)
