@@ -146,13 +146,14 @@ class PrefixIndex:
         return found
 
     def _held(self, hashes: bytes) -> dict[str, int]:
-        words = memoryview(hashes).cast("Q")
+        words, table_set_of = memoryview(hashes).cast("Q"), self._table.set_of
         last = len(words) // 2 - 1
+        first = table_set_of(words[0], words[1])
+        if first != GONE and first not in self._sets.forwarding and table_set_of(words[-2], words[-1]) == first:  # as it mostly is
+            return dict.fromkeys(self._names_of(first), last + 1)
         first = self._set_of(words, 0)
         if first == EMPTY:
             return {}
-        if self._set_of(words, last) == first:  # as it mostly is
-            return dict.fromkeys(self._names_of(first), last + 1)
         found: dict[str, int] = {}
         for set_id, num_blocks in self._levels(words, first, last):
             # Later levels are subsets of earlier ones.
