@@ -7,8 +7,10 @@ a link flushes at the end of its turn, not after every message. Not here: when t
 from __future__ import annotations
 
 from pdcluster import messages as m
+from pdcluster.messages import MAX_MESSAGES
 from pdcluster.transfer.base import Peer
 from pdcluster.wire import codec
+from pdcluster.wire.codec import ALONE, encoded
 
 MAX_BATCH_BYTES = 256 << 10
 """So much waits at most for a turn's end, which bounds what a peer's queue of frames can hold; a larger message has a frame of its own."""
@@ -19,24 +21,24 @@ class Batch:
         self._head = codec.encode_head(me.node, me.incarnation, to_incarnation)
         self._most_bytes = max_frame_bytes - len(self._head) - codec.MAX_TAIL_BYTES
         self._parts: list[bytes] = []
-        self._room = 0
-        """Bytes that may go with what waits already; 0 behind a message that goes alone."""
+        self._room = self._most_room = min(MAX_BATCH_BYTES, self._most_bytes)
+        """Bytes that may go with what waits already; none behind a message that goes alone."""
 
     def __len__(self) -> int:
         return len(self._parts)
 
     def put(self, message: m.AnyMessage) -> bool:
         """Whether it waits with the others now; False: what waits has to leave first. Raises ProtocolError when no frame could hold it."""
-        part, parts, kind = codec.encoded(message), self._parts, type(message)
+        part, parts, kind = encoded(message), self._parts, type(message)
         size = len(part)
-        if size > self._most_bytes:
+        if size <= self._room and len(parts) < MAX_MESSAGES and kind not in ALONE:  # as nearly always
+            self._room -= size
+        elif size > self._most_bytes:
             raise codec.too_large(kind.__name__, size, self._most_bytes)
-        if not parts:
-            self._room = 0 if kind in codec.ALONE else min(MAX_BATCH_BYTES, self._most_bytes) - size
-        elif size > self._room or kind in codec.ALONE or len(parts) >= m.MAX_MESSAGES:
+        elif parts:
             return False
         else:
-            self._room -= size
+            self._room = -1
         parts.append(part)
         return True
 
@@ -46,3 +48,4 @@ class Batch:
 
     def clear(self) -> None:
         self._parts.clear()
+        self._room = self._most_room
