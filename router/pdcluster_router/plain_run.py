@@ -211,22 +211,20 @@ class PlainRun(msgspec.Struct, eq=False):
             self.letters.append((incarnation, body))
             return
         try:
-            if self.prefill is not None:
-                self._read_remote(incarnation, body)
-            elif not self._takes_local(incarnation, body):
-                self._become().read(incarnation, body)
+            if self.prefill is None:
+                if not self._takes_local(incarnation, body):
+                    self._become().read(incarnation, body)
+                return
+            self.is_at_work = True  # a node is told something in turn, which it may answer at once
+            try:
+                if not self._takes_remote(incarnation, body):
+                    self._become().read(incarnation, body)
+                if self.letters:
+                    self._read_letters()
+            finally:
+                self.is_at_work = False
         except Exception as error:  # the top of what happens to a request
             self._fail(error)
-
-    def _read_remote(self, incarnation: str, body: Body) -> None:
-        """Whose node is told something in turn, which it may answer at once."""
-        self.is_at_work = True
-        try:
-            self._hear(incarnation, body)
-            if self.letters:
-                self._read_letters()
-        finally:
-            self.is_at_work = False
 
     def _read_letters(self) -> None:
         """What came while it was at work."""
