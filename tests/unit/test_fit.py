@@ -81,6 +81,18 @@ def test_outliers_are_clipped() -> None:
     assert_close(fit.cost(), within=0.25)
 
 
+@pytest.mark.parametrize("kind", ["prefill", "any"])
+@pytest.mark.parametrize("place", [0, 1, 2, 5, 7, 8, 20])
+def test_a_step_that_took_far_too_long_is_soon_outweighed_even_among_the_first_ones(place: int, kind: str) -> None:
+    fit = Fit()
+    run(fit, place, kind=kind, noise=0.1)
+    slow = step_of([(24, 0)], 1.0)
+    fit.observe(Step(slow.tokens, slow.pairs, 0, 0, 300 * seconds(slow)))
+    run(fit, 60, kind=kind, noise=0.1, seed=1)
+    for new, cached in ((24, 0), (64, 0), (512, 0)):
+        assert fit.cost().prefill.seconds(new, cached) == pytest.approx(TRUE.prefill.seconds(new, cached), rel=0.4)
+
+
 def test_a_machine_that_became_slower_is_followed() -> None:
     fit = Fit()
     run(fit, 300)
