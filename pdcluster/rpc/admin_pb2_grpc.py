@@ -141,14 +141,15 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequest(self, request, context):
-        """End a request on all nodes; its client gets an error. Idempotent.
+        """End a request on all nodes; its client gets an error. By its id, with or without the number of a choice, or by the client's own x-request-id.
+        NOT_FOUND once it has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Why a request went where it went: one of the last decisions of this router.
+        """Why a request went where it went: one of the last decisions of this router. Requests are called as for CancelRequest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

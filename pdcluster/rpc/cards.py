@@ -22,7 +22,8 @@ def role_from_proto(number: int) -> Role:
     """Raises BadRequest for a number that is no role."""
     role = _ROLE_NAMES.get(cast("pb.Role", number))
     if role is None:
-        raise BadRequest(f"role has number {number}, allowed are {sorted(_ROLE_NAMES)}", "role")
+        allowed = ", ".join(f"{pb.Role.Name(value)} ({value})" for value in sorted(_ROLE_NAMES))
+        raise BadRequest(f"role has number {number}, allowed are {allowed}", "role")
     return role
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,8 @@ from pdcluster_router.view import NodeView
 
 MANAGE_S = 5.0
 """Longest wait for a node's answer to a wish."""
+
+_ID_OF_ANSWER = re.compile(r"(?:chat)?cmpl-(.*[0-9a-f]{24}(?:-[0-9]+)?)")
 
 LOOK_S = 1.0
 """A drain looks this often, even when nothing is heard."""
@@ -110,22 +113,23 @@ class Admin:
     # ------------------------------------------------------------ requests
 
     async def requests(self, node: str = "") -> RequestList:
-        """Those on one node, or all."""
-        now = self._clock()
+        """Those on one node, or all. Raises UnknownName for a node that nobody knows."""
+        now, node = self._clock(), self._find(node).card.node if node else ""
         return RequestList(tuple(_request(found, now) for found in self._open.all() if not node or node in (found.prefill, found.decode)))
 
     async def cancel(self, request: str, reason: str) -> int:
-        """Raises UnknownName when no open request has that id."""
-        if not self._open.matching(request):
+        """By its id, or by what its client calls it. Raises UnknownName when no open request is called that."""
+        called = [name for name in (request, own_id(request), *self._explainer.called(request)) if self._open.matching(name)]
+        if not called:
             raise UnknownName(f"no open request is called {request[:200]!r}; it has ended, or another router has it", "id")
-        num_cancelled = self._open.cancel(request, reason or "no reason given")
+        num_cancelled = sum(self._open.cancel(name, reason or "no reason given") for name in dict.fromkeys(called))
         if num_cancelled:
             self.log.add("cancel", request, reason or "no reason given")
         return num_cancelled
 
     async def explain(self, request: str) -> list[Explanation]:
         """Why a request, or each of its choices, went where it went. Raises UnknownName when that is not known (any more)."""
-        found = self._explainer.explain_all(request)
+        found = self._explainer.explain_all(request) or self._explainer.explain_all(own_id(request))
         if not found:
             raise UnknownName(f"nothing is known of request {request[:200]!r}; it is too long ago, or another router has it", "id")
         return found
@@ -134,7 +138,7 @@ class Admin:
 
     async def policy(self) -> PolicyStatus:
         live, shadow = self._policies.live, self._policies.shadow
-        return PolicyStatus(live.name, shadow.name if shadow is not None else "", tuple(POLICIES))
+        return PolicyStatus(live.name, shadow.name if shadow is not None else "", POLICIES)
 
     async def set_policy(self, *, live: str | None, shadow: str | None, dry_run: bool) -> PolicyStatus:
         """From the next decision on; shadow "" removes it. Raises BadRequest for one that does not exist, and then changes nothing."""
@@ -170,6 +174,12 @@ class Admin:
 
     def events(self, since: int, *, follow: bool) -> AsyncIterator[Event]:
         return self.log.follow(since) if follow else self.log.kept(since)
+
+
+def own_id(request: str) -> str:
+    """Of a request that is called as in the body of its answer."""
+    named = _ID_OF_ANSWER.fullmatch(request)
+    return request if named is None else named[1]
 
 
 def _request(found: OpenRequest, now: float) -> RequestStatus:

@@ -66,7 +66,7 @@ def refusal(reason: str, message: str, wait_s: float) -> errors.Overloaded:
 def check_fits(num_tokens: int, view: ClusterView) -> None:
     """Raises Unavailable when no node is known, and BadRequest when none that is could ever take so many tokens."""
     if not view.nodes:
-        raise errors.Unavailable("none of 0 known nodes takes work now; see that nodes are up and not draining")
+        raise errors.Unavailable("none of 0 known nodes takes work now; see that nodes are up, not cordoned and not draining")
     longest = max(node.max_len for node in view.nodes)
     if num_tokens > longest:
         raise errors.BadRequest(f"the request has {num_tokens} tokens, the largest node takes {longest}; shorten it or start a larger node")

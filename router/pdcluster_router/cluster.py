@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
 from pdcluster.cost import NodeCost
@@ -288,6 +289,10 @@ class Cluster:
             asyncio.get_running_loop().call_soon(self._take_piece)
 
     def _on_managed(self, state: NodeState, message: Managed) -> None:
+        """What is said here, the node's next report says, too. Until then it would get work that it shall not; that it takes work again can wait."""
+        load = state.load
+        if load is not None:
+            self._on_load(state, replace(load, role=message.role, draining=load.draining or message.cordoned))
         asked = self._managing.get(message.number)
         if asked is not None and not asked.done():
             asked.set_result(message)

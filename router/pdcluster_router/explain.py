@@ -264,8 +264,11 @@ class Explainer:
         found: list[Explanation] = []
         while (choice := self.explain(f"{request}-{len(found)}")) is not None:
             found.append(choice)
-        alike = islice(reversed(self._by_client.get(request, {})), MAX_ALIKE)
-        return found or [told for name in alike if (told := self.explain(name)) is not None]
+        return found or [told for name in self.called(request) if (told := self.explain(name)) is not None]
+
+    def called(self, client_id: str) -> Iterator[str]:
+        """The last MAX_ALIKE requests that their clients call so, the latest first; not while others may open or end."""
+        return islice(reversed(self._by_client.get(client_id, {})), MAX_ALIKE)
 
     def recent(self, limit: int) -> Iterator[Explanation]:
         """Those that ended last, the latest first."""

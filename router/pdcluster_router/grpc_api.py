@@ -81,6 +81,13 @@ class Inference(stubs.InferenceServicer):
         except PdclusterError as error:
             code = status_of(error)
             await self._fail(context, error)
+        except asyncio.CancelledError:
+            left_s = context.time_remaining()
+            if left_s is not None and left_s <= 0:
+                code = grpc.StatusCode.DEADLINE_EXCEEDED
+            else:
+                self._metrics.disconnects.inc()
+            raise
         except Exception as error:  # the top of a call: a bug of ours, which must not take the others with it
             code = grpc.StatusCode.INTERNAL
             log.exception("a call of Generate failed")

@@ -274,11 +274,12 @@ class LocalCluster:
             while not condition():
                 await asyncio.sleep(0.001)
 
-    async def run(self, prompt: list[int], sampling: int | Sampling, *, deadline_s: float = 20.0) -> tuple[list[int], Done]:
+    async def run(self, prompt: list[int], sampling: int | Sampling, *, deadline_s: float = 20.0, client_id: str = "") -> tuple[list[int], Done]:
         """The tokens of one request, and its Done. sampling: or only max_tokens."""
         if isinstance(sampling, int):
             sampling = Sampling(max_tokens=sampling, seed=1)
-        return await self._events(Generation(f"r{next(self.versions)}", "model", array("i", prompt), sampling, deadline_s))
+        name = f"r{next(self.versions)}"
+        return await self._events(Generation(name, "model", array("i", prompt), sampling, deadline_s, client_id=client_id))
 
     async def run_choices(self, prompt: list[int], samplings: Sequence[Sampling], *, deadline_s: float = 20.0) -> list[tuple[list[int], Done]]:
         """The same of all choices of one request."""

@@ -28,7 +28,7 @@ def pools(query: Query, view: ClusterView) -> Pools:
     """Raises Unavailable when no node takes work, or the wanted mode has no nodes."""
     usable = _usable(query, view)
     if not usable.rows:
-        raise Unavailable(f"none of {len(view.nodes)} known nodes takes work now; see that nodes are up and not draining")
+        raise Unavailable(f"none of {len(view.nodes)} known nodes takes work now; see that nodes are up, not cordoned and not draining")
     if query.force != "remote" and query.fallback != "deny":
         usable = fresh(usable, query, view)  # a pool may turn empty: better one node that works than a pair with one that failed
     found = _by_leg(usable, query, view)

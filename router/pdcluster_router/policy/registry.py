@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 
 from pdcluster.errors import ConfigError
 from pdcluster_router.policy.base import Policy
@@ -10,40 +11,41 @@ from pdcluster_router.policy.conductor import Conductor
 from pdcluster_router.policy.kv_cost import KvCost
 from pdcluster_router.policy.prefix import Prefix
 from pdcluster_router.policy.product import Product
-from pdcluster_router.policy.scored import Scored
+from pdcluster_router.policy.scored import Rule, Scored
 from pdcluster_router.policy.seconds import Seconds
 from pdcluster_router.policy.session import Session
 from pdcluster_router.policy.turns import LeastLoad, PowerOfTwo, Random, RoundRobin
 
 DEFAULT = "seconds"
 
-Make = Callable[..., Policy]
-
-POLICIES: Mapping[str, Make] = {
-    "seconds": Seconds,
-    "round-robin": lambda: Scored(RoundRobin()),
-    "random": lambda: Scored(Random()),
-    "least-load": lambda: Scored(LeastLoad()),
-    "power-of-two": lambda: Scored(PowerOfTwo()),
-    "session": lambda **given: Scored(Session(**given)),
-    "prefix": lambda **given: Scored(Prefix(**given)),
-    "kv-cost": lambda **given: Scored(KvCost(**given)),
-    "conductor": Conductor,
-    "product": lambda: Scored(Product()),
+WHOLE: Mapping[str, Callable[..., Policy]] = {"seconds": Seconds, "conductor": Conductor}
+RULES: Mapping[str, Callable[..., Rule]] = {
+    "round-robin": RoundRobin,
+    "random": Random,
+    "least-load": LeastLoad,
+    "power-of-two": PowerOfTwo,
+    "session": Session,
+    "prefix": Prefix,
+    "kv-cost": KvCost,
+    "product": Product,
 }
+"""Those that only say what a node is worth."""
+POLICIES = (*WHOLE, *RULES)
 
 
 def make_policy(text: str) -> Policy:
     """`name` or `name:key=number,key=number`. Raises ConfigError for a name, key or number that does not exist."""
     name, _, rest = text.partition(":")
-    make = POLICIES.get(name)
+    make = WHOLE.get(name) or RULES.get(name)
     if make is None:
         raise ConfigError(f"no routing policy is called {name!r}; use one of {', '.join(POLICIES)}")
-    parameters = dict(_parameter(name, part) for part in rest.split(",")) if rest else {}
-    try:
-        return make(**parameters)
-    except TypeError as error:
-        raise ConfigError(f"routing policy {name} does not take {', '.join(parameters)}; see its module in pdcluster_router/policy") from error
+    given = dict(_parameter(name, part) for part in rest.split(",")) if rest else {}
+    allowed = list(signature(make).parameters)
+    unknown = [key for key in given if key not in allowed]
+    if unknown:
+        takes = f"takes {', '.join(allowed)}" if allowed else "takes no parameters"
+        raise ConfigError(f"routing policy {name} does not take {', '.join(unknown)}; it {takes}")
+    return WHOLE[name](**given) if name in WHOLE else Scored(RULES[name](**given))
 
 
 def _parameter(name: str, text: str) -> tuple[str, float]:

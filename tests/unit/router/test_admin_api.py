@@ -24,7 +24,7 @@ from pdcluster.errors import Cancelled, ConfigError
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
 from pdcluster.rpc import bootstrap_pb2
-from pdcluster_router.admin import Admin
+from pdcluster_router.admin import Admin, own_id
 from pdcluster_router.admin_api import SERVICE, listening
 from pdcluster_router.headroom import Headroom
 from pdcluster_router.process import keep_roles
@@ -136,6 +136,40 @@ async def test_requests_are_listed_where_they_run_and_a_cancelled_one_frees_ever
             await running
         await cluster.until_idle()
         assert (await code_of(stub.CancelRequest(pb.CancelRequestRequest(id=request.id))))[0] is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_request_is_cancelled_by_what_its_client_calls_it() -> None:
+    async with LocalCluster(PAIR, num_pages=128) as cluster, administered(cluster) as (stub, _):
+        running = [asyncio.create_task(cluster.run(prompt_of(30 + index), 300, client_id=name)) for index, name in enumerate(("a", "b", "a"))]
+        await cluster.until(lambda: len(cluster.dispatch.open) == 3)
+        assert (await stub.CancelRequest(pb.CancelRequestRequest(id="a", reason="a runaway"))).cancelled == 2
+        for request in (running[0], running[2]):
+            with pytest.raises(Cancelled, match="a runaway"):
+                await request
+        assert len(cluster.dispatch.open) == 1 and not running[1].done()
+        assert (await code_of(stub.CancelRequest(pb.CancelRequestRequest(id="a"))))[0] is grpc.StatusCode.NOT_FOUND
+        assert (await stub.CancelRequest(pb.CancelRequestRequest(id="b"))).cancelled == 1
+        await asyncio.gather(*running, return_exceptions=True)
+        await cluster.until_idle()
+
+
+async def test_requests_on_a_node_that_nobody_knows_are_no_empty_list() -> None:
+    async with LocalCluster(PAIR) as cluster, administered(cluster) as (stub, _):
+        code, details = await code_of(stub.ListRequests(pb.ListRequestsRequest(node="zz")))
+        assert code is grpc.StatusCode.NOT_FOUND and "d0, p0" in details
+
+
+@pytest.mark.parametrize(
+    ("called", "own"),
+    [
+        ("cmpl-42474cff8be94e1d52277be5", "42474cff8be94e1d52277be5"),
+        ("chatcmpl-w3-42474cff8be94e1d52277be5-1", "w3-42474cff8be94e1d52277be5-1"),
+        ("42474cff8be94e1d52277be5-0", "42474cff8be94e1d52277be5-0"),
+        ("cmpl-of-a-client", "cmpl-of-a-client"),
+    ],
+)
+def test_a_request_may_be_called_as_in_the_body_of_its_answer(called: str, own: str) -> None:
+    assert own_id(called) == own
 
 
 async def test_a_request_is_explained_in_json_and_for_people() -> None:

@@ -21,6 +21,7 @@ from scripted_dispatcher import EOS, MAX_LEN, MODEL, ROUTE, TEXT, ScriptedDispat
 
 from pdcluster import client as api
 from pdcluster.errors import BadRequest, ConfigError, DeadlineExceeded, NodeLost, Overloaded, PdclusterError, Unavailable, UnknownModel
+from pdcluster.metrics import RouterMetrics
 from pdcluster_router.grpc_api import SERVICE, GrpcSettings, Inference, listening
 from pdcluster_router.places import Places
 from pdcluster_router.server import router_metrics
@@ -30,9 +31,11 @@ ROOT = Path(__file__).parents[3]
 
 
 @asynccontextmanager
-async def served(dispatcher: ScriptedDispatcher, settings: GrpcSettings | None = None, max_requests: int = 64) -> AsyncIterator[str]:
+async def served(
+    dispatcher: ScriptedDispatcher, settings: GrpcSettings | None = None, max_requests: int = 64, metrics: RouterMetrics | None = None
+) -> AsyncIterator[str]:
     chosen = settings or GrpcSettings()
-    servicer = Inference(dispatcher, chosen, router_metrics(), Places(max_requests))
+    servicer = Inference(dispatcher, chosen, metrics or router_metrics(), Places(max_requests))
     async with listening(servicer, dispatcher, "127.0.0.1:0", chosen, drain_s=1.0) as address:
         yield address
 
@@ -272,6 +275,24 @@ async def test_a_deadline_cancels_the_generation(client: api.AsyncClient, dispat
     dispatcher.script = lambda _: [Wait(never)]
     assert isinstance(await failure(client, timeout_s=0.2), DeadlineExceeded)
     await until(lambda: len(dispatcher.cancelled) == 1)
+
+
+async def test_calls_that_ran_out_of_time_and_clients_that_left_are_counted_apart(dispatcher: ScriptedDispatcher) -> None:
+    metrics, never = router_metrics(), asyncio.Event()
+    dispatcher.script = lambda _: [*says("some", "length"), Wait(never)]
+
+    def counted(code: str) -> float:
+        return metrics.registry.get_sample_value("pdcluster_grpc_requests_total", {"method": "Generate", "code": code}) or 0.0
+
+    async with served(dispatcher, metrics=metrics) as address, api.AsyncClient(address) as client:
+        assert isinstance(await failure(client, timeout_s=0.2), DeadlineExceeded)
+        await until(lambda: counted("DEADLINE_EXCEEDED") == 1)
+        assert metrics.registry.get_sample_value("pdcluster_client_disconnects_total") == 0
+        outputs = client.generate("hi", max_tokens=50, timeout_s=60.0)
+        await anext(outputs)
+        await outputs.aclose()
+        await until(lambda: counted("CANCELLED") == 1)
+        assert metrics.registry.get_sample_value("pdcluster_client_disconnects_total") == 1 and counted("DEADLINE_EXCEEDED") == 1
 
 
 async def test_a_client_that_does_not_read_is_left_and_its_generation_cancelled(dispatcher: ScriptedDispatcher) -> None:
