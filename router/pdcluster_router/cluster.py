@@ -82,6 +82,8 @@ class NodeState:
     endpoint: Endpoint
     link: NodeLink | None = None
     load: Load | None = None
+    said_draining: bool = False
+    """By its last report, whatever it was told since."""
     cost: NodeCost | None = None
     """What the last report says of it."""
     redial_at: float = 0.0
@@ -268,6 +270,10 @@ class Cluster:
         self._notify()
 
     def _on_load(self, state: NodeState, message: Load) -> None:
+        state.said_draining = message.draining
+        self._take_load(state, message)
+
+    def _take_load(self, state: NodeState, message: Load) -> None:
         former, incarnation = state.load, state.card.incarnation
         self._is_view_whole = self._is_view_whole and former is not None
         if former is None or former.cost != message.cost:
@@ -289,10 +295,10 @@ class Cluster:
             asyncio.get_running_loop().call_soon(self._take_piece)
 
     def _on_managed(self, state: NodeState, message: Managed) -> None:
-        """What is said here, the node's next report says, too. Until then it would get work that it shall not; that it takes work again can wait."""
+        """Before its next report, with which it would get work that it shall not. One that had no time to report a cordon says nothing of its end."""
         load = state.load
         if load is not None:
-            self._on_load(state, replace(load, role=message.role, draining=load.draining or message.cordoned))
+            self._take_load(state, replace(load, role=message.role, draining=state.said_draining or message.cordoned))
         asked = self._managing.get(message.number)
         if asked is not None and not asked.done():
             asked.set_result(message)

@@ -10,6 +10,7 @@ from local_cluster import LocalCluster
 from oracle import VOCAB, reference
 
 from pdcluster.errors import NodeLost
+from pdcluster.messages import Load
 
 
 def prompt_of(length: int) -> list[int]:
@@ -55,6 +56,18 @@ async def test_a_cordoned_node_finishes_what_runs_and_gets_nothing_new() -> None
         await cluster.router.manage(await incarnation_of(cluster, "d0"), cordoned=False, timeout_s=5.0)
         await cluster.until(lambda: all(node.accepts_work for node in cluster.router.view().nodes))
         await cluster.until_idle()
+
+
+async def test_a_cordon_and_a_role_hold_as_soon_as_the_node_said_so_before_it_reports_anything() -> None:
+    async with LocalCluster({"d0": "mixed", "d1": "mixed"}) as cluster:
+        router = cluster.router
+        hear_report = router._handlers.pop(Load)
+        await router.manage(await incarnation_of(cluster, "d0"), cordoned=True, timeout_s=5.0)
+        await router.manage(await incarnation_of(cluster, "d1"), role="decode", timeout_s=5.0)
+        assert [(node.name, node.role) for node in router.view().nodes if node.accepts_work] == [("d1", "decode")]
+        router._handlers[Load] = hear_report
+        await router.manage(await incarnation_of(cluster, "d0"), cordoned=False, timeout_s=5.0)
+        await cluster.until(lambda: all(node.accepts_work for node in router.view().nodes))
 
 
 async def test_a_node_that_is_not_there_is_named_as_such() -> None:
