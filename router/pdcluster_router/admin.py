@@ -118,11 +118,12 @@ class Admin:
         return RequestList(tuple(_request(found, now) for found in self._open.all() if not node or node in (found.prefill, found.decode)))
 
     async def cancel(self, request: str, reason: str) -> int:
-        """By its id, or by what its client calls it. Raises UnknownName when no open request is called that."""
-        called = [name for name in (request, own_id(request), *self._explainer.called(request)) if self._open.matching(name)]
+        """By its id, else by what its client calls it. Raises UnknownName when no open request is called that."""
+        called = [name for name in (request, own_id(request)) if self._open.matching(name)][:1]
+        called = called or [name for name in self._explainer.called(request) if self._open.matching(name)]
         if not called:
             raise UnknownName(f"no open request is called {request[:200]!r}; it has ended, or another router has it", "id")
-        num_cancelled = sum(self._open.cancel(name, reason or "no reason given") for name in dict.fromkeys(called))
+        num_cancelled = sum(self._open.cancel(name, reason or "no reason given") for name in called)
         if num_cancelled:
             self.log.add("cancel", request, reason or "no reason given")
         return num_cancelled

@@ -199,6 +199,8 @@ class Fleet:
 
     async def requests(self, node: str = "") -> RequestList:
         answers = await self._ask_all(frames.AskRequests(node), RequestList)
+        if not answers.told:
+            raise next(iter(answers.errors.values()))
         found = [request for told in answers.told.values() for request in told.requests]
         return RequestList(tuple(sorted(found, key=lambda request: -request.age_s)), tuple(answers.silent))
 

@@ -148,7 +148,12 @@ async def test_a_request_is_cancelled_by_what_its_client_calls_it() -> None:
                 await request
         assert len(cluster.dispatch.open) == 1 and not running[1].done()
         assert (await code_of(stub.CancelRequest(pb.CancelRequestRequest(id="a"))))[0] is grpc.StatusCode.NOT_FOUND
-        assert (await stub.CancelRequest(pb.CancelRequestRequest(id="b"))).cancelled == 1
+        (other,) = (await stub.ListRequests(pb.ListRequestsRequest())).requests
+        alike = asyncio.create_task(cluster.run(prompt_of(33), 300, client_id=other.id))
+        await cluster.until(lambda: len(cluster.dispatch.open) == 2)
+        assert (await stub.CancelRequest(pb.CancelRequestRequest(id=other.id))).cancelled == 1, "a request's own id goes first"
+        assert not alike.done() and (await stub.CancelRequest(pb.CancelRequestRequest(id=other.id))).cancelled == 1
+        running.append(alike)
         await asyncio.gather(*running, return_exceptions=True)
         await cluster.until_idle()
 

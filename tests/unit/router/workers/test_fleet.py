@@ -32,6 +32,14 @@ async def test_a_dead_worker_is_named_and_the_others_are_listed() -> None:
         assert [request.id for request in found.requests] == ["w0-a-0"] and found.silent == ("worker 1",)
 
 
+async def test_requests_on_a_node_are_listed_by_who_knows_it_and_one_that_nobody_knows_is_an_error() -> None:
+    first, second = ScriptedWorker(open={"w0-a-0": 1.0}, node_list=[]), ScriptedWorker(open={"w1-c-0": 3.0}, node_list=[node_status("n0", 1)])
+    async with two_workers(first, second) as workers:
+        assert [request.id for request in (await workers.fleet.requests("n0")).requests] == ["w1-c-0"]
+        with pytest.raises(UnknownName, match="no node is called zz"):
+            await workers.fleet.requests("zz")
+
+
 async def test_a_stuck_worker_is_given_up_at_the_deadline_and_named() -> None:
     async with two_workers(ScriptedWorker(open={"w0-a-0": 1.0}), ScriptedWorker(is_stuck=True)) as workers:
         found = await workers.fleet.requests()

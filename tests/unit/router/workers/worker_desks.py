@@ -76,6 +76,8 @@ class ScriptedWorker:
 
     async def requests(self, node: str = "") -> RequestList:
         await self._note("requests")
+        if node and node not in [known.name for known in self.node_list]:
+            raise UnknownName(f"no node is called {node}", "node")
         return RequestList(tuple(request_status(name, age_s) for name, age_s in self.open.items()))
 
     async def cancel(self, request: str, reason: str) -> int:
