@@ -82,8 +82,8 @@ class NodeState:
     endpoint: Endpoint
     link: NodeLink | None = None
     load: Load | None = None
-    said_draining: bool = False
-    """By its last report, whatever it was told since."""
+    is_cordoned: bool = False
+    """By its last word, a report or an answer. `load` stays as reported: who waits for a node to run empty needs a report made after its cordon."""
     cost: NodeCost | None = None
     """What the last report says of it."""
     redial_at: float = 0.0
@@ -270,7 +270,7 @@ class Cluster:
         self._notify()
 
     def _on_load(self, state: NodeState, message: Load) -> None:
-        state.said_draining = message.draining
+        state.is_cordoned = message.draining
         self._take_load(state, message)
 
     def _take_load(self, state: NodeState, message: Load) -> None:
@@ -298,7 +298,8 @@ class Cluster:
         """Before its next report, with which it would get work that it shall not. One that had no time to report a cordon says nothing of its end."""
         load = state.load
         if load is not None:
-            self._take_load(state, replace(load, role=message.role, draining=state.said_draining or message.cordoned))
+            state.is_cordoned = message.cordoned
+            self._take_load(state, replace(load, role=message.role))
         asked = self._managing.get(message.number)
         if asked is not None and not asked.done():
             asked.set_result(message)
@@ -389,7 +390,7 @@ class Cluster:
             block_tokens=card.hash_block_tokens,
             max_len=card.max_len,
             backends=card.backends,
-            is_cordoned=load.draining,
+            is_cordoned=state.is_cordoned,
             cost=state.cost,
             bandwidth={path.peer: path.bytes_s for path in load.paths if path.is_chosen and path.bytes_s >= LEAST_BYTES_S},
             kv_bytes_per_token=card.fingerprint.layout.token_bytes,

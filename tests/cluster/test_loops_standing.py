@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import pytest
 from local_cluster import LocalCluster
@@ -11,6 +12,8 @@ from oracle import VOCAB, reference
 
 from pdcluster.errors import NodeLost
 from pdcluster.messages import Load
+from pdcluster_router.admin import Admin
+from pdcluster_router.cluster import NodeState
 
 
 def prompt_of(length: int) -> list[int]:
@@ -65,9 +68,38 @@ async def test_a_cordon_and_a_role_hold_as_soon_as_the_node_said_so_before_it_re
         await router.manage(await incarnation_of(cluster, "d0"), cordoned=True, timeout_s=5.0)
         await router.manage(await incarnation_of(cluster, "d1"), role="decode", timeout_s=5.0)
         assert [(node.name, node.role) for node in router.view().nodes if node.accepts_work] == [("d1", "decode")]
-        router._handlers[Load] = hear_report
         await router.manage(await incarnation_of(cluster, "d0"), cordoned=False, timeout_s=5.0)
-        await cluster.until(lambda: all(node.accepts_work for node in router.view().nodes))
+        assert all(node.accepts_work for node in router.view().nodes), "it never reported the cordon, so it may have no report to make of its end"
+        router._handlers[Load] = hear_report
+
+
+async def test_a_node_on_its_way_out_gets_no_work_whatever_it_is_told_meanwhile() -> None:
+    async with LocalCluster({"d0": "mixed", "d1": "mixed"}) as cluster:
+        router = cluster.router
+        cluster.nodes["d0"].parts.standing.drain()
+        await cluster.until(lambda: [node.name for node in router.view().nodes if node.accepts_work] == ["d1"])
+        router._handlers.pop(Load)
+        await router.manage(await incarnation_of(cluster, "d0"), cordoned=False, timeout_s=5.0)
+        await router.manage(await incarnation_of(cluster, "d0"), role="decode", timeout_s=5.0)
+        assert [node.name for node in router.view().nodes if node.accepts_work] == ["d1"]
+
+
+async def test_what_a_node_reported_before_its_cordon_does_not_say_that_it_is_empty() -> None:
+    """Another router may have sent it work since."""
+    async with LocalCluster({"m0": "mixed"}) as cluster:
+        router = cluster.router
+        hear_report, reports = router._handlers[Load], list[tuple[NodeState, Load]]()
+        router._handlers[Load] = lambda *report: reports.append(report)
+        admin = Admin(router, cluster.dispatch.open, cluster.chooser.holder, router.events, cluster.dispatch.explainer, time.monotonic)
+        drain = admin.drain("m0", 20.0)
+        told = asyncio.ensure_future(anext(drain))
+        await cluster.until(lambda: not any(node.accepts_work for node in router.view().nodes))
+        await asyncio.sleep(0.1)
+        assert reports and not told.done()
+        for report in reports:
+            hear_report(*report)
+        assert (await told).is_done
+        await drain.aclose()
 
 
 async def test_a_node_that_is_not_there_is_named_as_such() -> None:
