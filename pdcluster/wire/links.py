@@ -3,8 +3,9 @@
 ZMQ's descriptors are edge-triggered: they become readable once per change, and sending may swallow that edge. So every wake-up drains to the
 end, and every send looks again.
 
-What is sent in turns of the loop that follow each other leaves as one frame, at the end of the first turn that sent nothing, or HELD_S after the
-first message. A frame costs a busy router what half a request does; one that has nothing else to do looks once more, and lets it go.
+What is sent in turns of the loop that follow each other leaves as one frame: at the end of the first turn that sent nothing, or with the first
+message that comes HELD_S after the one that waits longest. A frame costs a busy router what half a request does; one that has nothing else to do
+looks once more, and lets it go.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class NodeLink:
         """Something may have become of the connection since it was looked at."""
         self._is_more = False
         """Something was sent since the end of the turn before this one."""
+        self._has_flushed = False
+        """A frame left in this turn, and the edge of one that came may have gone with it."""
         self._held_since = 0.0
         """When the first message that waits came; 0: none came since the last flush."""
         self._watch()
@@ -98,7 +101,7 @@ class NodeLink:
 
     def _make_room(self, message: AnyMessage) -> int:
         """For a message that does not go with what waits."""
-        self._held_since = 0.0
+        self._held_since, self._has_flushed = 0.0, True
         number = self._dialer.send(message, self._loop.time())
         if number:
             return number
@@ -108,7 +111,9 @@ class NodeLink:
 
     def _flush(self) -> None:
         self._held_since = 0.0
-        self._dialer.flush(self._loop.time())
+        if self._dialer.has_unsent:
+            self._has_flushed = True
+            self._dialer.flush(self._loop.time())
 
     def close(self) -> None:
         """Let go of the sockets; on_state is not called. Idempotent."""
@@ -123,14 +128,17 @@ class NodeLink:
             self._loop.call_soon(self._end_turn)
 
     def _end_turn(self) -> None:
-        if self._is_more and self._held_since and perf_counter() - self._held_since < HELD_S:
+        if self._is_more and not self._has_flushed:
             self._is_more = False
             self._loop.call_soon(self._end_turn)
             return
         self._is_end_due = False
         self._flush()
+        self._has_flushed = False
         self._drain()
         self._flush()
+        if self._has_flushed:
+            self._end_turn_soon()
 
     def _on_readable(self) -> None:
         self._drain()
@@ -169,6 +177,7 @@ class NodeLink:
         self._is_connection_due = True
         self._drain()
         self._dialer.tick(self._loop.time())
+        self._has_flushed = True
         self._end_turn_soon()
 
     def _tell(self) -> None:
