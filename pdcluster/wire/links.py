@@ -63,7 +63,7 @@ class NodeLink:
         self._is_more = False
         """Something was sent since the end of the turn before this one."""
         self._has_flushed = False
-        """A frame left in this turn, and the edge of one that came may have gone with it."""
+        """A frame left since the last look at what came, whose edge may have gone with it."""
         self._held_since = 0.0
         """When the first message that waits came; 0: none came since the last flush."""
         self._watch()
@@ -128,9 +128,12 @@ class NodeLink:
             self._loop.call_soon(self._end_turn)
 
     def _end_turn(self) -> None:
-        if self._is_more and not self._has_flushed:
+        if self._is_more and self._held_since:
             self._is_more = False
             self._loop.call_soon(self._end_turn)
+            if self._has_flushed:
+                self._has_flushed = False
+                self._drain()
             return
         self._is_end_due = False
         self._flush()
