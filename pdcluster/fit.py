@@ -6,8 +6,8 @@ context·context: so a mixed step teaches both halves what it holds, and the row
  1. Squares are of relative errors: a decode step of a millisecond counts as much as a chunk of a second.
  2. The two kinds of steps are forgotten apart, each only when one of its kind comes: a day of decoding does not wash out what prefill costs.
  3. The fit is tied, weakly, to the one before it. What recent steps say nothing about (long contexts, when only short prompts came) stays as it was.
- 4. A step that took several times what is usual for it (a page fault, a stopped process) is clipped; if it becomes usual, the fit follows. Nor does
-    it count for more than others of that length, which holds among the first steps, too: by what was predicted for it, it would outweigh hundreds.
+ 4. A step that took several times what is usual for it (a page fault, a stopped process) is clipped; if it becomes usual, the fit follows. Among the
+    first steps nothing is usual yet: there, a slow one counts as others of its length do. By what was predicted for it, it would outweigh hundreds.
  5. Error bars: each step is predicted before it is learned from, and the error that nine of ten of the last ones stayed within is the spread of
     steps (no distribution is assumed). The model's own error follows from it and from what was seen: the inverse of the weighted sums, by the
     usual formula of least squares; what nobody measured has the tie alone, which is weak, so its bars are wide.
@@ -81,7 +81,8 @@ class Kind:
         return min(float(known[rank - 1]), MOST_OFF)
 
     def add(self, features: Vector, seconds: float, predicted: float) -> None:
-        weight = 1.0 / max(predicted, seconds / (1.0 + FLOOR)) ** 2
+        usual = predicted if self.samples >= WARM else max(predicted, seconds / (1.0 + FLOOR))
+        weight = 1.0 / usual**2
         self.gram = FORGET * self.gram + weight * np.outer(features, features)
         self.moment = FORGET * self.moment + weight * seconds * features
         self.weight = FORGET * self.weight + 1.0

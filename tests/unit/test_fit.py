@@ -101,6 +101,15 @@ def test_a_machine_that_became_slower_is_followed() -> None:
     assert_close(fit.cost(), slower, within=0.15)
 
 
+def test_a_machine_that_became_ten_times_slower_is_a_third_of_the_way_followed_after_a_few_hundred_steps() -> None:
+    fit = Fit()
+    run(fit, 300)
+    slower = NodeCost(PrefillCost(50e-3, 5e-4, 2e-8), DecodeCost(80e-3, 1e-3, 3e-7))
+    run(fit, 400, cost=slower, seed=1)
+    assert fit.cost().prefill.seconds(512, 0) > 0.3 * slower.prefill.seconds(512, 0)
+    assert fit.cost().decode.seconds(8, 4000) > 0.3 * slower.decode.seconds(8, 4000)
+
+
 def test_what_prefill_costs_is_not_forgotten_while_only_decodes_run() -> None:
     fit = Fit()
     run(fit, 300)
