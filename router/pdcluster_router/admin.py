@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from pdcluster_router.cluster import Cluster
 from pdcluster_router.events import Event, EventLog
 from pdcluster_router.explain import Explainer
 from pdcluster_router.explain_records import Explanation
+from pdcluster_router.names import own_id
 from pdcluster_router.open_requests import OpenRequest, OpenRequests
 from pdcluster_router.operations import CachedNode, CacheStatus, NodeStatus, PolicyStatus, Progress, RequestList, RequestStatus
 from pdcluster_router.policy.registry import POLICIES, make_policy
@@ -25,8 +25,6 @@ from pdcluster_router.view import NodeView
 
 MANAGE_S = 5.0
 """Longest wait for a node's answer to a wish."""
-
-_ID_OF_ANSWER = re.compile(r"(?:chat)?cmpl-(.*[0-9a-f]{24}(?:-[0-9]+)?)")
 
 LOOK_S = 1.0
 """A drain looks this often, even when nothing is heard."""
@@ -120,7 +118,9 @@ class Admin:
     async def cancel(self, request: str, reason: str) -> int:
         """By its id, else by what its client calls it. Raises UnknownName when no open request is called that."""
         called = [name for name in (request, own_id(request)) if self._open.matching(name)][:1]
-        called = called or [name for name in self._explainer.called(request) if self._open.matching(name)]
+        if not called:
+            alike = frozenset(self._explainer.called(request))
+            called = [entry.request for entry in self._open.all() if entry.request in alike]
         if not called:
             raise UnknownName(f"no open request is called {request[:200]!r}; it has ended, or another router has it", "id")
         num_cancelled = sum(self._open.cancel(name, reason or "no reason given") for name in called)
@@ -130,7 +130,7 @@ class Admin:
 
     async def explain(self, request: str) -> list[Explanation]:
         """Why a request, or each of its choices, went where it went. Raises UnknownName when that is not known (any more)."""
-        found = self._explainer.explain_all(request) or self._explainer.explain_all(own_id(request))
+        found = self._explainer.explain_all(request, own_id(request))
         if not found:
             raise UnknownName(f"nothing is known of request {request[:200]!r}; it is too long ago, or another router has it", "id")
         return found
@@ -175,12 +175,6 @@ class Admin:
 
     def events(self, since: int, *, follow: bool) -> AsyncIterator[Event]:
         return self.log.follow(since) if follow else self.log.kept(since)
-
-
-def own_id(request: str) -> str:
-    """Of a request that is called as in the body of its answer."""
-    named = _ID_OF_ANSWER.fullmatch(request)
-    return request if named is None else named[1]
 
 
 def _request(found: OpenRequest, now: float) -> RequestStatus:

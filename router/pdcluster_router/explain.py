@@ -255,20 +255,25 @@ class Explainer:
         ended = self._ended.get(request)
         return None if ended is None else self._told(ended)
 
-    def explain_all(self, request: str) -> list[Explanation]:
-        """By a request's id with or without the number of a choice: all of its choices that are known. Or by what its client calls it: clients may
-        call several requests alike, and of these the last MAX_ALIKE are told, the latest first."""
+    def explain_all(self, request: str, own_id: str = "") -> list[Explanation]:
+        """By a request's id with or without the number of a choice: all of its choices that are known. own_id: the id, should `request` be another
+        name that we gave it. Or else by what its client calls it: clients may call several requests alike, and of these the last MAX_ALIKE are told,
+        the latest first."""
+        alike = islice(self.called(request), MAX_ALIKE)
+        return self._choices(request) or self._choices(own_id) or [told for name in alike if (told := self.explain(name)) is not None]
+
+    def _choices(self, request: str) -> list[Explanation]:
         exact = self.explain(request)
         if exact is not None:
             return [exact]
         found: list[Explanation] = []
         while (choice := self.explain(f"{request}-{len(found)}")) is not None:
             found.append(choice)
-        return found or [told for name in self.called(request) if (told := self.explain(name)) is not None]
+        return found
 
     def called(self, client_id: str) -> Iterator[str]:
-        """The last MAX_ALIKE requests that their clients call so, the latest first; not while others may open or end."""
-        return islice(reversed(self._by_client.get(client_id, {})), MAX_ALIKE)
+        """The requests, open or kept, that their clients call so, the latest first; not while others may open or end."""
+        return reversed(self._by_client.get(client_id, {}))
 
     def recent(self, limit: int) -> Iterator[Explanation]:
         """Those that ended last, the latest first."""

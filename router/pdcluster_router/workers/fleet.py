@@ -20,11 +20,11 @@ from pdcluster.messages import Role
 from pdcluster_router import drains
 from pdcluster_router.events import Event, EventLog
 from pdcluster_router.explain_records import Explanation
+from pdcluster_router.names import worker_of
 from pdcluster_router.operations import CachedNode, CacheStatus, NodeStatus, PolicyStatus, Progress, RequestList
 from pdcluster_router.workers import frames
 from pdcluster_router.workers.channel import Channel, Silent
 from pdcluster_router.workers.exposition import Family, exposition
-from pdcluster_router.workers.worker import worker_of
 
 logger = logging.getLogger(__name__)
 

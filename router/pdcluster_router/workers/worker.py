@@ -50,9 +50,3 @@ def show(name: str) -> None:
 
 def share_of(bound: int, count: int) -> int:
     return max(bound // count, 1)
-
-
-def worker_of(request: str) -> int | None:
-    """The number of the worker that gave a request this id; None for any other name."""
-    match = re.match(r"w(\d{1,3})-", request)
-    return int(match[1]) if match is not None else None

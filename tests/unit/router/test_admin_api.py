@@ -24,9 +24,12 @@ from pdcluster.errors import Cancelled, ConfigError
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
 from pdcluster.rpc import bootstrap_pb2
-from pdcluster_router.admin import Admin, own_id
+from pdcluster_router.admin import Admin
 from pdcluster_router.admin_api import SERVICE, listening
+from pdcluster_router.explain import MAX_ALIKE
+from pdcluster_router.generation import ANYBODY
 from pdcluster_router.headroom import Headroom
+from pdcluster_router.names import own_id
 from pdcluster_router.process import keep_roles
 from pdcluster_router.roles import RoleController, RoleSettings
 
@@ -156,6 +159,27 @@ async def test_a_request_is_cancelled_by_what_its_client_calls_it() -> None:
         running.append(alike)
         await asyncio.gather(*running, return_exceptions=True)
         await cluster.until_idle()
+
+
+async def test_a_runaway_is_cancelled_by_its_clients_name_whatever_was_called_so_since() -> None:
+    async with LocalCluster(PAIR, num_pages=128) as cluster, administered(cluster) as (stub, _):
+        runaway = asyncio.create_task(cluster.run(prompt_of(30), 300, client_id="job"))
+        await cluster.until(lambda: len(cluster.dispatch.open) == 1)
+        explainer = cluster.dispatch.explainer
+        for number in range(MAX_ALIKE + 1):
+            explainer.close(explainer.open(f"r{number}-0", ANYBODY, 0.0, "job"), None)
+        assert (await stub.CancelRequest(pb.CancelRequestRequest(id="job"))).cancelled == 1
+        with pytest.raises(Cancelled):
+            await runaway
+
+
+async def test_the_id_of_an_answer_explains_that_request_and_not_one_whose_client_calls_it_so() -> None:
+    async with LocalCluster(PAIR, num_pages=128) as cluster, administered(cluster) as (stub, _):
+        explainer, own = cluster.dispatch.explainer, "42474cff8be94e1d52277be5"
+        explainer.close(explainer.open(f"{own}-0", ANYBODY, 0.0), None)
+        explainer.close(explainer.open("other-0", ANYBODY, 0.0, f"cmpl-{own}"), None)
+        told = await stub.Explain(pb.ExplainRequest(id=f"cmpl-{own}"))
+        assert [json.loads(choice)["request"] for choice in told.json] == [f"{own}-0"]
 
 
 async def test_requests_on_a_node_that_nobody_knows_are_no_empty_list() -> None:

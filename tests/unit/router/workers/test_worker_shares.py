@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from pdcluster.config import RouterConfig, load
 from pdcluster.errors import ConfigError
+from pdcluster_router.names import worker_of
 from pdcluster_router.server import bind
 from pdcluster_router.tenants import read_tenants
 from pdcluster_router.workers import ports
 from pdcluster_router.workers.service import worker_spec
-from pdcluster_router.workers.worker import Worker, share_of, worker_of
+from pdcluster_router.workers.worker import Worker, share_of
 
 
 @given(st.integers(1, 2**31), st.integers(1, 64))
@@ -41,7 +42,8 @@ def test_a_worker_is_named_by_its_text_and_by_the_ids_it_gives() -> None:
     worker = Worker.parse("2/4@/tmp/a b/control")
     assert worker == Worker(2, 4, Path("/tmp/a b/control")) and Worker.parse(str(worker)) == worker
     assert worker_of(f"{worker.id_prefix}0123abcd-0") == 2
-    assert [worker_of(name) for name in ("0123abcd", "w-1", "xw1-a", "")] == [None] * 4
+    assert worker_of(f"chatcmpl-{worker.id_prefix}42474cff8be94e1d52277be5") == 2, "as in the body of its answer"
+    assert [worker_of(name) for name in ("cmpl-w1-mine", "0123abcd", "w-1", "xw1-a", "")] == [None] * 5
     for text in ("4/4@/x", "1@/x", "", "a/b@c"):
         with pytest.raises(ConfigError, match="--workers"):
             Worker.parse(text)

@@ -1,0 +1,20 @@
+"""What requests are called: the ids that this router gives, and the names under which they come back to it."""
+
+from __future__ import annotations
+
+import re
+
+_ID_OF_ANSWER = re.compile(r"(?:chat)?cmpl-(.*[0-9a-f]{24}(?:-[0-9]+)?)")
+_ID_OF_WORKER = re.compile(r"w(\d{1,3})-")
+
+
+def own_id(request: str) -> str:
+    """Of a request that is called as in the body of its answer; any other name as it is."""
+    named = _ID_OF_ANSWER.fullmatch(request)
+    return request if named is None else named[1]
+
+
+def worker_of(request: str) -> int | None:
+    """The number of the worker that gave a request its id; None for any other name."""
+    named = _ID_OF_WORKER.match(own_id(request))
+    return None if named is None else int(named[1])
