@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 LONG_BYTES = 256 << 10
 """Beyond it a request, which may have schemas or a hundred thousand token ids in it, is unpacked in a thread."""
+ROUNDED_S, ROUNDED_SHARE = 0.02, 0.01
+"""A client that gives up at its deadline may come before it: on its way here gRPC rounds the time that is left up, to two or three digits."""
 HEALTH_S = 0.2
 """How often it is looked whether some route could take a request."""
 
@@ -69,9 +71,11 @@ class Inference(stubs.InferenceServicer):
         self._settings = settings
         self._metrics = metrics
         self._places = places
+        self.is_stopping = False
+        """Whoever is cancelled now was not left by its client."""
 
     async def Generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
-        arrived = monotonic()
+        arrived, given_s = monotonic(), context.time_remaining()
         code = grpc.StatusCode.CANCELLED
         try:
             if request is None:
@@ -82,10 +86,9 @@ class Inference(stubs.InferenceServicer):
             code = status_of(error)
             await self._fail(context, error)
         except asyncio.CancelledError:
-            left_s = context.time_remaining()
-            if left_s is not None and left_s <= 0:
+            if given_s is not None and monotonic() - arrived >= given_s * (1.0 - ROUNDED_SHARE) - ROUNDED_S:
                 code = grpc.StatusCode.DEADLINE_EXCEEDED
-            else:
+            elif not self.is_stopping:
                 self._metrics.disconnects.inc()
             raise
         except Exception as error:  # the top of a call: a bug of ours, which must not take the others with it
@@ -233,6 +236,7 @@ async def listening(servicer: Inference, dispatcher: Dispatcher, address: str, s
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
         await states.enter_graceful_shutdown()
+        servicer.is_stopping = True
         await server.stop(drain_s)
 
 

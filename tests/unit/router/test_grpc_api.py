@@ -7,7 +7,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -285,14 +285,29 @@ async def test_calls_that_ran_out_of_time_and_clients_that_left_are_counted_apar
         return metrics.registry.get_sample_value("pdcluster_grpc_requests_total", {"method": "Generate", "code": code}) or 0.0
 
     async with served(dispatcher, metrics=metrics) as address, api.AsyncClient(address) as client:
-        assert isinstance(await failure(client, timeout_s=0.2), DeadlineExceeded)
-        await until(lambda: counted("DEADLINE_EXCEEDED") == 1)
+        late = await asyncio.gather(*(failure(client, timeout_s=timeout_s) for timeout_s in (0.2, 0.613, 1.234)))
+        assert all(isinstance(error, DeadlineExceeded) for error in late)
+        await until(lambda: counted("DEADLINE_EXCEEDED") == 3)
         assert metrics.registry.get_sample_value("pdcluster_client_disconnects_total") == 0
         outputs = client.generate("hi", max_tokens=50, timeout_s=60.0)
         await anext(outputs)
         await outputs.aclose()
         await until(lambda: counted("CANCELLED") == 1)
-        assert metrics.registry.get_sample_value("pdcluster_client_disconnects_total") == 1 and counted("DEADLINE_EXCEEDED") == 1
+        assert metrics.registry.get_sample_value("pdcluster_client_disconnects_total") == 1 and counted("DEADLINE_EXCEEDED") == 3
+
+
+async def test_a_call_that_ends_with_its_server_was_not_left_by_its_client(dispatcher: ScriptedDispatcher) -> None:
+    metrics, never = router_metrics(), asyncio.Event()
+    dispatcher.script = lambda _: [*says("some", "length"), Wait(never)]
+    async with AsyncExitStack() as server:
+        address = await server.enter_async_context(served(dispatcher, metrics=metrics))
+        async with api.AsyncClient(address) as client:
+            calling = asyncio.ensure_future(failure(client, timeout_s=60.0))
+            await until(lambda: dispatcher.started)
+            await server.aclose()
+            await calling
+    await until(lambda: metrics.registry.get_sample_value("pdcluster_grpc_requests_total", {"method": "Generate", "code": "CANCELLED"}) == 1)
+    assert metrics.registry.get_sample_value("pdcluster_client_disconnects_total") == 0
 
 
 async def test_a_client_that_does_not_read_is_left_and_its_generation_cancelled(dispatcher: ScriptedDispatcher) -> None:
