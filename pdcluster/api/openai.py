@@ -6,6 +6,7 @@ set to something that would change the output. Lengths against the model's limit
 
 from __future__ import annotations
 
+import re
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from pdcluster.api import validate
 from pdcluster.api.bulk import check_bulk
 from pdcluster.api.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from pdcluster.api.template import RESERVED
-from pdcluster.api.token_list import LONG_BYTES, token_list
+from pdcluster.api.token_list import LONG_BYTES, MARK, cut_list, token_list
 from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, Tool
 from pdcluster.errors import BadRequest
 from pdcluster.sampling import LEAST_REPETITION, MAX_BAD_WORDS, MAX_LOGPROBS, MOST_REPETITION
@@ -219,6 +220,7 @@ _COMPLETION_SCHEMAS: Mapping[str, type[Struct]] = {"": CompletionRequest, **NEST
 
 _CHAT = msgspec.json.Decoder(ChatRequest)
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
+_IDS_BEGIN = re.compile(rb'"prompt"[ \t\r\n]*:[ \t\r\n]*\[')
 _BARE_COMPLETION = msgspec.json.Decoder(_BareCompletion)
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
@@ -255,16 +257,23 @@ def read_completion(body: bytes) -> CompletionRequest:
 
 def _with_token_list(body: bytes) -> CompletionRequest | None:
     """Its prompt packed; None where that is no list of token ids, or something is wrong, which to tell is the full decoder's part."""
-    check_bulk(body)
-    try:
-        bare = _BARE_COMPLETION.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    cut = cut_list(body, _IDS_BEGIN)
+    bare = _bare(body if cut is None else cut[1])
+    if bare is None:
         return None
-    packed = token_list(memoryview(bare.prompt))
-    if packed is None:
+    packed, is_prompt = (token_list(memoryview(bare.prompt)), True) if cut is None else (cut[0], bytes(bare.prompt) == MARK)
+    if packed is None or not is_prompt:
         return None
     others = {name: getattr(bare, name) for name in CompletionRequest.__struct_fields__ if name != "prompt"}
     return CompletionRequest(prompt=cast(Any, packed), **others)
+
+
+def _bare(body: bytes) -> _BareCompletion | None:
+    check_bulk(body)
+    try:
+        return _BARE_COMPLETION.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def completion_of(fields: Mapping[str, object]) -> CompletionRequest:

@@ -4,23 +4,27 @@ Many numbers are read at once: of each the eight bytes before the comma behind i
 and neighbours are added up to pairs, fours and eight digits. They are read by blocks, since memory that is new costs more than what is done with it.
 
 Only what is plainly a list of whole numbers from 0 on; all else is for whoever decodes JSON in full, and for those who say what is wrong with it.
+
+A process that has `id_scan` compiled reads the list where it stands in a body (`cut_list`), in a third of the time, and nobody else reads it again.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pdcluster.api.id_scan import MOST_DIGITS
 
 LONG_BYTES = 16 * 1024
 """Of text, from which on it pays."""
 
 BLOCK_BYTES = 48 * 1024
 """Arrays for as many are so small that their memory is at hand."""
-
-MOST_DIGITS = 8
-"""More than ids of any vocabulary have."""
 
 _BLANKS = b" \t\r\n"
 _COMMA, _BLANK, _ZERO, _BEGIN, _END = b", 0[]"
@@ -32,6 +36,35 @@ _EIGHT = np.dtype(f"V{MOST_DIGITS}")
 _least, _largest = np.minimum.reduce, np.maximum.reduce
 
 Words = NDArray[np.uint64]
+Scan = Callable[[NDArray[np.uint8], NDArray[np.int32]], tuple[int, int]]
+
+MARK = b'"%s"' % secrets.token_hex(16).encode()
+"""Stands in a body where a list was. Nobody can guess it, so that a field that has it is the one whose list it was."""
+
+_scan: Scan | None = None
+
+
+def use_scan(scan: Scan | None) -> None:
+    """scan: `id_scan.scan_ids`, compiled. None: no list is read where it stands."""
+    global _scan
+    _scan = scan
+
+
+def cut_list(body: bytes, begins: re.Pattern[bytes]) -> tuple[array[int], bytes] | None:
+    """The list of token ids that begins where `begins` is found first, and the body with MARK in its place, which is JSON if the body was, and only
+    then. None where nothing begins so, that is no such list, or there is no compiled scan. begins: ends with the bracket. Which field's value the
+    list was, if it was one, is seen by where MARK is found when the rest is decoded."""
+    scan, found = _scan, begins.search(body)
+    if scan is None or found is None:
+        return None
+    begin = found.end()
+    ids = np.empty((len(body) - begin) // 2 + 1, np.int32)
+    num, size = scan(np.frombuffer(body, np.uint8, offset=begin), ids)
+    if num < 0:
+        return None
+    packed = array("i")
+    packed.frombytes(ids[:num].view(np.uint8).data)
+    return packed, b"".join((body[: begin - 1], MARK, body[begin + size :]))
 
 
 def token_list(text: bytes | memoryview) -> array[int] | None:

@@ -1,5 +1,6 @@
 """The functions of `weighing`, compiled by numba where a process asked for that with `load`, else as the Python that they are. One source, the same
-floats; it decides nothing. `python -m pdcluster_router.policy.compiled` only compiles them, into the place where routers look.
+floats; it decides nothing. The scan of long lists of token ids (`token_list`) comes with them. `python -m pdcluster_router.policy.compiled` only
+compiles all of it, into the place where routers look.
 
 A router loads them beside its start; tests and tools need not. Compiled functions take arrays, plain ones lists, which Python reads faster.
 """
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from pdcluster.api import id_scan
+from pdcluster.api.token_list import Scan, use_scan
 from pdcluster.config import cache_directory
 from pdcluster_router.policy import estimates, passing, placing, settling, weighing
 from pdcluster_router.policy.estimates import NUM_ASKED, Numbers, bears
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SOURCES = (estimates, settling, weighing, passing, placing)
+SOURCES = (estimates, settling, weighing, passing, placing, id_scan)
 
 KEPT = "choice"
 
@@ -46,6 +49,7 @@ class Weighing(Protocol):
     goes: Callable[..., bool]
     scratch: tuple[Found, Told]
     """For `place` and `place_pair`, which say all that is read of it before they are called again."""
+    scan_ids: Scan | None
 
     def table(self, view: ClusterView) -> Table: ...
 
@@ -89,6 +93,7 @@ class Plain:
     note_sent = staticmethod(_note_sent)
     goes = staticmethod(passing.goes)
     scratch: tuple[Found, Told] = [0.0] * NUM_FOUND, [0.0] * MOST_TOLD
+    scan_ids: Scan | None = None
 
     def table(self, view: ClusterView) -> Table:
         return view.rows
@@ -138,6 +143,7 @@ class Compiled:
         self.bears: Callable[..., bool] = made["bears"]
         self.note_sent: Callable[..., None] = made["note_sent"]
         self.goes: Callable[..., bool] = made["goes"]
+        self.scan_ids: Scan | None = made["scan_ids"]
         self.scratch: tuple[Found, Told] = np.zeros(NUM_FOUND), np.zeros(MOST_TOLD)  # type: ignore[assignment]
 
     def table(self, view: ClusterView) -> Any:
@@ -186,7 +192,7 @@ def _signatures(types: Any) -> dict[str, Any]:
     """Compiled for these alone, and at once: a call with other types is an error, not a pause of seconds."""
     row, rows, table = types.float64[::1], types.int64[::1], types.float64[:, ::1]
     asked, number, whole = types.UniTuple(types.float64, NUM_ASKED), types.float64, types.int64
-    pools = (rows,) * 5
+    pools, text = (rows,) * 5, types.Array(types.uint8, 1, "C", readonly=True)
     return {
         "first_leg": whole(table, row, number, whole, row, *pools, rows, table, types.boolean, asked, row),
         "pair": types.void(table, row, row, rows, rows, table, asked, row),
@@ -195,6 +201,7 @@ def _signatures(types: Any) -> dict[str, Any]:
         "parked": whole(table, row, row, rows, rows, rows, rows, table, number, asked, row),
         "bears": types.boolean(row, number, asked, number),
         "goes": types.boolean(table, whole, whole, types.boolean, types.boolean, whole, whole, whole, number, number, number, number),
+        "scan_ids": types.UniTuple(whole, 2)(text, types.int32[::1]),
         "note_sent": types.void(table, whole, *(whole,) * 7),
     }
 
@@ -211,6 +218,7 @@ def in_use() -> Weighing:
 def use(functions: Weighing) -> None:
     global _in_use
     _in_use = functions
+    use_scan(functions.scan_ids)
 
 
 def load(cache_dir: Path) -> bool:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from pdcluster.api import openai
-from pdcluster.api.token_list import LONG_BYTES, MOST_DIGITS, token_list
+from pdcluster.api.id_scan import MOST_DIGITS, scan_ids
+from pdcluster.api.token_list import LONG_BYTES, token_list, use_scan
 from pdcluster.errors import BadRequest
 
 NUM = LONG_BYTES
@@ -86,3 +91,84 @@ def test_other_long_prompts_are_decoded_in_full(prompt: object) -> None:
 def test_what_is_wrong_is_told_as_ever(given: bytes, told: str) -> None:
     with pytest.raises(BadRequest, match=told):
         openai.prompts_of(openai.decode_completion(given))
+
+
+# ---------------------------------------------------------------- where the list stands in its body
+
+
+@contextmanager
+def scanning() -> Iterator[list[int]]:
+    """With the scan in place, though not compiled; gives how many ids each call of it found."""
+    found: list[int] = []
+
+    def scan(text: NDArray[np.uint8], ids: NDArray[np.int32]) -> tuple[int, int]:
+        told = scan_ids(text.tobytes(), ids)  # type: ignore[arg-type]
+        found.append(told[0])
+        return told
+
+    use_scan(scan)
+    try:
+        yield found
+    finally:
+        use_scan(None)
+
+
+def outcome(given: bytes) -> object:
+    """What is made of a body, or what is said against it."""
+    try:
+        request = openai.decode_completion(given)
+        return [entry if isinstance(entry, str) else list(entry) for entry in openai.prompts_of(request)], request.max_tokens, request.user
+    except BadRequest as error:
+        return str(error), error.param
+
+
+LONG = "[" + ",".join(str(7 + index % 40_000) for index in range(NUM // 4)) + "]"
+QUOTED = json.dumps(f'"prompt":{LONG}')
+
+
+def test_a_list_is_read_where_it_stands_and_the_other_fields_as_ever() -> None:
+    with scanning() as found:
+        request = openai.decode_completion(body(LONG, max_tokens=3, stop=["x"]))
+    assert found == [NUM // 4] and request.prompt == array("i", json.loads(LONG))
+    assert (request.model, request.max_tokens, request.stop) == ("m", 3, ["x"])
+
+
+@given(
+    ids=st.lists(st.integers(0, MOST), max_size=30),
+    comma=COMMAS,
+    at=st.integers(0, 400),
+    cut=st.integers(0, 3),
+    put=st.sampled_from(["", "0", "00", " ", "\n", ",", "]", "[", "-", ".5", "e1", '"', "x", ",]", "1 1", "\x1f"]),
+)
+def test_whatever_stands_there_nothing_else_is_made_of_it_than_a_decoder_makes(ids: list[int], comma: str, at: int, cut: int, put: str) -> None:
+    """put: in place of `cut` letters."""
+    text = "[" + comma.join(map(str, ids)) + "]"
+    at %= len(text)
+    given = body(text[:at] + put + text[at + cut :], user="u" * LONG_BYTES)
+    plain = outcome(given)
+    with scanning():
+        assert outcome(given) == plain
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        f'{{"model": "m", "prompt": {LONG}, "prompt": "twice"}}',
+        f'{{"model": "m", "prompt": "twice", "prompt": {LONG}}}',
+        f'{{"model": "m", "prompt": {LONG}, "prompt": [1, 2]}}',
+        f'{{"model": "m", "metadata": {{"prompt": {LONG}}}, "prompt": "nested"}}',
+        f'{{"model": "m", "metadata": {{"prompt": {LONG}}}}}',
+        f'{{"model": "m", "user": {QUOTED}, "prompt": "in a string"}}',
+        f'{{"model": "m", "user": "x"prompt":{LONG}}}',
+        f'{{"model": "m", "prompt"\n:\t{LONG}, "user": "blanks"}}',
+        f'{{"model": "m", "\\u0070rompt": {LONG}, "user": "escaped"}}',
+        f'{{"model": "m", "prompt": {LONG}',
+        f'{{"model": "m", "prompt": {LONG}}} and more',
+        f'{{"model": "m", "prompt": {LONG[:-1]}',
+        f'[{{"model": "m", "prompt": {LONG}}}]',
+    ],
+)
+def test_only_what_is_the_prompt_is_taken_for_it(given: str) -> None:
+    plain = outcome(given.encode())
+    with scanning():
+        assert outcome(given.encode()) == plain

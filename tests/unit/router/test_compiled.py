@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
+import re
 import sys
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkpoints import KERNEL_CACHE
+from hypothesis import given
+from hypothesis import strategies as st
 from policy_cases import batch, make_node, view
 
+from pdcluster.api import token_list
+from pdcluster.api.id_scan import scan_ids
 from pdcluster_router import process
 from pdcluster_router.policy import compiled, estimates
 from pdcluster_router.policy.base import Query
@@ -35,6 +43,29 @@ def endless(directory: Path) -> Path:
 
 def test_columns_are_the_fields_of_a_station_in_their_order() -> None:
     assert [getattr(estimates, name.upper()) for name in Station.__struct_fields__] == list(range(len(Station.__struct_fields__)))
+
+
+def test_the_compiled_scan_of_token_ids_finds_what_the_plain_one_does() -> None:
+    assert compiled.load(KERNEL_CACHE)
+    scan = compiled.in_use().scan_ids
+    assert scan is not None
+
+    @given(text=st.text("0123456789,] 0,1] \n[x", max_size=60))
+    def finds_the_same(text: str) -> None:
+        body = text.encode()
+        found, wanted = np.zeros(len(body) + 1, np.int32), np.zeros(len(body) + 1, np.int32)
+        assert scan(np.frombuffer(body, np.uint8), found) == scan_ids(body, wanted)  # type: ignore[arg-type]
+        assert (found == wanted).all()
+
+    finds_the_same()
+
+
+def test_long_lists_of_token_ids_are_read_by_the_compiled_scan_once_it_is_loaded() -> None:
+    body = json.dumps({"model": "m", "prompt": list(range(10_000))}).encode()
+    assert token_list.cut_list(body, re.compile(rb"\[")) is None
+    assert compiled.load(KERNEL_CACHE)
+    cut = token_list.cut_list(body, re.compile(rb"\["))
+    assert cut is not None and cut[0] == array("i", range(10_000)) and json.loads(cut[1])["prompt"] == json.loads(token_list.MARK)
 
 
 def test_nothing_is_compiled_until_a_process_asks_for_it() -> None:
