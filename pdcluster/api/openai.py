@@ -258,22 +258,16 @@ def read_completion(body: bytes) -> CompletionRequest:
 def _with_token_list(body: bytes) -> CompletionRequest | None:
     """Its prompt packed; None where that is no list of token ids, or something is wrong, which to tell is the full decoder's part."""
     cut = cut_list(body, _IDS_BEGIN)
-    bare = _bare(body if cut is None else cut[1])
-    if bare is None:
+    check_bulk(body if cut is None else cut[1].replace(MARK, b"[]"))
+    try:
+        bare = _BARE_COMPLETION.decode(body if cut is None else cut[1])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     packed, is_prompt = (token_list(memoryview(bare.prompt)), True) if cut is None else (cut[0], bytes(bare.prompt) == MARK)
     if packed is None or not is_prompt:
         return None
     others = {name: getattr(bare, name) for name in CompletionRequest.__struct_fields__ if name != "prompt"}
     return CompletionRequest(prompt=cast(Any, packed), **others)
-
-
-def _bare(body: bytes) -> _BareCompletion | None:
-    check_bulk(body)
-    try:
-        return _BARE_COMPLETION.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 def completion_of(fields: Mapping[str, object]) -> CompletionRequest:

@@ -140,8 +140,16 @@ class NodeLink:
         self._has_flushed = False
         self._drain()
         self._flush()
-        if self._has_flushed:
+        if self._dialer.has_unsent:
+            self._retry_later()
+        elif self._has_flushed:
             self._end_turn_soon()
+
+    def _retry_later(self) -> None:
+        """ZMQ's queue is full, and nothing says when it no longer is."""
+        if not self._is_end_due:
+            self._is_end_due = True
+            self._loop.call_later(HELD_S, self._end_turn)
 
     def _on_readable(self) -> None:
         self._drain()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -71,8 +72,8 @@ class Inference(stubs.InferenceServicer):
         self._settings = settings
         self._metrics = metrics
         self._places = places
-        self.is_stopping = False
-        """Whoever is cancelled now was not left by its client."""
+        self.ends_at = math.inf
+        """When the server ends what still runs; who is cancelled then was not left by its client."""
 
     async def Generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
         arrived, given_s = monotonic(), context.time_remaining()
@@ -88,7 +89,7 @@ class Inference(stubs.InferenceServicer):
         except asyncio.CancelledError:
             if given_s is not None and monotonic() - arrived >= given_s * (1.0 - ROUNDED_SHARE) - ROUNDED_S:
                 code = grpc.StatusCode.DEADLINE_EXCEEDED
-            elif not self.is_stopping:
+            elif monotonic() < self.ends_at:
                 self._metrics.disconnects.inc()
             raise
         except Exception as error:  # the top of a call: a bug of ours, which must not take the others with it
@@ -236,7 +237,7 @@ async def listening(servicer: Inference, dispatcher: Dispatcher, address: str, s
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
         await states.enter_graceful_shutdown()
-        servicer.is_stopping = True
+        servicer.ends_at = monotonic() + drain_s - ROUNDED_S
         await server.stop(drain_s)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _ID_OF_ANSWER = re.compile(r"(?:chat)?cmpl-(.*[0-9a-f]{24}(?:-[0-9]+)?)")
-_ID_OF_WORKER = re.compile(r"w(\d{1,3})-")
+_ID_OF_WORKER = re.compile(r"w(\d{1,3})-[0-9a-f]{24}(?:-[0-9]+)?")
 
 
 def own_id(request: str) -> str:
@@ -16,5 +16,5 @@ def own_id(request: str) -> str:
 
 def worker_of(request: str) -> int | None:
     """The number of the worker that gave a request its id; None for any other name."""
-    named = _ID_OF_WORKER.match(own_id(request))
+    named = _ID_OF_WORKER.fullmatch(own_id(request))
     return None if named is None else int(named[1])

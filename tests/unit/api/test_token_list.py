@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdcluster.api import openai
+from pdcluster.api import bulk, openai
 from pdcluster.api.id_scan import MOST_DIGITS, scan_ids
 from pdcluster.api.token_list import LONG_BYTES, token_list, use_scan
 from pdcluster.errors import BadRequest
@@ -172,3 +172,15 @@ def test_only_what_is_the_prompt_is_taken_for_it(given: str) -> None:
     plain = outcome(given.encode())
     with scanning():
         assert outcome(given.encode()) == plain
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize(("each", "most"), [("{}", bulk.MOST_CONTAINERS), ('""', bulk.MOST_STRINGS)])
+def test_what_a_body_may_hold_is_counted_as_if_the_list_were_in_it(each: str, most: int, more: int) -> None:
+    """The body, its user and its prompt are containers, three keys and a value are strings."""
+    others = 3 if each == "{}" else 4
+    given = f'{{"model": "m", "user": [{",".join([each] * (most - others + more))}], "prompt": {LONG}}}'.encode()
+    plain = outcome(given)
+    with scanning():
+        assert outcome(given) == plain
+    assert ("at most" in str(plain)) == (more > 0)

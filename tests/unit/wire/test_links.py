@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
@@ -233,6 +234,29 @@ async def test_a_full_queue_raises_node_lost_and_the_link_goes_on(context: Conte
     await until(lambda: node.messages(m.Release), node)
     assert node.hub.gaps == 0
     router.link.close()
+
+
+async def test_a_full_queue_is_not_tried_in_every_turn_of_the_loop(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody at the other end says a word, so that nothing leaves. HELD_S: the retry comes long after this test."""
+    monkeypatch.setattr(links, "HELD_S", 1000.0)
+    silent = socket.create_server(("127.0.0.1", 0))
+    router = Router(context, m.Endpoint("decode-0", "boot-1", f"127.0.0.1:{silent.getsockname()[1]}"), dataclasses.replace(PATIENT, high_water=4))
+    with pytest.raises(NodeLost, match="takes no more frames"):
+        for _ in range(20):
+            router.link.send(m.FileChunk("f", 0, 1 << 20, bytes(1 << 20)))
+    flush, tries = router.link._dialer.flush, 0
+
+    def counted(now: float) -> bool:
+        nonlocal tries
+        tries += 1
+        return flush(now)
+
+    monkeypatch.setattr(router.link._dialer, "flush", counted)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert tries <= 4
+    router.link.close()
+    silent.close()
 
 
 async def test_a_handler_that_fails_costs_one_message_only(context: Context, node: Node) -> None:

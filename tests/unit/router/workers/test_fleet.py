@@ -25,6 +25,9 @@ async def test_requests_of_all_workers_are_listed_oldest_first() -> None:
         assert [request.id for request in found.requests] == ["w0-b-0", "w1-c-0", "w0-a-0"] and found.silent == ()
 
 
+LIKE_OURS = "w1-0123456789abcdef01234567"
+
+
 async def test_a_dead_worker_is_named_and_the_others_are_listed() -> None:
     async with two_workers(ScriptedWorker(open={"w0-a-0": 1.0}), ScriptedWorker(open={"w1-c-0": 3.0})) as workers:
         await workers.die(1)
@@ -64,20 +67,26 @@ async def test_without_any_worker_every_question_says_so() -> None:
 
 
 async def test_a_request_is_cancelled_by_the_worker_that_its_id_names() -> None:
-    async with two_workers(ScriptedWorker(), ScriptedWorker(open={"w1-c": 3.0})) as workers:
-        assert await workers.fleet.cancel("w1-c", "enough") == 1
+    request = "w1-42474cff8be94e1d52277be5-0"
+    async with two_workers(ScriptedWorker(), ScriptedWorker(open={request: 3.0})) as workers:
+        assert await workers.fleet.cancel(request, "enough") == 1
         assert workers.scripted[0].asked == [] and workers.scripted[1].open == {}
-        with pytest.raises(UnknownName, match="w1-c"):
-            await workers.fleet.cancel("w1-c", "again")
+        with pytest.raises(UnknownName, match=request):
+            await workers.fleet.cancel(request, "again")
+
+
+async def test_what_clients_of_several_workers_call_alike_is_cancelled_on_all_even_if_it_looks_like_an_id() -> None:
+    async with two_workers(ScriptedWorker(open={"w1-job": 9.0}), ScriptedWorker(open={"w1-job": 3.0})) as workers:
+        assert await workers.fleet.cancel("w1-job", "enough") == 2
 
 
 async def test_a_name_that_no_worker_gave_is_asked_of_all() -> None:
     told = [Explanation("w1-a-0", 5.0)], [Explanation("w0-b-0", 9.0)]
     async with two_workers(
-        ScriptedWorker(explained={"mine": told[0], "w1-like-ours": told[0]}), ScriptedWorker(explained={"mine": told[1]})
+        ScriptedWorker(explained={"mine": told[0], LIKE_OURS: told[0]}), ScriptedWorker(explained={"mine": told[1]})
     ) as workers:
         assert [found.request for found in await workers.fleet.explain("mine")] == ["w0-b-0", "w1-a-0"], "the latest first"
-        assert len(await workers.fleet.explain("w1-like-ours")) == 1, "a client may call its requests as we do"
+        assert len(await workers.fleet.explain(LIKE_OURS)) == 1, "a client may call its requests as we do"
 
 
 async def test_what_a_silent_worker_may_know_is_not_said_to_be_unknown() -> None:

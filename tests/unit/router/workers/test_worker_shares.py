@@ -41,9 +41,9 @@ def test_tenants_share_out_their_bounds(tmp_path: Path) -> None:
 def test_a_worker_is_named_by_its_text_and_by_the_ids_it_gives() -> None:
     worker = Worker.parse("2/4@/tmp/a b/control")
     assert worker == Worker(2, 4, Path("/tmp/a b/control")) and Worker.parse(str(worker)) == worker
-    assert worker_of(f"{worker.id_prefix}0123abcd-0") == 2
+    assert worker_of(f"{worker.id_prefix}42474cff8be94e1d52277be5-0") == 2
     assert worker_of(f"chatcmpl-{worker.id_prefix}42474cff8be94e1d52277be5") == 2, "as in the body of its answer"
-    assert [worker_of(name) for name in ("cmpl-w1-mine", "0123abcd", "w-1", "xw1-a", "")] == [None] * 5
+    assert [worker_of(name) for name in ("cmpl-w1-mine", "w1-job", "0123abcd", "w-1", "xw1-a", "")] == [None] * 6
     for text in ("4/4@/x", "1@/x", "", "a/b@c"):
         with pytest.raises(ConfigError, match="--workers"):
             Worker.parse(text)
