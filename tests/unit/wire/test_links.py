@@ -178,6 +178,7 @@ def test_a_node_that_dies_between_two_ticks_loses_its_link_at_once(context: Cont
         await until(lambda: router.states, node)
         node.hub.close()
         await until(lambda: router.states[-1] is LinkState.LOST)
+        assert router.states[0] is LinkState.UP and "refuses connections" in router.link.lost_because
         router.link.close()
 
     run(scenario())
