@@ -1,8 +1,9 @@
 """What the router costs: added latency, requests and tokens per second of one core, core time per request. `python -m bench.router`
 
 Nodes are fakes that answer at once (`bench.fake_node`) on core 0 beside the client, the router has core 1. Their own latency, asked over the
-router's kind of link without a router, is printed and subtracted. Core time is the router process's own, so it holds when the fakes are the
-bottleneck: `per core` is what one core of router could do.
+router's kind of links without a router, is printed and subtracted: with two legs that of both, which share core 0 and delay each other; at half load
+that of as many requests a second. Core time is the router process's own, so it holds when the fakes are the bottleneck: `per core` is what one core
+of router could do.
 
 The ceiling of the machine of the moment is `bench.bare_router` on the same core over the same fakes, asked in turns with ours: what plain Python can
 do without any routing. Where the goals come from it did 18,000 requests/s, 100,000 tokens/s and 0.31 ms; they are 0.5, 0.6 and 1.13 of that.
@@ -17,12 +18,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import random
 import secrets
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,11 +40,12 @@ from bench.rivals import BARE, NAMES, ROUTER_CORE, Placed, rival, stop, wait_rea
 from pdcluster import bundled_model
 from pdcluster.bootstrap.agent import watch
 from pdcluster.kv.hashing import chain_root, extend
-from pdcluster.messages import Finished, Prefill, Sampling, Work, pack_tokens
+from pdcluster.messages import Cancel, Deliver, Finished, Prefill, Reserve, Reserved, Sampling, Work, pack_tokens
 from pdcluster.transfer.base import Peer
 from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.cluster import Cluster
 from pdcluster_router.legs import Leg
+from pdcluster_router.view import NodeView
 
 CLIENT_CORE = 0
 CONNECTIONS = 32
@@ -57,6 +60,7 @@ WORKER_S = 64e-6
 WARM_S = 2.0
 """Before what counts: ours loads compiled choices beside its start, which is 0.4 s of a core and no part of any request."""
 TURNS = 5
+NUM_DIRECT = 500
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -97,46 +101,95 @@ def bare(bootstrap: str) -> Iterator[Placed]:
         stop(running)
 
 
-def _until_finished(finished: asyncio.Future[None]) -> Callable[[object, object], None]:
-    """Hears what is said of a request."""
+class _Exchange:
+    """What a router says to the fakes of one request, and nothing else that a router does. second: the decode node, where there is one; both work at
+    once then, on the same core, so that one of them alone takes less than the two."""
 
-    def hear(_: object, body: object) -> None:
-        if isinstance(body, Finished):
-            finished.set_result(None)
+    def __init__(self, cluster: Cluster, first: NodeView, second: NodeView | None) -> None:
+        self._cluster, self._first, self._second = cluster, first.endpoint, None if second is None else second.endpoint
+        self._root = chain_root(block_tokens=first.block_tokens, salt=b"", weights="bench")
+        self._packed = pack_tokens(10 + index % 400 for index in range(NUM_PROMPT))
+        self._hashes = extend(b"", self._packed, root=self._root, block_tokens=first.block_tokens)
+        self._sampling = Sampling(1, 1, temperature=0.0)
 
-    return hear
+    async def ask(self, request: str) -> float:
+        """Seconds to its answer."""
+        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def hear(_: object, body: object) -> None:
+            if isinstance(body, Finished):
+                finished.set_result(None)
+            elif isinstance(body, Reserved) and not finished.done():
+                self._cluster.send(self._first, Deliver(body.ticket))
+
+        ledger = self._cluster.ledger
+        ledger.open(request, hear)
+        began = time.perf_counter()
+        ledger.enter(Leg(request, 0, self._first, []))
+        self._cluster.send(self._first, Prefill(self._work(request, 0), remote=self._second is not None))
+        if self._second is not None:
+            ledger.enter(Leg(request, 1, self._second, []))
+            self._cluster.send(self._second, Reserve(self._work(request, 1), self._first))
+        await finished
+        taken = time.perf_counter() - began
+        if self._second is not None:
+            self._cluster.send(self._second, Cancel(request, 1, "done"))  # the prefill node's token was the last
+        ledger.close(request)
+        return taken
+
+    def _work(self, request: str, attempt: int) -> Work:
+        return Work(request, attempt, self._packed, NUM_PROMPT, self._hashes, self._sampling, 60.0, self._root)
 
 
-async def _direct(bootstrap: str, count: int) -> list[float]:
-    """Seconds of each of `count` requests asked of a fake over a link of our own."""
+async def _direct(bootstrap: str, num_nodes: int, count: int, interval_s: float = 0.0) -> float:
+    """Median seconds of requests asked of the fakes over links of our own: of one node, or of one for each leg. interval_s: from one request to the
+    next in the mean, at random, whenever answers come; 0: one after the other."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     cluster = Cluster(Peer("bench", secrets.token_hex(8)), context=context, settings=WireSettings())
     following = asyncio.create_task(cluster.follow(watch((bootstrap,))))
-    taken: list[float] = []
     async with asyncio.timeout(60):
-        seen = -1
-        while not (nodes := cluster.view().nodes):
-            await cluster.wait_for_change(seen)
-            seen = cluster.version
-        root = chain_root(block_tokens=nodes[0].block_tokens, salt=b"", weights="bench")
-        packed = pack_tokens(10 + index % 400 for index in range(NUM_PROMPT))
-        hashes = extend(b"", packed, root=root, block_tokens=nodes[0].block_tokens)
-        for number in range(count):
-            request = f"direct-{number}"
-            finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            cluster.ledger.open(request, _until_finished(finished))
-            cluster.ledger.enter(Leg(request, 0, nodes[0].endpoint, []))
-            began = time.perf_counter()
-            work = Work(request, 0, packed, NUM_PROMPT, hashes, Sampling(1, 1, temperature=0.0), 60.0, root)
-            cluster.send(nodes[0].endpoint, Prefill(work, remote=False))
-            await finished
-            taken.append(time.perf_counter() - began)
-            cluster.ledger.close(request)
+        while len(cluster.view().nodes) < num_nodes:
+            await cluster.wait_for_change(cluster.version)
+        first, *others = sorted(cluster.view().nodes, key=lambda node: node.role == "decode")
+        exchange = _Exchange(cluster, first, others[0] if others else None)
+        names = [f"direct-{number}" for number in range(count)]
+        if interval_s:
+            taken = await _at_random(exchange, names, interval_s)
+        else:
+            taken = [await exchange.ask(name) for name in names]
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     cluster.close()
     context.destroy(0)
-    return taken
+    return statistics.median(taken)
+
+
+async def _at_random(exchange: _Exchange, names: Sequence[str], interval_s: float) -> list[float]:
+    gaps, loop = random.Random(len(names)), asyncio.get_running_loop()
+    due, asked = loop.time(), []
+    for name in names:
+        due += gaps.expovariate(1 / interval_s)
+        if due > loop.time():
+            await asyncio.sleep(due - loop.time())
+        asked.append(asyncio.create_task(exchange.ask(name)))
+    return await asyncio.gather(*asked)
+
+
+@dataclass(frozen=True, slots=True)
+class FakesAlone:
+    """What the fakes take without a router: median seconds of lone requests, and of those that come as often as to a router at half load."""
+
+    alone_s: float
+    half_s: float
+
+    @classmethod
+    def measured(cls, bootstrap: str, num_nodes: int, half_rate: float, seconds: float) -> FakesAlone:
+        alone_s = min(uvloop.run(_direct(bootstrap, num_nodes, NUM_DIRECT)) for _ in range(3))  # what disturbs a moment is none of theirs
+        return cls(alone_s, uvloop.run(_direct(bootstrap, num_nodes, int(half_rate * seconds), 1 / half_rate)))
+
+    def rows(self, case: str) -> list[Row]:
+        times = ("alone", self.alone_s), ("half", self.half_s)
+        return [row(f"latency of the fakes alone, {load_name}", case, [seconds * 1e3], "ms") for load_name, seconds in times]
 
 
 # ---------------------------------------------------------------- measuring
@@ -156,14 +209,14 @@ def measure(placed: Placed, ask: Ask, *, connections: int, seconds: float, inter
     return Measured(outcome, _cpu_s(placed.pid) - before)
 
 
-def latency_rows(placed: Placed, case: str, direct_s: float, seconds: float, repeats: int, half_rate: float) -> list[Row]:
+def latency_rows(placed: Placed, case: str, fakes: FakesAlone, seconds: float, repeats: int, half_rate: float) -> list[Row]:
     """Added over the fakes' own latency: alone, and at half of what the router can do."""
     idle = [measure(placed, placed.ask(NUM_PROMPT, 1, stream=False), connections=1, seconds=seconds) for _ in range(repeats)]
     interval_s = CONNECTIONS / half_rate
     ask = placed.ask(NUM_PROMPT, 1, stream=False)
     half = [measure(placed, ask, connections=CONNECTIONS, seconds=seconds, interval_s=interval_s) for _ in range(repeats)]
     rows = []
-    for load_name, runs in (("idle", idle), ("half", half)):
+    for load_name, runs, direct_s in (("idle", idle, fakes.alone_s), ("half", half, fakes.half_s)):
         for share in (0.5, 0.99):
             samples = [(run.outcome.percentile(share) - direct_s) * 1e3 for run in runs]
             rows.append(row(f"added latency p{share * 100:.0f}, {load_name}", f"{placed.name} {case}", samples, "ms"))
@@ -273,8 +326,8 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
 
-def compare(folder: Path, case: str, roles: Sequence[str], direct_s: float, seconds: float, repeats: int) -> list[Row]:
-    """Each rival by itself, and in turns with ours. direct_s: what our fakes take alone."""
+def compare(folder: Path, case: str, roles: Sequence[str], fakes: FakesAlone, seconds: float, repeats: int) -> list[Row]:
+    """Each rival by itself, and in turns with ours. fakes: ours."""
     rows: list[Row] = []
     for name in NAMES:
         if not (folder / name).exists():
@@ -283,13 +336,13 @@ def compare(folder: Path, case: str, roles: Sequence[str], direct_s: float, seco
         try:
             is_apart = case == "P/D"
             with rival(name, folder, disaggregated=is_apart) as placed, ours(roles) as (own, _):
-                fake_s = WORKER_S if placed.name != "dynamo" else 0.0
+                fake_s = WORKER_S * (2 if is_apart else 1) if placed.name != "dynamo" else 0.0  # they ask one leg after the other
                 rates = request_rows(placed, case, seconds, repeats)
-                rows += rates + latency_rows(placed, case, fake_s, seconds, repeats, rates[0].value / 2)
-                rows += turn_rows(own, placed, case, seconds / 2, TURNS, is_stream=False, added=(direct_s, fake_s))
+                rows += rates + latency_rows(placed, case, FakesAlone(fake_s, fake_s), seconds, repeats, rates[0].value / 2)
+                rows += turn_rows(own, placed, case, seconds / 2, TURNS, is_stream=False, added=(fakes.alone_s, fake_s))
             with rival(name, folder, disaggregated=is_apart, token_s=PACE_S) as placed, ours(roles, PACE_S) as (own, _):
                 rows += stream_rows(placed, case, seconds, repeats)
-                rows += turn_rows(own, placed, case, seconds / 2, TURNS, is_stream=True, added=(direct_s, fake_s))
+                rows += turn_rows(own, placed, case, seconds / 2, TURNS, is_stream=True, added=(fakes.alone_s, fake_s))
         except (RuntimeError, OSError, TimeoutError) as error:
             print(f"{name} {case} is left out: {error}", file=sys.stderr)
     return rows
@@ -307,10 +360,10 @@ def main() -> None:
     rows: list[Row] = []
     for case, roles in (("local", ("mixed",)), ("P/D", ("prefill", "decode"))):
         with ours(roles) as (placed, bootstrap):
-            direct = statistics.median(uvloop.run(_direct(bootstrap, 500)))
-            rows.append(row("latency of the fake alone", case, [direct * 1e3], "ms"))
             rates = request_rows(placed, case, seconds, repeats)
-            rows += rates + latency_rows(placed, case, direct, seconds, repeats, rates[0].value / 2)
+            half_rate = rates[0].value / 2
+            fakes = FakesAlone.measured(bootstrap, len(roles), half_rate, seconds)
+            rows += fakes.rows(case) + rates + latency_rows(placed, case, fakes, seconds, repeats, half_rate)
             if case == "local":
                 rows += ceiling_rows(placed, bootstrap, seconds, 3, is_stream=False)
                 rows += prompt_rows(placed, (100, 10_000) if chosen.quick else (100, 10_000, 100_000), seconds)
@@ -319,7 +372,7 @@ def main() -> None:
             if case == "local":
                 rows += ceiling_rows(placed, bootstrap, seconds, 3, is_stream=True)
         if chosen.compare:
-            rows += compare(chosen.rivals, case, roles, direct, seconds, repeats)
+            rows += compare(chosen.rivals, case, roles, fakes, seconds, repeats)
     rows += against_rivals(rows)
     print_rows(rows)
     if chosen.json:
