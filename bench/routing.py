@@ -65,6 +65,8 @@ NUM_MODE_SEEDS, FIRST_MODE_SEED = 2, 11
 """Of generated mixes; a recorded one has as many stretches instead, from its beginning."""
 
 MOST_RECORDED, MOST_GENERATED, MOST_MIXED = 1200, 400, 400
+MOST_DOCUMENTS = 800
+"""More than the smaller caches hold."""
 MODE_CACHE = 1_500_000
 CHUNKS = (256, 512)
 BALANCED = ("balanced", "everything", "recorded")
@@ -97,7 +99,7 @@ def plan_of(path: str, *, quick: bool, num_mode_seeds: int = NUM_MODE_SEEDS, cho
     which = range(1 if quick else num_mode_seeds)
     return Plan(
         recorded=Workload("recorded", path, 800 if quick else MOST_RECORDED),
-        kinds=tuple(Workload(kind, requests=few) for kind in kinds),
+        kinds=(*(Workload(kind, requests=few) for kind in kinds), Workload("documents", requests=few if quick else MOST_DOCUMENTS)),
         mixes=tuple(
             Workload(mix, path, mode, number) if mix == "recorded" else Workload(mix, requests=mode, seed=FIRST_MODE_SEED + number)
             for mix in chosen or mixes

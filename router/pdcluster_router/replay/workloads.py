@@ -121,6 +121,28 @@ def rag(num_requests: int, chance: random.Random) -> list[TraceRequest]:
     return found
 
 
+def documents(num_requests: int, chance: random.Random) -> list[TraceRequest]:
+    """Questions behind long documents, more than caches hold: two in five bring a new one, the others ask about one of the last 200 that came, one in
+    five of those about a part from its beginning."""
+    chain, names = Chain(), _numbers()
+    lengths: list[int] = []
+    found, now_s = [], 0.0
+    for _ in range(num_requests):
+        now_s += chance.expovariate(1.0)
+        if not lengths or chance.random() < 0.4:
+            lengths.append(Length(14_000, 0.9).draw(chance))
+            document, part = len(lengths) - 1, 1.0
+        else:
+            document, part = chance.randrange(max(len(lengths) - 200, 0), len(lengths)), min(5 * chance.random(), 1.0)
+        text = _Text(chain, names)
+        text.add(max(int(lengths[document] * part), 1), shared=document)
+        text.add(Length(500, 0.7).draw(chance))
+        blocks, num_tokens, num_output = text.blocks, text.num_tokens, Length(100, 0.8, 2000).draw(chance)
+        text.add(num_output)
+        found.append(TraceRequest(now_s, num_tokens, num_output, blocks, text.blocks, "documents"))
+    return found
+
+
 def unrelated(kind: str, prompt: Length, answer: Length, num_requests: int, chance: random.Random) -> list[TraceRequest]:
     """Prompts that share nothing."""
     chain, names = Chain(), _numbers()
@@ -174,6 +196,7 @@ KINDS: Mapping[str, Make] = {
     "chat": chat,
     "agent": agent,
     "rag": rag,
+    "documents": documents,
     "no-reuse": partial(unrelated, "no-reuse", Length(3500, 1.1), Length(280, 0.9, 3000)),
     "prefill-heavy": partial(unrelated, "prefill-heavy", Length(9000, 0.7), Length(60, 0.8, 1000)),
     "decode-heavy": partial(unrelated, "decode-heavy", Length(300, 0.8), Length(900, 0.6, 4000)),

@@ -36,6 +36,18 @@ def test_kinds_share_what_they_promise() -> None:
     assert 0.3 < hits["rag"] < hits["chat"] < hits["agent"] < 1
 
 
+def test_documents_are_asked_about_again_whole_and_in_part() -> None:
+    trace = generate("documents", 600, seed=0)
+    assert 0.4 < _ideal_hit(trace) < 0.65
+    by_start: dict[bytes, list[int]] = {}
+    for request in trace.requests:
+        if request.blocks:
+            by_start.setdefault(request.blocks[0], []).append(request.num_tokens)
+    again = [lengths for lengths in by_start.values() if len(lengths) > 1]
+    assert len(again) > 100, "most documents"
+    assert sum(min(lengths) < 0.8 * max(lengths) for lengths in again) > 30, "some in part"
+
+
 def test_a_conversation_grows_by_what_was_said() -> None:
     turns: dict[int, list[int]] = {}
     for request in generate("chat", 500, seed=0).requests:
