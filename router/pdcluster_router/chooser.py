@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from pdcluster.errors import Unavailable
 from pdcluster_router.generation import Mode
 from pdcluster_router.job import Job
+from pdcluster_router.lost_prefixes import LostPrefixes
 from pdcluster_router.policy.base import Choice, Fallback, Force, Policy, Query
 from pdcluster_router.policy.placed import Asked, Placed
 from pdcluster_router.policy.scales import PREVIOUS
@@ -97,6 +98,7 @@ class Chooser:
         self._previous: Mode | None = None
         self._sent_serving, self._sent_decoding = SentWork(), SentWork()
         """To nodes that compute prompts for others, and to decode nodes."""
+        self._lost = LostPrefixes()
 
     def choose(self, job: Job, now: float) -> Decision:
         """Raises Unavailable when no node may take it."""
@@ -115,7 +117,8 @@ class Chooser:
             return None
         hashes, num_tokens = job.hashes_so_far(), len(job.prompt) + len(job.emitted)
         sent_s = self._sent_serving.per_second(now), self._sent_decoding.per_second(now)
-        numbers = float(num_tokens), float(self._output_left(job)), self._itl_s, 0.0, self._usual_prompt, *sent_s, PREVIOUS[self._previous]
+        lately = self._usual_prompt, *sent_s, PREVIOUS[self._previous], self._lost.share()
+        numbers = float(num_tokens), float(self._output_left(job)), self._itl_s, 0.0, *lately
         held, expected = self._held(hashes), self._expected(hashes) if self._expected is not None else NOTHING_HELD
         force, usual = job.force or self._force, self._most_prompt
         asked = Asked(num_tokens, numbers, held, expected, job.chain.block_tokens, force, self._fallback, usual, room_s)
@@ -163,6 +166,10 @@ class Chooser:
         """The same for a choice by `place`."""
         (self._sent_decoding if placed.first.role == "decode" else self._sent_serving).add_s(placed.sent_s, now)
 
+    def note_prefix(self, seen_tokens: int, kept_tokens: int) -> None:
+        """Of a prompt that goes to a node for the first time: see LostPrefixes."""
+        self._lost.note(seen_tokens, kept_tokens)
+
     def note_end(self, num_prompt: int, num_output: int) -> None:
         """An answer ended. Its length is what most will take, far fewer tokens than clients allow."""
         self._num_ended = num = self._num_ended + 1
@@ -194,6 +201,7 @@ class Chooser:
             self._usual_prompt,
             self._sent_serving.per_second(now),
             self._sent_decoding.per_second(now),
+            self._lost.share(),
         )
 
     def _cached(self, job: Job) -> tuple[Mapping[str, int], Mapping[str, int] | None]:

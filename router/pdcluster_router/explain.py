@@ -86,6 +86,11 @@ class Record:
         """Of one whose decision is `brief`."""
         return BRIEF_BYTES + len(self.brief.told if self.brief is not None else b"") + len(self._client_id) + len(self._why)
 
+    @property
+    def prefix(self) -> tuple[int, int]:
+        """Leading tokens of its prompt that an earlier prompt had, and that some node had or was about to have, when it went."""
+        return self._ideal or 0, self._reachable
+
     def consider(self, decision: Decision, now: float) -> None:
         """It was scored; whether it may go is for others to say."""
         self._write_out()

@@ -143,14 +143,16 @@ class PlainRun(msgspec.Struct, eq=False):
         self.placed_at = now = shared.clock()
         record.decided(admitted, asked, now)
         shared.chooser.note_sent(choice, query.num_tokens, query.cached_on(choice.first), now)
+        shared.chooser.note_prefix(*record.prefix)
         self._send(choice, now)
 
     def _go(self, placed: Placed, asked: float) -> None:
         """Where nearly all go."""
-        shared = self.shared
+        shared, record = self.shared, self.record
         self.placed_at = now = shared.clock()
-        self.record.placed(placed, self.job.hashes, asked, now)
+        record.placed(placed, self.job.hashes, asked, now)
         shared.chooser.note_going(placed, now)
+        shared.chooser.note_prefix(*record.prefix)
         self._send(placed.choice(), now)
 
     def _send(self, choice: Choice, now: float) -> None:

@@ -31,7 +31,8 @@ class Query(msgspec.Struct, frozen=True):
     on this router, the only source of chance. previous: the mode of the router's last choice that no request asked for, for hysteresis. itl_s: the
     longest gap between the tokens of running requests that a choice may cause; 0: judged by the batch's own pace. num_held: requests that wait in the
     router for a node. usual_tokens: of most prompts lately; 0: none has ended. busy_serving, busy_decoding: how many nodes the prompts kept busy that
-    this router sent lately to those that compute for others, and to decode nodes.
+    this router sent lately to those that compute for others, and to decode nodes. lost: of what prompts of late could have had cached, the share that
+    no node had kept.
     """
 
     num_tokens: int
@@ -51,6 +52,7 @@ class Query(msgspec.Struct, frozen=True):
     usual_tokens: float = 0.0
     busy_serving: float = 0.0
     busy_decoding: float = 0.0
+    lost: float = 0.0
 
     def cached_on(self, node: NodeView) -> int:
         cached = self.cached.get(node.endpoint.incarnation, 0) if self.cached else 0

@@ -38,11 +38,20 @@ MOST_PAUSE_WEIGHT = 4.0
 """Where answers are short, or rows are asked to be as fast as alone, any pause would weigh as much as it pleases, and prompts wait for long instead:
 by replays of short answers, whose first tokens came 9 % later with 100 than without any of it, and 5 % with this."""
 
+COPY_WEIGHT = 1.0
+"""Of the seconds that a copy of cached tokens would take to compute: what others lose by the room that it takes, in which prefixes were that no other
+node holds. By replays of long documents that are asked about again, in caches of a third of them: with 0.5 and 1.0 first tokens come 23 and 28 %
+sooner than with 0."""
+
+MUCH_LOST = 0.1
+"""Of what prompts could have had cached (`lost_prefixes`): from there on a copy costs that much. Where nothing is lost it costs nothing: agents at
+half load, whose prefixes all fit, would wait 10 % longer."""
+
 ROUNDING = 1e-9
 TINY = 1e-300
 """Stands where zero would be divided by."""
 
-PREFILL_TERMS = ("wait", "compute", "fetch", "price", "slowed")
+PREFILL_TERMS = ("wait", "compute", "fetch", "price", "slowed", "copy")
 DECODE_TERMS = ("room", "exposed", "decode", "others", "row_price")
 LOCAL_TERMS = (*PREFILL_TERMS, "room", "decode", "others", "row_price")
 
@@ -82,9 +91,9 @@ computed, the share on a node that does so for others, and on a decode node."""
 NUM_STATION = 25
 
 # What is asked of each node: the request, the policy's own numbers, and what the router knows beside the nodes (`base.Query`).
-# PREVIOUS: the mode of the last choice: 1 local, 2 remote, 0 none.
-(NUM_TOKENS, OUTPUT, ITL_ASKED_S, NUM_HELD, USUAL_TOKENS, BUSY_SERVING, BUSY_DECODING, PREVIOUS, ALPHA, HARM, MARGIN, GAP) = range(12)
-NUM_ASKED = 12
+# PREVIOUS: the mode of the last choice: 1 local, 2 remote, 0 none. LOST: share of what could have been cached.
+(NUM_TOKENS, OUTPUT, ITL_ASKED_S, NUM_HELD, USUAL_TOKENS, BUSY_SERVING, BUSY_DECODING, PREVIOUS, LOST, ALPHA, HARM, MARGIN, GAP) = range(13)
+NUM_ASKED = 13
 
 # ---------------------------------------------------------------- one node
 
@@ -97,6 +106,15 @@ def alone_s(node: Numbers, new: float, cached: float) -> float:
     if steps < 1.0:
         steps = 1.0
     return node[PROMPT_FIXED_S] * steps + node[TOKEN_S] * new + node[PAIR_S] * (new * (cached + new / 2))
+
+
+def copy_s(node: Numbers, cached: float, kept: float, asked: Numbers) -> float:
+    """What others lose when this node, too, holds tokens of the prompt beyond those it has `cached`, up to those that another one keeps. On a decode
+    node nothing: rows that come there bring their KV wherever their prompts are computed."""
+    if kept <= cached or node[IS_SERVER] <= 0.0:
+        return 0.0
+    num_tokens, scarcity = asked[NUM_TOKENS], asked[LOST] / MUCH_LOST
+    return COPY_WEIGHT * (scarcity if scarcity < 1.0 else 1.0) * (alone_s(node, num_tokens - cached, cached) - alone_s(node, num_tokens - kept, kept))
 
 
 def gap_s(node: Numbers, new: float, cached: float) -> float:

@@ -201,5 +201,6 @@ def asked_of(query: Query, own: tuple[float, float, float, float]) -> tuple[floa
         query.busy_serving,
         query.busy_decoding,
         PREVIOUS[query.previous],
+        query.lost,
         *own,
     )

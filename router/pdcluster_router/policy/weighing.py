@@ -41,6 +41,7 @@ from pdcluster_router.policy.estimates import (
     Numbers,
     alone_s,
     bears,
+    copy_s,
     keeps_pace,
     num_slowed,
     pause_weight,
@@ -72,7 +73,7 @@ PREFILL_LEG, DECODE_LEG, LOCAL_LEG = 0, 1, 2
 MOST_CANDIDATES = 16
 """Kept of a leg, the best first."""
 ENTRY_ROW, ENTRY_COST, ENTRY_FETCHED, ENTRY_CACHED, ENTRY_VALUES = 0, 1, 2, 3, 4
-ENTRY = ENTRY_VALUES + 9
+ENTRY = ENTRY_VALUES + 10
 """Numbers of one node of a leg; a leg of fewer terms leaves the last ones."""
 HEADER = NUM_LEG + 3
 NUM_FOUND = HEADER + 3 * MOST_CANDIDATES * ENTRY
@@ -172,23 +173,35 @@ def note(found: Found, at: int, row: int, cost: float, is_fetched: float, cached
     found[at + ENTRY_ROW], found[at + ENTRY_COST], found[at + ENTRY_FETCHED], found[at + ENTRY_CACHED] = row, cost, is_fetched, cached
 
 
+def most_kept(stations: Table, cached: Numbers, pool: Rows) -> float:
+    """Tokens of the prompt that some node of the pool which computes prompts for others has, or soon will have."""
+    most = 0.0
+    for row in pool:
+        if cached[row] > most and stations[row][IS_SERVER] > 0.0:
+            most = cached[row]
+    return most
+
+
 def weigh_prefill(stations: Table, cached: Numbers, held: float, source: int, paths: Numbers, pool: Rows, asked: Numbers, found: Found) -> None:
     """slowed: what running rows lose by the prompt. Work that is done on a decode node delays no prompt of the others, so it has no price."""
+    kept = most_kept(stations, cached, pool)
     found[NUM_LEG + PREFILL_LEG] = 0.0
     for row in pool:
         node = stations[row]
         fetch_s, compute_s, paused_s, is_fetched = prompt_on(node, cached[row], held, 0.0 if row == source else paths[row], asked)
         price_s, slowed_s = node[IS_SERVER] * found[PRICE] * compute_s, asked[HARM] * paused_s * node[ROWS]
-        cost = node[WAIT_S] + compute_s + fetch_s + price_s + slowed_s
+        copied_s = copy_s(node, cached[row], kept, asked)
+        cost = node[WAIT_S] + compute_s + fetch_s + price_s + slowed_s + copied_s
         at = enter(found, PREFILL_LEG, row, cost, stations)
         if at >= 0:
             note(found, at, row, cost, is_fetched, cached[row])
             at += ENTRY_VALUES
             found[at], found[at + 1], found[at + 2], found[at + 3], found[at + 4] = node[WAIT_S], compute_s, fetch_s, price_s, slowed_s
+            found[at + 5] = copied_s
 
 
 def weigh_local(stations: Table, cached: Numbers, held: float, source: int, paths: Numbers, pool: Rows, asked: Numbers, found: Found) -> None:
-    market = market_of(found)
+    market, kept = market_of(found), most_kept(stations, cached, pool)
     found[NUM_LEG + LOCAL_LEG] = 0.0
     for row in pool:
         node = stations[row]
@@ -196,13 +209,14 @@ def weigh_local(stations: Table, cached: Numbers, held: float, source: int, path
         _, strain, room_s, decode_s, others_s, row_price_s = row_on(node, cached[row], asked, market)
         harm = asked[HARM] * pause_weight(node, found[LATE], asked)
         price_s, slowed_s = node[IS_SERVER] * found[PRICE] * compute_s, harm * strain * paused_s * node[ROWS]
-        cost = node[WAIT_S] + compute_s + fetch_s + price_s + slowed_s + room_s + decode_s + others_s + row_price_s
+        copied_s = copy_s(node, cached[row], kept, asked)
+        cost = node[WAIT_S] + compute_s + fetch_s + price_s + slowed_s + copied_s + room_s + decode_s + others_s + row_price_s
         at = enter(found, LOCAL_LEG, row, cost, stations)
         if at >= 0:
             note(found, at, row, cost, is_fetched, cached[row])
             at += ENTRY_VALUES
             found[at], found[at + 1], found[at + 2], found[at + 3], found[at + 4] = node[WAIT_S], compute_s, fetch_s, price_s, slowed_s
-            found[at + 5], found[at + 6], found[at + 7], found[at + 8] = room_s, decode_s, others_s, row_price_s
+            found[at + 5], found[at + 6], found[at + 7], found[at + 8], found[at + 9] = copied_s, room_s, decode_s, others_s, row_price_s
 
 
 def exposed_s(node: Numbers, cached: float, bytes_s: float, chunk_tokens: float, compute_s: float, asked: Numbers) -> float:

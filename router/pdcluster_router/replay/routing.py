@@ -27,6 +27,7 @@ from pdcluster_router.policy.base import Choice, Force, Policy
 from pdcluster_router.pull import BY_TOKENS, PullRule
 from pdcluster_router.replay.feed import IMMEDIATE, Feed, FeedSpec
 from pdcluster_router.replay.node import SimNode, Task
+from pdcluster_router.seen_blocks import SeenBlocks
 from pdcluster_router.view import ClusterView, NodeView, Pending
 
 PATIENT = HoldLimits(count=1 << 40, size_bytes=1 << 60, age_s=math.inf)
@@ -159,6 +160,7 @@ class ReplayRouter:
         self._is_gated = spec.is_gated
         self._now = 0.0
         self._chooser = Chooser(PolicyHolder(spec.policy), self._view, self.index.depths, force=spec.force, pulls=spec.pulls, expected=self._expected)
+        self._known = SeenBlocks()
         self._chooser.num_held = lambda: len(self.gate.queue)
         self._endpoints = {node.name: Endpoint(node.name, node.name, f"sim://{node.name}") for node in nodes}
         self._costs: Mapping[str, NodeCost] = {node.name: node.cost for node in nodes}
@@ -244,6 +246,9 @@ class ReplayRouter:
     def _expected(self, hashes: bytes) -> Mapping[str, int]:
         return self.index.expected.depths(hashes, self._now)
 
+    def _kept_blocks(self, hashes: bytes) -> int:
+        return max((*self.index.depths(hashes).values(), *self._expected(hashes).values()), default=0)
+
     # ------------------------------------------------------------ what happens
 
     def sent(self, task: Task, choice: Choice, now: float) -> None:
@@ -253,6 +258,7 @@ class ReplayRouter:
         cached = min(self.index.depth(first.name, hashes) * first.block_tokens, request.num_tokens - 1)
         self._accounts[first.name].send_prompt(now, request.num_tokens - cached, num_pairs(request.num_tokens - cached, cached))
         self._chooser.note_sent(choice, request.num_tokens, cached, now)
+        self._chooser.note_prefix(self._known.note(hashes) * first.block_tokens, self._kept_blocks(hashes) * first.block_tokens)
         if choice.prefill is not None:
             self._accounts[choice.decode.name].send_row(request.num_tokens)
         wait_s = first.pace.wait_s if first.pace is not None else 0.0

@@ -121,5 +121,6 @@ def queries(draw: st.DrawFn) -> Query:
         num_held=draw(st.sampled_from([0, 3, 50])),
         busy_serving=draw(st.sampled_from([0.0, 0.7, 5.0])),
         busy_decoding=draw(st.sampled_from([0.0, 0.2, 5.0])),
+        lost=draw(st.sampled_from([0.0, 0.04, 0.3])),
         usual_tokens=draw(st.sampled_from([0.0, 700.5])),
     )

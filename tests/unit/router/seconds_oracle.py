@@ -17,10 +17,12 @@ from pdcluster_router.pace import Pace
 from pdcluster_router.policy.base import Candidate, Choice, LegName, Predicted, Query
 from pdcluster_router.policy.estimates import (
     COMFORT,
+    COPY_WEIGHT,
     DECODE_TERMS,
     HANDOVER_S,
     LAST_GROUP,
     LOCAL_TERMS,
+    MUCH_LOST,
     PATIENCE,
     PREFILL_TERMS,
     STRAIN,
@@ -85,12 +87,26 @@ def _compute_s(pace: Pace, query: Query, cached: int) -> float:
     return pace.prefill.seconds(max(query.num_tokens - cached, 1), cached) * pace.stretch
 
 
-def prefill_values(station: Station, query: Query, market: Market, weight: float = 1.0) -> Values:
+def prefill_values(station: Station, query: Query, market: Market, kept: int, weight: float = 1.0) -> Values:
     """slowed: what running rows lose by the prompt; weight: how much more that weighs."""
     pace, prompt = station.pace, prompt_on(station, query, market.source)
     paused = pace.paused_s(max(query.num_tokens - prompt.cached, 1), prompt.cached)
     price = price_on(station, market) * prompt.compute_s
-    return pace.wait_s, prompt.compute_s, prompt.fetch_s, price, market.harm * weight * paused * pace.rows
+    return pace.wait_s, prompt.compute_s, prompt.fetch_s, price, market.harm * weight * paused * pace.rows, copy_s(station, query, kept)
+
+
+def most_kept(stations: Sequence[Station], query: Query) -> int:
+    """Tokens of the prompt on a node that computes prompts for others."""
+    return max((query.cached_on(station.node) for station in stations if station.node.role != "decode"), default=0)
+
+
+def copy_s(station: Station, query: Query, kept: int) -> float:
+    """What others lose by the room of tokens that another node keeps."""
+    own, seconds = query.cached_on(station.node), station.pace.prefill.seconds
+    if station.node.role == "decode" or kept <= own:
+        return 0.0
+    rest = seconds(query.num_tokens - kept, kept) if kept < query.num_tokens else 0.0
+    return COPY_WEIGHT * min(query.lost / MUCH_LOST, 1.0) * (seconds(query.num_tokens - own, own) - rest)
 
 
 def pause_weight(station: Station, query: Query, late: float) -> float:
@@ -114,11 +130,11 @@ def decode_values(station: Station, query: Query, exposed_s: float, market: Mark
     return room_s(station, query, tpot_s), exposed_s, strain * output * tpot_s, strain * output * row_s * pace.rows, price
 
 
-def local_values(station: Station, query: Query, market: Market) -> Values:
+def local_values(station: Station, query: Query, market: Market, kept: int) -> Values:
     room, _, decode, others, row_price = decode_values(station, query, 0.0, market)
     _, strain = strained(station, query, share_on(station, market))
     weight = strain * pause_weight(station, query, market.late)
-    return *prefill_values(station, query, market, weight), room, decode, others, row_price
+    return *prefill_values(station, query, market, kept, weight), room, decode, others, row_price
 
 
 def strained(station: Station, query: Query, share: float) -> tuple[float, float]:
@@ -285,7 +301,8 @@ class PlainSeconds:
         return None
 
     def _rank_prefill(self, stations: Sequence[Station], query: Query, market: Market) -> Ranked:
-        values = [prefill_values(station, query, market) for station in stations]
+        kept = most_kept(stations, query)
+        values = [prefill_values(station, query, market, kept) for station in stations]
         return _rank("prefill", PREFILL_TERMS, stations, values)
 
     def _rank_decode(self, stations: Sequence[Station], query: Query, prefill: Station, compute: float, market: Market) -> Ranked:
@@ -294,7 +311,8 @@ class PlainSeconds:
         return _rank("decode", DECODE_TERMS, stations, values)
 
     def _rank_local(self, stations: Sequence[Station], query: Query, market: Market) -> Ranked:
-        values = [local_values(station, query, market) for station in stations]
+        kept = most_kept(stations, query)
+        values = [local_values(station, query, market, kept) for station in stations]
         return _rank("local", LOCAL_TERMS, stations, values)
 
     # ------------------------------------------------------------ modes

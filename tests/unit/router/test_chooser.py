@@ -150,6 +150,13 @@ def test_a_policy_is_told_what_was_sent_lately_and_not_what_was_only_chosen() ->
     assert query.busy_decoding == query.busy_serving > chooser.query(make_job(), 2.0, NODES).busy_serving > 0.0
 
 
+def test_a_policy_is_told_how_much_of_what_prompts_had_before_is_lost() -> None:
+    chooser = make_chooser("seconds")
+    assert chooser.query(make_job(), 0.0, NODES).lost == 0.0
+    chooser.note_prefix(400, 300)
+    assert chooser.query(make_job(), 0.0, NODES).lost == pytest.approx(0.25)
+
+
 def test_what_a_prompt_fetches_or_shares_keeps_no_node_busy() -> None:
     """A pulled prefix counted as if it were computed: nodes that fetch much looked busy with prompts."""
 

@@ -43,7 +43,7 @@ HEADROOM, POLICY = Headroom(), Seconds()
 
 def placed_of(query: Query, cluster: ClusterView) -> Placed | None:
     """By the numbers. Hash blocks are of one token."""
-    held, numbers = query.cached if query.held is None else query.held, asked_of(query, POLICY._own)[:8]
+    held, numbers = query.cached if query.held is None else query.held, asked_of(query, POLICY._own)[: -len(POLICY._own)]
     expected, usual = {node: tokens for node, tokens in query.cached.items() if tokens > held.get(node, 0)}, round(query.usual_tokens)
     return POLICY.place(Asked(query.num_tokens, numbers, held, expected, 1, query.force, query.fallback, usual, HEADROOM.backlog_s), cluster)
 

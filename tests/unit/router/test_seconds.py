@@ -14,7 +14,7 @@ from policy_cases import batch, make_load, make_node, queue, view
 from pdcluster.cost import CostError, DecodeCost, NodeCost, PrefillCost
 from pdcluster.messages import Endpoint, Load, Role
 from pdcluster_router.policy.base import Choice, Query
-from pdcluster_router.policy.estimates import COMFORT, HANDOVER_S, LAST_GROUP, MOST_PAUSE_WEIGHT, STRAIN, UNMEASURED_BYTES_S
+from pdcluster_router.policy.estimates import COMFORT, COPY_WEIGHT, HANDOVER_S, LAST_GROUP, MOST_PAUSE_WEIGHT, MUCH_LOST, STRAIN, UNMEASURED_BYTES_S
 from pdcluster_router.policy.seconds import Seconds
 from pdcluster_router.view import ClusterView, NodeView
 
@@ -48,7 +48,7 @@ def two_prefills(first: Load, second: Load, **query: object) -> tuple[Choice, Qu
 
 def test_rule_1_wait_is_what_waits_and_compute_what_is_not_cached() -> None:
     choice, _ = two_prefills(queue(5000), make_load(), cached={"p0-boot": 400})
-    assert terms(choice, "prefill", "p0") == pytest.approx({"wait": 0.5, "compute": 0.06, "fetch": 0, "price": 0, "slowed": 0})
+    assert terms(choice, "prefill", "p0") == pytest.approx({"wait": 0.5, "compute": 0.06, "fetch": 0, "price": 0, "slowed": 0, "copy": 0})
     assert terms(choice, "prefill", "p1")["compute"] == pytest.approx(0.1)
     assert choice.prefill is not None and choice.prefill.name == "p1", "0.1 s are less than 0.56 s"
     assert choice.predicted.ttft_s == pytest.approx(0.1)
@@ -113,6 +113,37 @@ def test_rule_1_a_path_is_only_that_to_the_node_of_its_name() -> None:
     choice = choose(replace(PAIR, cached={"d0-boot": 900}), *twice, node("p1", "prefill"), holder)
     assert choice.prefill in twice and choice.pull is holder
     assert terms(choice, "prefill", "p1")["fetch"] == 0.0
+
+
+@pytest.mark.parametrize(("num_waiting", "goes_to"), [(1000, "p0"), (2000, "p1")])
+def test_rule_1_a_copy_costs_its_computing_while_nodes_are_idle(num_waiting: int, goes_to: str) -> None:
+    """p1 would compute the 0.08 s that p0 has: that is 0.1 + 0.08 s beside a wait of 0.1 or 0.2 s and 0.02 s of computing, and twice MUCH_LOST."""
+    held = {"p0-boot": 800}
+    choice, _ = two_prefills(queue(num_waiting, 1), make_load(), cached=held, lost=2 * MUCH_LOST)
+    assert terms(choice, "prefill", "p0")["copy"] == 0.0
+    assert terms(choice, "prefill", "p1")["copy"] == pytest.approx(COPY_WEIGHT * 0.08)
+    assert choice.prefill is not None and choice.prefill.name == goes_to
+    idle, _ = two_prefills(queue(num_waiting, 1), make_load(), cached=held)
+    assert terms(idle, "prefill", "p1")["copy"] == 0.0 and idle.prefill is not None and idle.prefill.name == "p1", "there is room for all"
+
+
+def test_rule_1_a_copy_is_what_another_one_has_beyond_its_own() -> None:
+    choice, _ = two_prefills(make_load(), make_load(), cached={"p0-boot": 1000, "p1-boot": 300}, lost=MUCH_LOST / 2)
+    assert [terms(choice, "prefill", name)["copy"] for name in ("p0", "p1")] == pytest.approx([0.0, COPY_WEIGHT / 2 * 0.07])
+
+
+def test_rule_1_a_copy_that_is_fetched_takes_as_much_room() -> None:
+    holder, asked = node("p0", "prefill", queue(9000), bandwidth={"p1": 1e8}), replace(PAIR, cached={"p0-boot": 900}, lost=MUCH_LOST)
+    choice = choose(asked, holder, node("p1", "prefill"), node("d0", "decode"))
+    assert choice.pull is not None and terms(choice, "prefill", "p1")["copy"] == pytest.approx(COPY_WEIGHT * 0.09)
+
+
+def test_rule_1_what_decode_nodes_have_is_no_copy_and_costs_none() -> None:
+    asked = replace(PAIR, cached={"d0-boot": 800}, fallback="conditional", lost=1.0)
+    apart = choose(asked, node("p0", "prefill"), node("d0", "decode"), node("d1", "decode"))
+    assert terms(apart, "prefill", "p0")["copy"] == 0.0
+    behind = choose(replace(asked, cached={"p0-boot": 800}), node("p0", "prefill"), node("d0", "decode"))
+    assert terms(behind, "local", "d0")["copy"] == 0.0
 
 
 # ---------------------------------------------------------------- 2. the decode leg

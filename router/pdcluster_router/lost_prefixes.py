@@ -1,0 +1,30 @@
+"""Whether room in the caches of nodes is scarce: of what prompts of late had in common with earlier ones, how much no node kept. Pure.
+
+Full caches are not scarce ones: most of what lies in a cache that has run for a while is never asked for again, and a copy in its place costs nobody
+anything. What earlier prompts had is told by `seen_blocks`, and so only of prompts that came through this router.
+"""
+
+from __future__ import annotations
+
+NEWEST = 1 / 128
+"""Weight of the prompt that came last."""
+
+
+class LostPrefixes:
+    """Means over prompts, in tokens. Owned by one thread."""
+
+    __slots__ = ("_kept", "_lost")
+
+    def __init__(self) -> None:
+        self._kept = self._lost = 0.0
+
+    def note(self, seen_tokens: int, kept_tokens: int) -> None:
+        """Of a prompt: leading tokens that some earlier one had, and those that some node has, or soon will have."""
+        lost = seen_tokens - kept_tokens
+        self._lost += NEWEST * ((lost if lost > 0 else 0) - self._lost)
+        self._kept += NEWEST * (kept_tokens - self._kept)
+
+    def share(self) -> float:
+        """Of all that could have been kept, what was not; from 0 to 1."""
+        lost = self._lost
+        return lost / (lost + self._kept) if lost > 0.0 else 0.0
