@@ -6,7 +6,7 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
     later: alpha × the queue of the least loaded node, counted in average prompts. While any node is idle it is 0 and the least wait + compute wins;
     when all have a queue, saving work (going where the prefix is cached) is worth more than a shorter queue. A prefix that another node holds is
     fetched from there where that is sooner than computing it. Either way the KV is held twice then, and what makes room for it perhaps was held once:
-    a copy costs COPY_WEIGHT of the time that computing it takes, also while nodes are idle.
+    a copy costs COPY_WEIGHT of the time that computing it takes, also while nodes are idle, as far as caches lose what is asked for (Query.lost).
  2. Decode leg: exposed transfer + output × TPOT + what the rows beside it lose + the wait for room.
  3. Local: both on one node, without a transfer. Work that is done on a decode node delays no prompt of the others, so it has no price; it is paid by
     the rows there. A second that these lose weighs as many times more as they have less to lose over an answer until they are slow (COMFORT) than a
