@@ -28,6 +28,7 @@ pytestmark = pytest.mark.timeout(300)
 
 EXACT = ("--set", "node.dtype=float32", "--set", "node.kv.memory_bytes=64MiB", "--set", "router.mode=remote")
 BACKENDS = ("shm", "tcp", "mooncake")
+MOST_LONG = 4
 
 
 @pytest.fixture(scope="module")
@@ -133,28 +134,32 @@ def test_the_official_client_works_unchanged(two_pairs: Up) -> None:
     client.close()
 
 
-async def test_short_streams_end_while_long_ones_run_on_every_decode_node(two_pairs: Up) -> None:
-    """Short ones come until a long one ends, read as bytes: how chunks of two streams alternate at a client that is slower than the nodes, or gets
-    no core, says nothing about the cluster."""
+async def test_short_streams_end_while_long_ones_run_beside_them(two_pairs: Up) -> None:
+    """Long ones come until every decode node has one, or enough of them: where they go is the policy's choice, and a node whose steps were disturbed
+    may look slower than another that has rows. Short ones come until a long one ends, read as bytes: how chunks of two streams alternate at a client
+    that is slower than the nodes, or gets no core, says nothing about the cluster."""
     async with httpx.AsyncClient(base_url=two_pairs.url, timeout=120.0) as client:
 
-        async def follow(name: str, count: int, begun: asyncio.Queue[str] | None = None) -> None:
+        async def follow(name: str, count: int, begun: asyncio.Queue[str]) -> None:
             body = {"model": two_pairs.model, "prompt": f"class {name}:", "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True}
             end = b""
             async with client.stream("POST", "/v1/completions", json=body) as reply:
-                if begun is not None:
-                    begun.put_nowait(reply.headers["x-pdcluster-decode"])
+                begun.put_nowait(reply.headers["x-pdcluster-decode"])
                 async for some in reply.aiter_raw():
                     end = (end + some)[-100:]
             assert end.rstrip().endswith(b"data: [DONE]"), end
 
         begun: asyncio.Queue[str] = asyncio.Queue()
-        long = [asyncio.create_task(follow(f"Long{index}", 1500, begun)) for index in range(2)]
-        assert {await asyncio.wait_for(begun.get(), 60.0) for _ in long} == {"decode-0", "decode-1"}
-        ended_meanwhile = 0
+        long: list[asyncio.Task[None]] = []
+        busy: set[str] = set()
+        while len(busy) < 2 and len(long) < MOST_LONG:
+            long.append(asyncio.create_task(follow(f"Long{len(long)}", 1500, begun)))
+            busy.add(await asyncio.wait_for(begun.get(), 60.0))
+        num_shorts = ended_meanwhile = 0
         while not any(task.done() for task in long):
-            await follow(f"Short{ended_meanwhile}", 8)
-            ended_meanwhile += not any(task.done() for task in long)
+            await follow(f"Short{num_shorts}", 8, begun)
+            num_shorts += 1
+            ended_meanwhile += begun.get_nowait() in busy and not any(task.done() for task in long)
         await asyncio.gather(*long)
     assert ended_meanwhile >= 2
 
