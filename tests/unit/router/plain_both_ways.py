@@ -205,6 +205,8 @@ class Scene:
         choose, place = self.chooser.choose, self.chooser.place
         self.chooser.choose = lambda *words: (choose(*words), self.wait(setting.choosing_s))[0]  # type: ignore[method-assign,func-returns-value]
         self.chooser.place = lambda *words: self._slow(place(*words))  # type: ignore[method-assign]
+        self.prefixes: list[tuple[int, int]] = []
+        self.chooser.note_prefix = lambda *tokens: self.prefixes.append(tokens)  # type: ignore[method-assign]
 
     def wait(self, seconds: float) -> None:
         self.moment += seconds
@@ -362,6 +364,7 @@ class Scene:
         seen = (
             asked, self.places.num_taken, open_ones, legs, pending, sent, ledger.num_requests(), self.dispatch.waiting.num_held,
             (self.chooser._num_ended, self.chooser._usual_output, self.chooser._usual_prompt, self.chooser._counter),
+            self.prefixes,
             (self.chooser._previous, *((sent._work_s, sent._moment) for sent in (self.chooser._sent_serving, self.chooser._sent_decoding))),
         )  # fmt: skip
         text = json.dumps(seen, default=str)

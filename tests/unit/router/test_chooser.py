@@ -11,7 +11,11 @@ from pdcluster.messages import Sampling
 from pdcluster_router.chooser import FORK, Chooser, PolicyHolder
 from pdcluster_router.job import HashChain, Job
 from pdcluster_router.policy.base import Choice, Query
+from pdcluster_router.policy.estimates import LOST
+from pdcluster_router.policy.placed import Asked
 from pdcluster_router.policy.registry import make_policy
+from pdcluster_router.policy.scales import asked_of
+from pdcluster_router.policy.seconds import Seconds
 from pdcluster_router.view import ClusterView, NodeView
 
 NODES = view(make_node("p0", "prefill"), make_node("d0", "decode"), make_node("d1", "decode"))
@@ -155,6 +159,25 @@ def test_a_policy_is_told_how_much_of_what_prompts_had_before_is_lost() -> None:
     assert chooser.query(make_job(), 0.0, NODES).lost == 0.0
     chooser.note_prefix(400, 300)
     assert chooser.query(make_job(), 0.0, NODES).lost == pytest.approx(0.25)
+
+
+def test_the_short_way_tells_a_policy_the_same_numbers() -> None:
+    """What `Chooser.query` says in names, `place` says in the order in which compiled functions take it."""
+    found: list[Asked] = []
+
+    class Listening(Seconds):
+        def place(self, asked: Asked, view: ClusterView) -> None:
+            found.append(asked)
+
+    chooser = make_chooser(itl_s=0.03)
+    chooser.holder.live = Listening()
+    chooser.note_prefix(400, 300)
+    chooser.note_end(900, 50)
+    chooser.note_sent(chooser.choose(make_job(), 0.0).choice, 1000, 0, 1.0)
+    assert chooser.place(make_job(), 1.0, 1.5) is None
+    own = (3.0, 1.0, 0.1, 0.5)
+    assert (*found[0].numbers, *own) == asked_of(chooser.query(make_job(), 1.5, NODES), own)
+    assert found[0].numbers[LOST] == pytest.approx(0.25)
 
 
 def test_what_a_prompt_fetches_or_shares_keeps_no_node_busy() -> None:
