@@ -159,7 +159,8 @@ async def test_short_streams_end_while_long_ones_run_beside_them(two_pairs: Up) 
         while not any(task.done() for task in long):
             await follow(f"Short{num_shorts}", 8, begun)
             num_shorts += 1
-            ended_meanwhile += begun.get_nowait() in busy and not any(task.done() for task in long)
+            is_beside = begun.get_nowait() in busy or len(busy) == 1  # then the other node is the better place for a short one
+            ended_meanwhile += is_beside and not any(task.done() for task in long)
         await asyncio.gather(*long)
     assert ended_meanwhile >= 2
 
