@@ -1,7 +1,7 @@
 """A router without routing: the least that plain Python needs to take a completion over HTTP, send it to a node and give its tokens back. A ceiling
 for the product, on the machine of the moment. `python -m bench.bare_router --bootstrap HOST:PORT --ready-fd N` serves until it is stopped.
 
-Real: HTTP/1.1 with keep-alive, JSON both ways, the product's link to the node (codec, digest, sequence numbers, ZMQ by its descriptor), one event
+Real: HTTP/1.1 with keep-alive, JSON both ways, the product's link to the node (codec, digest, sequence numbers; its sockets), one event
 per streamed token. Left out, which is what a router is for: choice of nodes, prefixes, hold queue, tenants, retries, deadlines, slow and lost
 clients, metrics, explanations, checks of what clients and nodes say, stop strings, characters of several tokens. One prompt of token ids, one node.
 """
@@ -18,7 +18,6 @@ from typing import cast
 
 import msgspec
 import uvloop
-import zmq
 
 from pdcluster import bundled_model, ready
 from pdcluster.api.text import TextModel
@@ -57,11 +56,11 @@ _encode = msgspec.json.Encoder().encode
 class BareRouter:
     """Belongs to the running loop."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], texts: list[str | None], model: str) -> None:
+    def __init__(self, texts: list[str | None], model: str) -> None:
         self.texts, self.model = texts, model
         self.waiting: dict[str, BareConnection] = {}
         self._me = Peer("bare", f"bare-{secrets.token_hex(8)}")
-        self._context, self._numbers = context, itertools.count()
+        self._numbers = itertools.count()
         self._link: NodeLink | None = None
         self.ready = asyncio.Event()
 
@@ -74,7 +73,7 @@ class BareRouter:
 
     def link(self, endpoint: Endpoint) -> None:
         self._link = NodeLink(
-            self._me, endpoint, context=self._context, on_message=self._on_message, on_state=self._on_state,
+            self._me, endpoint, context=None, on_message=self._on_message, on_state=self._on_state,
             open_attempts=lambda: (), settings=WireSettings(),
         )  # fmt: skip
 
@@ -163,15 +162,14 @@ class BareConnection(asyncio.Protocol):
         return b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data)
 
 
-def bare_router(context: zmq.Context[zmq.Socket[bytes]]) -> BareRouter:
+def bare_router() -> BareRouter:
     """Not connected yet."""
     model = bundled_model.path()
-    return BareRouter(context, list(TextModel.from_dir(model).pieces.texts), model.resolve().name)
+    return BareRouter(list(TextModel.from_dir(model).pieces.texts), model.resolve().name)
 
 
 async def serve(bootstrap: str, ready_fd: int) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router = bare_router(context)
+    router = bare_router()
     await router.connect(bootstrap)
     server = await asyncio.get_running_loop().create_server(lambda: BareConnection(router), "127.0.0.1", 0)
     ready.announce(ready_fd, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")

@@ -28,7 +28,6 @@ from types import FrameType
 from typing import Any, Protocol, cast
 
 import uvloop
-import zmq
 
 from bench.bare_router import BareConnection, bare_router
 from bench.bare_router import __file__ as bare_router_file
@@ -245,8 +244,7 @@ async def routing(bootstrap: str, case: str) -> AsyncIterator[Router]:
 
 @asynccontextmanager
 async def without_routing(bootstrap: str) -> AsyncIterator[Bare]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router = bare_router(context)
+    router = bare_router()
     try:
         await router.connect(bootstrap)
         async with asyncio.timeout(READY_S):
@@ -256,7 +254,6 @@ async def without_routing(bootstrap: str) -> AsyncIterator[Bare]:
         yield bare
     finally:
         router.close()
-        context.destroy(0)
 
 
 async def beside_bare(router: Answering, bootstrap: str, ask: Ask, unit: str, count: int, turns: int, num_units: int) -> list[Row]:

@@ -1,8 +1,9 @@
-"""The calling end of a link: one DEALER socket to one boot of one node. Plain and non-blocking; whoever owns it polls its sockets.
+"""The calling end of a link to one boot of one node, over one `line` after another. Plain and non-blocking; whoever owns it polls its sockets, or is
+called by its line.
 
 A link is Hello, then numbered frames both ways, then silence or a cut. The rules, which both ends share:
  1. The first frame of every connection is Hello with the attempts that the caller still waits for, and so is the first one after a gap.
-    A socket is never reused over two connections: what an old one still held is never delivered after the Hello of the new one.
+    A line is never used for two connections: what an old one still held is never delivered after the Hello of the new one.
  2. Frames are numbered per sender; Hello sets the count, and so does a Welcome of a smaller number, alone in their frames. A number that is not the
     next one means lost frames (gap): say Hello again, also before a Welcome, whose answers to the last Hello are then among them. A number seen
     before is a duplicate: dropped, counted. What is said in one turn goes as one frame (`wire.batch`).
@@ -12,13 +13,13 @@ A link is Hello, then numbered frames both ways, then silence or a cut. The rule
  5. A frame of another boot of that node ends the link at once.
 LOST is for ever; whoever still wants the node opens a new link.
 
-Not here: asyncio (`wire.links`), many peers (`wire.hub`), what messages mean.
+Not here: sockets (`wire.line`), asyncio (`wire.links`), many peers (`wire.hub`), what messages mean.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from typing import Literal
 
@@ -28,12 +29,10 @@ from pdcluster import messages as m
 from pdcluster.errors import ProtocolError
 from pdcluster.transfer.base import Peer
 from pdcluster.wire import codec
-from pdcluster.wire.address import format_address, parse_address
+from pdcluster.wire.address import parse_address
 from pdcluster.wire.batch import Batch
-from pdcluster.wire.sockets import Monitor, WireSettings, has_message, open_dealer
-
-NOBLOCK = int(zmq.NOBLOCK)
-"""As a bare number, which libzmq's binding takes as well as a flag, and in less time."""
+from pdcluster.wire.line import DOWN, Line, OpenLine
+from pdcluster.wire.sockets import WireSettings
 
 FIRST_WORDS = frozenset((m.Hello, m.Welcome, m.Ping))
 """Messages that say something of the link when a frame begins with one."""
@@ -57,7 +56,7 @@ class Dialer:
         endpoint: m.Endpoint,
         *,
         kind: Literal["router", "node"],
-        context: zmq.Context[zmq.Socket[bytes]],
+        open_line: OpenLine,
         settings: WireSettings,
         open_attempts: Callable[[], Open],
         now: float,
@@ -70,9 +69,9 @@ class Dialer:
         self.replaced = False
         self.gaps = 0
         self.dropped: Counter[str] = Counter() if dropped is None else dropped
-        self._me, self._kind, self._context, self._settings = me, kind, context, settings
+        self._me, self._kind, self._new_line, self._settings = me, kind, open_line, settings
         self._open_attempts = open_attempts
-        self._target = "tcp://" + format_address(*parse_address(endpoint.address))
+        parse_address(endpoint.address)  # raises ProtocolError
         self._batch = Batch(me, endpoint.incarnation, max_frame_bytes=settings.max_frame_bytes)
         self._sent = 0
         self._next = 0
@@ -82,16 +81,15 @@ class Dialer:
         self._was_up = False
         self._hello_due = False
         self._reopen_at: float | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        self._sockets: list[zmq.Socket[bytes]] = []
-        self._monitor: Monitor | None = None
-        self._retired: list[tuple[Monitor, zmq.Socket[bytes]]] = []
+        self._line: Line | None = None
+        self._sockets: Sequence[zmq.Socket[bytes]] = ()
+        self._retired: list[Line] = []
         self._events: list[str] = []
-        self._open_socket(now)
+        self._open_line(now)
 
     # ------------------------------------------------------------ what the owner calls
 
-    def sockets(self) -> list[zmq.Socket[bytes]]:
+    def sockets(self) -> Sequence[zmq.Socket[bytes]]:
         """What to poll for reading: messages, and what becomes of the connection. Another list when that is replaced."""
         return self._sockets
 
@@ -100,31 +98,27 @@ class Dialer:
         return len(self._batch) > 0
 
     def release(self) -> None:
-        """Close the sockets of connections that are over. The owner calls it once it no longer polls them: a descriptor that is closed
-        while it is polled may come back as that of another file."""
-        for monitor, socket in self._retired:
-            monitor.close()
-            socket.close(0)
+        """Close the lines of connections that are over. The owner calls it once it no longer polls their sockets."""
+        for line in self._retired:
+            line.close()
         self._retired.clear()
 
     def put(self, message: m.AnyMessage) -> int:
         """Put one message into the next frame; that frame's number. 0 when it has no room for it, or the link is lost or not open."""
-        return self._sent + 1 if self._socket is not None and self._batch.put(message) else 0
+        return self._sent + 1 if self._line is not None and self._batch.put(message) else 0
 
     def send(self, message: m.AnyMessage, now: float) -> int:
         """As `put`, after what waits has left when there is no room. 0 when the link is lost, not open, or too much waits already."""
         number = self.put(message)
-        if number or self._socket is None or not self.flush(now):
+        if number or self._line is None or not self.flush(now):
             return number
         return self.put(message)
 
     def flush(self, now: float) -> bool:
-        """Hand what was sent to the socket, as one frame. False when too many frames wait there: it is kept for the next flush."""
-        if self._socket is None or not self._batch:
+        """Hand what was sent to the line, as one frame. False when too much waits there: it is kept for the next flush."""
+        if self._line is None or not self._batch:
             return True
-        try:
-            self._socket.send(self._batch.frame(self._sent + 1), NOBLOCK)
-        except zmq.Again:
+        if not self._line.send(self._batch.frame(self._sent + 1)):
             return False
         self._batch.clear()
         self._sent += 1
@@ -133,9 +127,9 @@ class Dialer:
 
     def receive(self, now: float, *, looks_at_connection: bool = True) -> tuple[list[m.AnyMessage], bool]:
         """New messages in order, about max_drain at most (frames are taken whole), and whether more wait. looks_at_connection: False for an owner who
-        knows that the last of `sockets` has nothing to say; to ask it costs as much as to ask the first."""
-        if looks_at_connection and self._monitor is not None:
-            self._events += self._monitor.drain()
+        knows that nothing became of it; to ask may cost as much as to ask for frames."""
+        if looks_at_connection and self._line is not None:
+            self._events += self._line.happened()
         messages, more = self._drain(now)
         if not more:
             # Only now: what a node said before it hung up still counts.
@@ -148,10 +142,10 @@ class Dialer:
         if self.state is LinkState.LOST:
             return
         if self._reopen_at is not None and now >= self._reopen_at:
-            self._open_socket(now)
+            self._open_line(now)
         if self._hello_due:
             self._ask_again(now)
-        if self._socket is not None and not self._batch and now - self._sent_at >= self._settings.heartbeat_s:
+        if self._line is not None and not self._batch and now - self._sent_at >= self._settings.heartbeat_s:
             self.send(m.Ping(), now)
         self.flush(now)
         self._end_if_over(now)
@@ -161,28 +155,26 @@ class Dialer:
         if self.state is not LinkState.LOST:
             self.state, self.lost_because = LinkState.LOST, reason
         self._reopen_at = None
-        self._retire_socket()
+        self._retire_line()
 
     # ------------------------------------------------------------ connection
 
-    def _open_socket(self, now: float) -> None:
+    def _open_line(self, now: float) -> None:
         self._reopen_at = None
         self._next = 0
-        socket = open_dealer(self._context, self._settings)
-        self._socket, self._monitor = socket, Monitor(self._context, socket)
-        self._sockets = [socket, self._monitor.socket]
         try:
-            socket.connect(self._target)
-        except zmq.ZMQError as error:
-            self.close(f"cannot connect to {self.endpoint.address}: {error}")
+            self._line = self._new_line()
+        except ProtocolError as error:
+            self.close(str(error))
             return
+        self._sockets = self._line.sockets()
         self._say_hello(now)
 
-    def _retire_socket(self) -> None:
-        if self._socket is not None and self._monitor is not None:
-            self._retired.append((self._monitor, self._socket))
-        self._socket = self._monitor = None
-        self._sockets, self._events = [], []
+    def _retire_line(self) -> None:
+        if self._line is not None:
+            self._retired.append(self._line)
+        self._line = None
+        self._sockets, self._events = (), []
         if self._batch:
             # Lost with the connection, under its number: what was counted by it is not counted twice.
             self._batch.clear()
@@ -190,7 +182,7 @@ class Dialer:
 
     def _note_connection(self, events: list[str], now: float) -> None:
         for event in events:
-            if event == "down":
+            if event == DOWN:
                 self._reconnect(now)
                 return
             if self._was_up:
@@ -199,11 +191,11 @@ class Dialer:
                 return
 
     def _reconnect(self, now: float) -> None:
-        self._retire_socket()
+        self._retire_line()
         if self.state is LinkState.UP:
             self.state = LinkState.CONNECTING
             self._up_by = now + self._settings.rewelcome_s
-            self._open_socket(now)
+            self._open_line(now)
         else:
             self._reopen_at = now + self._settings.hello_interval_s
 
@@ -220,13 +212,14 @@ class Dialer:
         messages: list[m.AnyMessage] = []
         most = self._settings.max_drain
         for _ in range(most):
-            socket = self._socket
-            if socket is None:
+            line = self._line
+            if line is None:
                 return messages, False
-            if not has_message(socket):
+            frame = line.take()
+            if frame is None:
                 self._drained_at = now
                 return messages, False
-            messages += self._accept(socket.recv(NOBLOCK), now)
+            messages += self._accept(frame, now)
             if len(messages) >= most:
                 break
         return messages, True

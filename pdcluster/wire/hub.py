@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Literal
 
@@ -22,6 +23,7 @@ from pdcluster.wire import codec
 from pdcluster.wire.batch import Batch
 from pdcluster.wire.curve import Gatekeeper
 from pdcluster.wire.dialer import Dialer, LinkState
+from pdcluster.wire.line import ZmqLine
 from pdcluster.wire.sockets import WireSettings, derive_keys, open_router
 
 Kind = Literal["router", "node"]
@@ -251,8 +253,8 @@ class Hub:
             return None
         try:
             dialer = Dialer(
-                self._me, endpoint, kind="node", context=self._context, settings=self._settings,
-                open_attempts=tuple, now=self._now, dropped=self.dropped,
+                self._me, endpoint, kind="node", open_line=partial(ZmqLine, self._context, endpoint.address, self._settings),
+                settings=self._settings, open_attempts=tuple, now=self._now, dropped=self.dropped,
             )  # fmt: skip
         except ProtocolError:
             self.dropped["bad_address"] += 1

@@ -1,18 +1,18 @@
 """A router's link to one node, driven by its asyncio loop (uvloop too). The rules of a link are in `wire.dialer`; this file only wakes it.
 
-ZMQ's descriptors are edge-triggered: they become readable once per change, and sending may swallow that edge. So every wake-up drains to the
-end, and every send looks again.
+It speaks over sockets of the loop (`stream_line`), or over ZMQ's, which encrypt. ZMQ's descriptors are edge-triggered: they become readable once per
+change, and sending may swallow that edge. So every wake-up drains to the end, and every send looks again.
 
 What is sent in turns of the loop that follow each other leaves as one frame: at the end of the first turn that sent nothing, or with the first
-message that comes HELD_S after the one that waits longest. A frame costs a busy router what half a request does; one that has nothing else to do
-looks once more, and lets it go.
+message that comes HELD_S after the one that waits longest. A frame costs a busy router what half a request does. Where one message was sent when
+last something was, the next goes at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import zmq
@@ -21,7 +21,9 @@ from pdcluster.errors import NodeLost
 from pdcluster.messages import AnyMessage, Endpoint
 from pdcluster.transfer.base import Peer
 from pdcluster.wire.dialer import Dialer, LinkState, Open
+from pdcluster.wire.line import Line, ZmqLine
 from pdcluster.wire.sockets import WireSettings
+from pdcluster.wire.stream_line import StreamLine
 
 __all__ = ["LinkState", "NodeLink"]
 
@@ -30,7 +32,7 @@ HELD_S = 0.001
 
 
 class NodeLink:
-    """One DEALER to one boot of one node; belongs to the running loop.
+    """One caller of one boot of one node; belongs to the running loop. context: None speaks over the loop's own sockets, which do not encrypt.
 
     Two plain callbacks instead of a queue: a token frame reaches its request without a task switch. on_message gets every message
     but Ping and Hello, on_state every change of state; neither may block. Sending is allowed while CONNECTING: frames follow the Hello.
@@ -41,7 +43,7 @@ class NodeLink:
         me: Peer,
         endpoint: Endpoint,
         *,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: zmq.Context[zmq.Socket[bytes]] | None,
         on_message: Callable[[AnyMessage], None],
         on_state: Callable[[LinkState], None],
         open_attempts: Callable[[], Open],
@@ -51,23 +53,37 @@ class NodeLink:
         self._on_message, self._on_state = on_message, on_state
         self._tick_s = settings.heartbeat_s / 4
         self._loop = asyncio.get_running_loop()
+        self._context, self._settings = context, settings
+        self._has_edges = context is not None
         self._dialer = Dialer(
-            me, endpoint, kind="router", context=context, settings=settings, open_attempts=open_attempts, now=self._loop.time()
+            me, endpoint, kind="router", open_line=self._open_line, settings=settings, open_attempts=open_attempts, now=self._loop.time()
         )  # fmt: skip
         self._told = LinkState.CONNECTING
-        self._watched: list[zmq.Socket[bytes]] = []
+        self._watched: Sequence[zmq.Socket[bytes]] = ()
         self._closed = False
         self._is_end_due = False
         self._is_connection_due = True
         """Something may have become of the connection since it was looked at."""
+        self._is_calm = True
+        """One message was sent when last something was, and that turn is over."""
+        self._num_sent = 0
+        """Messages since the end of a turn was looked at."""
         self._is_more = False
-        """Something was sent since the end of the turn before this one."""
+        """Something was held since the end of the turn before this one."""
         self._has_flushed = False
         """A frame left since the last look at what came, whose edge may have gone with it."""
+        self._is_behind = False
+        """More came than was taken in one go."""
         self._held_since = 0.0
         """When the first message that waits came; 0: none came since the last flush."""
         self._watch()
         self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+    def _open_line(self) -> Line:
+        address = self.endpoint.address
+        if self._context is not None:
+            return ZmqLine(self._context, address, self._settings)
+        return StreamLine(address, self._settings, self._on_readable, self._on_connection)
 
     @property
     def state(self) -> LinkState:
@@ -91,6 +107,12 @@ class NodeLink:
         """Put one message into this turn's frame, and return that frame's number; raises NodeLost when the link is lost, broken just now, or too
         much waits."""
         number = self._dialer.put(message) or self._make_room(message)
+        self._num_sent += 1
+        if self._is_calm:
+            self._is_calm = False
+            self._flush()
+            self._end_turn_soon()
+            return number
         self._is_more = True
         if not self._held_since:
             self._held_since = perf_counter()
@@ -101,7 +123,7 @@ class NodeLink:
 
     def _make_room(self, message: AnyMessage) -> int:
         """For a message that does not go with what waits."""
-        self._held_since, self._has_flushed = 0.0, True
+        self._held_since, self._has_flushed = 0.0, self._has_edges
         number = self._dialer.send(message, self._loop.time())
         if number:
             return number
@@ -112,7 +134,7 @@ class NodeLink:
     def _flush(self) -> None:
         self._held_since = 0.0
         if self._dialer.has_unsent:
-            self._has_flushed = True
+            self._has_flushed = self._has_edges
             self._dialer.flush(self._loop.time())
 
     def close(self) -> None:
@@ -136,17 +158,21 @@ class NodeLink:
                 self._drain()
             return
         self._is_end_due = False
+        if self._num_sent:
+            self._is_calm = self._num_sent == 1
+            self._num_sent = 0
         self._flush()
-        self._has_flushed = False
-        self._drain()
-        self._flush()
+        if self._has_edges or self._is_behind:
+            self._has_flushed = self._is_behind = False
+            self._drain()
+            self._flush()
         if self._dialer.has_unsent:
             self._retry_later()
         elif self._has_flushed:
             self._end_turn_soon()
 
     def _retry_later(self) -> None:
-        """ZMQ's queue is full, and nothing says when it no longer is."""
+        """Too much waits already, and nothing says when it no longer does."""
         if not self._is_end_due:
             self._is_end_due = True
             self._loop.call_later(HELD_S, self._end_turn)
@@ -164,6 +190,7 @@ class NodeLink:
         looks_at_connection, self._is_connection_due = self._is_connection_due, False
         messages, more = self._dialer.receive(self._loop.time(), looks_at_connection=looks_at_connection)
         if more:
+            self._is_behind = True
             self._end_turn_soon()
         self._watch()
         if self.state is LinkState.UP:
@@ -173,7 +200,9 @@ class NodeLink:
 
     def _deliver(self, messages: list[AnyMessage]) -> None:
         # One message that its receiver cannot stand must not cost the others of the same batch.
-        on_message = self._on_message
+        on_message, is_calm = self._on_message, self._is_calm
+        if len(messages) > 1:
+            self._is_calm = False  # what is said in answer goes together
         for message in messages:
             if self._closed:
                 return
@@ -182,13 +211,15 @@ class NodeLink:
             except Exception as error:
                 what = f"{type(message).__name__} from {self.endpoint.node} was not handled"
                 self._loop.call_exception_handler({"message": what, "exception": error})
+        if not self._num_sent:
+            self._is_calm = is_calm
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
         self._is_connection_due = True
         self._drain()
         self._dialer.tick(self._loop.time())
-        self._has_flushed = True
+        self._has_flushed = self._has_edges
         self._end_turn_soon()
 
     def _tell(self) -> None:
@@ -202,7 +233,7 @@ class NodeLink:
     def _watch(self) -> None:
         """Follow the dialer's sockets, which change with every connection."""
         sockets = self._dialer.sockets()
-        if sockets != self._watched:
+        if sockets is not self._watched:
             for socket in self._watched:
                 self._loop.remove_reader(socket.fileno())
             for socket, on_readable in zip(sockets, (self._on_readable, self._on_connection), strict=False):

@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 CLUSTER_KEY_BYTES = 32
 CURVE_OVERHEAD_BYTES = 64
 ZAP_DOMAIN = b"pdcluster"
+RECONNECT_S = 0.05, 0.5
+"""Pauses between attempts to connect, the first and the longest."""
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
+"""Of TCP, under leases that notice sooner."""
 _DOWN = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _REFUSED = zmq.EVENT_CONNECT_RETRIED
 _monitor_names = itertools.count()
@@ -121,12 +125,12 @@ def _set_options(socket: zmq.Socket[bytes], settings: WireSettings) -> None:
         (zmq.IPV6, 1),
         (zmq.SNDHWM, settings.high_water),
         (zmq.RCVHWM, settings.high_water),
-        (zmq.RECONNECT_IVL, 50),
-        (zmq.RECONNECT_IVL_MAX, 500),
+        (zmq.RECONNECT_IVL, int(RECONNECT_S[0] * 1000)),
+        (zmq.RECONNECT_IVL_MAX, int(RECONNECT_S[1] * 1000)),
         (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, 10),
-        (zmq.TCP_KEEPALIVE_INTVL, 5),
-        (zmq.TCP_KEEPALIVE_CNT, 3),
+        (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S),
+        (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S),
+        (zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_COUNT),
         (zmq.HANDSHAKE_IVL, max(1, int(settings.lease_s * 1000))),
     ):
         socket.setsockopt(option, value)
@@ -171,7 +175,7 @@ class Monitor:
         self.socket.connect(address)
 
     def drain(self) -> list[str]:
-        """"down" (a connection ended) and "refused" (none came about), in the order they happened."""
+        """`line.DOWN` and `line.REFUSED`, in the order they happened."""
         found: list[str] = []
         while has_message(self.socket):
             event = recv_monitor_message(self.socket, zmq.NOBLOCK)["event"]

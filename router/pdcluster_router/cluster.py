@@ -100,7 +100,7 @@ class Cluster:
         self,
         me: Peer,
         *,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: zmq.Context[zmq.Socket[bytes]] | None,
         settings: WireSettings,
         events: EventLog | None = None,
         index_blocks: int = MAX_BLOCKS,

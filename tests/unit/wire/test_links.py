@@ -21,6 +21,8 @@ from pdcluster.wire.links import LinkState, NodeLink
 from pdcluster.wire.sockets import WireSettings
 
 Context = zmq.Context[zmq.Socket[bytes]]
+Own = Context | None
+"""What a router's links speak over: None, the loop's own sockets."""
 Make = Callable[..., Node]
 ME = Peer("router-0", "boot-r")
 PATIENT = dataclasses.replace(SETTINGS, heartbeat_s=2000.0, lease_s=9000.0, rewelcome_s=9000.0)
@@ -30,12 +32,12 @@ PATIENT = dataclasses.replace(SETTINGS, heartbeat_s=2000.0, lease_s=9000.0, rewe
 class Router:
     """One link and everything it said."""
 
-    def __init__(self, context: Context, endpoint: m.Endpoint, settings: WireSettings = SETTINGS) -> None:
+    def __init__(self, own: Own, endpoint: m.Endpoint, settings: WireSettings = SETTINGS) -> None:
         self.messages: list[m.AnyMessage] = []
         self.states: list[LinkState] = []
         self.open: Open = ()
         self.link = NodeLink(
-            ME, endpoint, context=context, on_message=self.messages.append, on_state=self.states.append,
+            ME, endpoint, context=own, on_message=self.messages.append, on_state=self.states.append,
             open_attempts=lambda: self.open, settings=settings,
         )  # fmt: skip
 
@@ -48,14 +50,19 @@ async def until(condition: Callable[[], object], *nodes: Node, limit_s: float = 
             await asyncio.sleep(0.002)
 
 
+@pytest.fixture(params=["zmq", "loop"])
+def own(request: pytest.FixtureRequest, context: Context) -> Own:
+    return context if request.param == "zmq" else None
+
+
 @pytest.fixture
 def node(make_node: Make) -> Node:
     return make_node("decode-0")
 
 
 @pytest.fixture
-async def router(context: Context, node: Node) -> AsyncIterator[Router]:
-    router = Router(context, node.endpoint)
+async def router(own: Own, node: Node) -> AsyncIterator[Router]:
+    router = Router(own, node.endpoint)
     yield router
     router.link.close()
 
@@ -74,11 +81,11 @@ async def test_a_link_comes_up_and_carries_messages_in_order_both_ways(node: Nod
 
 
 @pytest.mark.parametrize("signals_while_sending", [False, True])
-def test_a_link_lives_on_uvloop_too(context: Context, make_node: Make, signals_while_sending: bool) -> None:
+def test_a_link_lives_on_uvloop_too(own: Own, make_node: Make, signals_while_sending: bool) -> None:
     node = make_node("decode-0")
 
     async def scenario() -> Router:
-        router = Router(context, node.endpoint)
+        router = Router(own, node.endpoint)
         if signals_while_sending:
             await test_answers_arrive_while_requests_are_being_sent(node, router)
         else:
@@ -86,7 +93,7 @@ def test_a_link_lives_on_uvloop_too(context: Context, make_node: Make, signals_w
         new = make_node("decode-0", "boot-2", listen="127.0.0.1:0")
         node.hub.close()
         await until(lambda: router.states[-1] is LinkState.LOST)
-        again = Router(context, new.endpoint)
+        again = Router(own, new.endpoint)
         again.link.send(m.Release("r"))
         await until(lambda: new.messages(m.Release), new)
         assert new.messages(m.Release) == [m.Release("r")] and again.states == [LinkState.UP]
@@ -119,12 +126,12 @@ async def test_answers_arrive_while_requests_are_being_sent(node: Node, router: 
 
 
 async def test_a_node_is_heard_while_every_turn_sends_it_more_than_one_frame(
-    context: Context, node: Node, monkeypatch: pytest.MonkeyPatch
+    own: Own, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them may swallow the edge that told of what came, also when others of the same turn are held for the next one."""
     now = 1.0
     monkeypatch.setattr(links, "perf_counter", lambda: now)
-    router = Router(context, node.endpoint, PATIENT)
+    router = Router(own, node.endpoint, PATIENT)
     await until(lambda: router.states, node)
     for number in range(200):
         node.hub.send(ME, m.Scheduled("r", number))
@@ -140,8 +147,8 @@ async def test_a_node_is_heard_while_every_turn_sends_it_more_than_one_frame(
     router.link.close()
 
 
-async def test_the_hello_names_the_open_attempts(context: Context, node: Node) -> None:
-    router = Router(context, node.endpoint)
+async def test_the_hello_names_the_open_attempts(own: Own, node: Node) -> None:
+    router = Router(own, node.endpoint)
     router.open = (("late", 0, 0),)
     await until(lambda: node.received, node)
     assert node.received[0].message == m.Hello("router", ())
@@ -170,11 +177,11 @@ async def test_a_node_that_dies_loses_its_link(node: Node, router: Router) -> No
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_a_node_that_dies_between_two_ticks_loses_its_link_at_once(context: Context, node: Node, run: Callable[..., None]) -> None:
+def test_a_node_that_dies_between_two_ticks_loses_its_link_at_once(own: Own, node: Node, run: Callable[..., None]) -> None:
     """What becomes of the connection is heard when it happens: nothing else wakes the link, and the next tick is minutes away."""
 
     async def scenario() -> None:
-        router = Router(context, node.endpoint, PATIENT)
+        router = Router(own, node.endpoint, PATIENT)
         await until(lambda: router.states, node)
         node.hub.close()
         await until(lambda: router.states[-1] is LinkState.LOST)
@@ -195,35 +202,37 @@ async def test_what_a_node_said_before_it_hung_up_is_heard(node: Node, router: R
     assert router.messages == [m.Scheduled("r", number) for number in range(len(router.messages))]
 
 
-async def test_nobody_at_the_address_ends_as_lost(context: Context) -> None:
-    router = Router(context, m.Endpoint("decode-0", "boot-1", "127.0.0.1:1"))
+async def test_nobody_at_the_address_ends_as_lost(own: Own) -> None:
+    router = Router(own, m.Endpoint("decode-0", "boot-1", "127.0.0.1:1"))
     await until(lambda: router.states)
     assert router.states == [LinkState.LOST] and "did not answer" in router.link.lost_because
     router.link.close()
 
 
-async def test_another_boot_at_the_address_ends_as_lost(context: Context, node: Node) -> None:
-    router = Router(context, m.Endpoint("decode-0", "boot-0", node.hub.address))
+async def test_another_boot_at_the_address_ends_as_lost(own: Own, node: Node) -> None:
+    router = Router(own, m.Endpoint("decode-0", "boot-0", node.hub.address))
     await until(lambda: router.states, node)
     assert router.states == [LinkState.LOST] and "another boot" in router.link.lost_because
     assert node.received == []
     router.link.close()
 
 
-async def test_a_restart_on_the_same_address_ends_as_lost_and_a_new_link_works(context: Context, make_node: Make, node: Node, router: Router) -> None:
+async def test_a_restart_on_the_same_address_ends_as_lost_and_a_new_link_works(own: Own, make_node: Make, node: Node, router: Router) -> None:
     await until(lambda: router.states, node)
     node.hub.close()
     new = start_again(make_node, node, "boot-2")
     await until(lambda: router.states[-1] is LinkState.LOST, new)
-    again = Router(context, new.endpoint)
+    again = Router(own, new.endpoint)
     again.link.send(m.Release("r"))
     await until(lambda: new.messages(m.Release), new)
     assert new.messages(m.Release) == [m.Release("r")] and not node.messages(m.Release)
     again.link.close()
 
 
-async def test_a_full_queue_raises_node_lost_and_the_link_goes_on(context: Context, node: Node) -> None:
-    router = Router(context, node.endpoint, WireSettings(heartbeat_s=0.05, lease_s=30.0, high_water=4))
+async def test_a_full_queue_raises_node_lost_and_the_link_goes_on(own: Own, make_node: Make) -> None:
+    narrow = WireSettings(heartbeat_s=0.05, lease_s=30.0, high_water=4)
+    node = make_node("decode-0", settings=narrow)
+    router = Router(own, node.endpoint, narrow)
     await until(lambda: router.states, node)
     sent = 0
     with pytest.raises(NodeLost, match="takes no more frames"):
@@ -237,11 +246,11 @@ async def test_a_full_queue_raises_node_lost_and_the_link_goes_on(context: Conte
     router.link.close()
 
 
-async def test_a_full_queue_is_not_tried_in_every_turn_of_the_loop(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_queue_is_not_tried_in_every_turn_of_the_loop(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody at the other end says a word, so that nothing leaves. HELD_S: the retry comes long after this test."""
     monkeypatch.setattr(links, "HELD_S", 1000.0)
     silent = socket.create_server(("127.0.0.1", 0))
-    router = Router(context, m.Endpoint("decode-0", "boot-1", f"127.0.0.1:{silent.getsockname()[1]}"), dataclasses.replace(PATIENT, high_water=4))
+    router = Router(own, m.Endpoint("decode-0", "boot-1", f"127.0.0.1:{silent.getsockname()[1]}"), dataclasses.replace(PATIENT, high_water=4))
     with pytest.raises(NodeLost, match="takes no more frames"):
         for _ in range(20):
             router.link.send(m.FileChunk("f", 0, 1 << 20, bytes(1 << 20)))
@@ -260,7 +269,7 @@ async def test_a_full_queue_is_not_tried_in_every_turn_of_the_loop(context: Cont
     silent.close()
 
 
-async def test_a_handler_that_fails_costs_one_message_only(context: Context, node: Node) -> None:
+async def test_a_handler_that_fails_costs_one_message_only(own: Own, node: Node) -> None:
     seen: list[m.AnyMessage] = []
     failures: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, report: failures.append(report["exception"]))
@@ -270,7 +279,7 @@ async def test_a_handler_that_fails_costs_one_message_only(context: Context, nod
         if len(seen) == 1:
             raise ValueError("not handled")
 
-    link = NodeLink(ME, node.endpoint, context=context, on_message=handle, on_state=lambda _: None, open_attempts=tuple, settings=SETTINGS)
+    link = NodeLink(ME, node.endpoint, context=own, on_message=handle, on_state=lambda _: None, open_attempts=tuple, settings=SETTINGS)
     await until(lambda: node.received, node)
     for number in range(3):
         node.hub.send(ME, m.Scheduled("r", number))
@@ -319,9 +328,9 @@ def listener(context: Context) -> Iterator[Listener]:
 
 
 @pytest.fixture
-async def caller(context: Context, listener: Listener) -> AsyncIterator[Router]:
+async def caller(own: Own, listener: Listener) -> AsyncIterator[Router]:
     """A router whose Hello the listener has heard and answered."""
-    router = Router(context, listener.endpoint, WireSettings(heartbeat_s=5.0, lease_s=20.0, rewelcome_s=10.0, hello_interval_s=0.01))
+    router = Router(own, listener.endpoint, WireSettings(heartbeat_s=5.0, lease_s=20.0, rewelcome_s=10.0, hello_interval_s=0.01))
     await until(lambda: listener.heard() == [m.Hello("router")])
     listener.say(m.Welcome("decode"), 1)
     await until(lambda: router.messages)
@@ -329,9 +338,43 @@ async def caller(context: Context, listener: Listener) -> AsyncIterator[Router]:
     router.link.close()
 
 
-async def test_what_is_sent_in_one_turn_of_the_loop_is_one_frame(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+async def make_busy(router: Router, listener: Listener) -> None:
+    """Several messages left together when last something was sent, and nothing waits."""
+    for _ in range(3):
+        router.link.send(m.Release("busy"))
+    heard: list[m.AnyMessage] = []
+    await until(lambda: heard.extend(listener.heard()) or len(heard) == 3)
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_what_is_sent_alone_leaves_at_once(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "HELD_S", 1e9)
+    for number in range(5):
+        listener.frames()
+        caller.link.send(m.Release(f"alone {number}"))
+        assert not caller.link._dialer.has_unsent
+        await asyncio.sleep(0)
+        frames: list[m.Envelope] = []
+        await until(lambda frames=frames: frames.extend(listener.frames()) or frames)  # type: ignore[misc]
+        assert [frame.messages for frame in frames] == [(m.Release(f"alone {number}"),)]
+
+
+async def test_what_follows_in_the_same_turn_is_one_frame_behind_the_first(
+    listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(links, "HELD_S", 1e9)
     listener.frames()
+    for number in range(4):
+        caller.link.send(m.Release(f"r{number}"))
+    frames: list[m.Envelope] = []
+    await until(lambda: frames.extend(listener.frames()) or len(frames) == 2)
+    assert [len(frame.messages) for frame in frames] == [1, 3]
+
+
+async def test_what_is_sent_in_one_turn_of_the_loop_is_one_frame(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "HELD_S", 1e9)
+    await make_busy(caller, listener)
     numbers = {caller.link.send(m.Release(f"r{number}")) for number in range(50)}
     frames: list[m.Envelope] = []
     await until(lambda: frames.extend(listener.frames()) or frames)
@@ -351,7 +394,7 @@ async def test_what_is_sent_in_turns_that_follow_each_other_is_one_frame(
         if number + 1 < len(sent):
             loop.call_soon(send_next, number + 1)
 
-    listener.frames()
+    await make_busy(caller, listener)
     send_next(0)
     frames: list[m.Envelope] = []
     await until(lambda: frames.extend(listener.frames()) or frames)
@@ -360,8 +403,9 @@ async def test_what_is_sent_in_turns_that_follow_each_other_is_one_frame(
 
 async def test_a_frame_leaves_as_soon_as_a_turn_sends_nothing(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "HELD_S", 1e9)
-    listener.frames()
+    await make_busy(caller, listener)
     caller.link.send(m.Release("alone"))
+    assert caller.link._dialer.has_unsent
     for _ in range(3):
         await asyncio.sleep(0)
     assert listener.socket.poll(10_000)  # without a further turn
@@ -370,7 +414,7 @@ async def test_a_frame_leaves_as_soon_as_a_turn_sends_nothing(listener: Listener
 
 async def test_what_follows_turn_by_turn_is_held_no_longer_than_that(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "HELD_S", 0.02)
-    listener.frames()
+    await make_busy(caller, listener)
     frames: list[m.Envelope] = []
     async with asyncio.timeout(20):
         while len(frames) < 2:  # there is never a turn that sends nothing
@@ -380,7 +424,7 @@ async def test_what_follows_turn_by_turn_is_held_no_longer_than_that(listener: L
     assert len(frames[0].messages) > 1
 
 
-async def test_what_is_sent_in_answer_to_a_frame_is_one_frame(context: Context, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_sent_in_answer_to_a_frame_is_one_frame(own: Own, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "HELD_S", 1e9)
     calm = WireSettings(heartbeat_s=5.0, lease_s=20.0)
 
@@ -388,7 +432,7 @@ async def test_what_is_sent_in_answer_to_a_frame_is_one_frame(context: Context, 
         if isinstance(message, m.Scheduled):
             link.send(m.Release(message.request))
 
-    link = NodeLink(ME, listener.endpoint, context=context, on_message=answer, on_state=lambda _: None, open_attempts=tuple, settings=calm)
+    link = NodeLink(ME, listener.endpoint, context=own, on_message=answer, on_state=lambda _: None, open_attempts=tuple, settings=calm)
     await until(lambda: listener.heard() == [m.Hello("router")])
     listener.say_all(tuple(m.Scheduled(f"r{number}", 0) for number in range(20)), 1)
     frames: list[m.Envelope] = []
@@ -400,7 +444,7 @@ async def test_what_is_sent_in_answer_to_a_frame_is_one_frame(context: Context, 
 async def test_a_turn_that_takes_long_does_not_hold_the_first_message_back(
     listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listener.frames()
+    await make_busy(caller, listener)
     monkeypatch.setattr(links, "HELD_S", 1e9)
     caller.link.send(m.Release("first"))
     assert not listener.socket.poll(0)
@@ -413,7 +457,7 @@ async def test_a_turn_that_takes_long_does_not_hold_the_first_message_back(
 
 async def test_more_than_a_frame_holds_goes_as_several(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "HELD_S", 1e9)
-    listener.frames()
+    await make_busy(caller, listener)
     sent = [m.Release(f"r{number}") for number in range(m.MAX_MESSAGES + 1)] + [m.FileChunk("f", 0, 1 << 20, bytes(200 << 10)) for _ in range(3)]
     numbers = [caller.link.send(message) for message in sent]
     frames: list[m.Envelope] = []
@@ -483,9 +527,9 @@ async def test_a_duplicate_of_a_frame_is_dropped_with_all_its_messages(listener:
     assert caller.link.dropped == {"duplicate": 1} and caller.link.gaps == 0
 
 
-async def test_a_cut_that_the_same_boot_heals_costs_no_link_and_starts_with_a_hello(context: Context, listener: Listener, caller: Router) -> None:
+async def test_a_cut_that_the_same_boot_heals_costs_no_link_and_starts_with_a_hello(own: Own, listener: Listener, caller: Router) -> None:
     proxy = await CuttingProxy.start(listener.endpoint.address)
-    router = Router(context, m.Endpoint("decode-0", "boot-1", proxy.address), WireSettings(heartbeat_s=5.0, lease_s=20.0, rewelcome_s=10.0))
+    router = Router(own, m.Endpoint("decode-0", "boot-1", proxy.address), WireSettings(heartbeat_s=5.0, lease_s=20.0, rewelcome_s=10.0))
     await until(lambda: listener.heard() == [m.Hello("router")])
     listener.say(m.Welcome("decode"), 1)
     await until(lambda: router.states == [LinkState.UP])
