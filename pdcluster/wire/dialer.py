@@ -85,6 +85,8 @@ class Dialer:
         self._sockets: Sequence[zmq.Socket[bytes]] = ()
         self._retired: list[Line] = []
         self._events: list[str] = []
+        self._why = ""
+        """What went wrong with the last line."""
         self._open_line(now)
 
     # ------------------------------------------------------------ what the owner calls
@@ -172,6 +174,7 @@ class Dialer:
 
     def _retire_line(self) -> None:
         if self._line is not None:
+            self._why = self._line.why
             self._retired.append(self._line)
         self._line = None
         self._sockets, self._events = (), []
@@ -204,7 +207,8 @@ class Dialer:
         if self.state is LinkState.UP and self._drained_at - self._heard_at >= self._settings.lease_s:
             self.close(f"nothing heard from {self.peer.node} for {self._settings.lease_s} s")
         elif self.state is LinkState.CONNECTING and now >= self._up_by:
-            self.close(f"{self.peer.node} did not answer at {self.endpoint.address}")
+            why = self._line.why if self._line is not None else self._why
+            self.close(f"{self.peer.node} did not answer at {self.endpoint.address}{f': {why}' if why else ''}")
 
     # ------------------------------------------------------------ frames
 

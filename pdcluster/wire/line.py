@@ -22,7 +22,9 @@ DOWN, REFUSED = "down", "refused"
 
 
 class Line(Protocol):
-    """Nothing here blocks."""
+    """Nothing here blocks. why: what is known of what went wrong last, to be told to people; "" for nothing."""
+
+    why: str
 
     def send(self, frame: bytes) -> bool:
         """Whether it goes out, or will once there is a connection; False: too much waits already."""
@@ -52,6 +54,8 @@ OpenLine = Callable[[], Line]
 
 class ZmqLine:
     """A DEALER socket and its monitor."""
+
+    why = ""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, settings: WireSettings) -> None:
         target = "tcp://" + format_address(*parse_address(address))

@@ -44,6 +44,7 @@ class StreamLine(asyncio.Protocol):
         self._host, self._port = parse_address(address)
         self._address, self._settings = address, settings
         self._wake, self._on_connection = wake, on_connection
+        self.why = ""
         self._reader = Reader(settings.max_frame_bytes)
         self._frames = self._reader.frames
         self._transport: asyncio.Transport | None = None
@@ -70,7 +71,7 @@ class StreamLine(asyncio.Protocol):
                 write(head_of(size))
                 write(frame)
             return True
-        if self._reader.is_ready or self._room <= 0:  # the other end reads too slowly, or nobody is there yet
+        if self._is_closed or self._reader.is_ready or self._room <= 0:  # the other end reads too slowly, or there is none yet
             return False
         self._room -= size
         self._waiting += (head_of(size), frame)
@@ -117,7 +118,8 @@ class StreamLine(asyncio.Protocol):
                 async with asyncio.timeout(self._settings.lease_s):
                     await self._loop.create_connection(lambda: self, self._host, self._port)
                 return
-            except OSError:  # of which TimeoutError is one
+            except (OSError, UnicodeError) as error:  # TimeoutError is one of the first, names that cannot be ones are the second
+                self.why = str(error) or "no connection in time"
                 self._happen(REFUSED)
             await asyncio.sleep(least_s)
             least_s = min(2 * least_s, most_s)
@@ -149,8 +151,9 @@ class StreamLine(asyncio.Protocol):
         try:
             reader.feed(data)
         except ProtocolError as error:
-            logger.warning("the connection to %s ends: %s", self._address, error)
-            self._is_open = False
+            self.why, self._is_open = str(error), False
+            if reader.is_ready:
+                logger.warning("the connection to %s ends: %s", self._address, error)
             if self._transport is not None:
                 self._transport.abort()
         if reader.answers or reader.is_ready is not was_ready:
@@ -173,6 +176,8 @@ class StreamLine(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport, self._is_open = None, False
+        if not self._reader.is_ready and not self.why:
+            self.why = "it hung up before it was ready, as one does that has a cluster key when this process has none"
         self._happen(DOWN)
 
     def pause_writing(self) -> None:

@@ -73,7 +73,7 @@ class Reader:
 
     def _greeted(self, data: bytes) -> int:
         """Bytes of the greeting, 0 while it is not whole."""
-        if data[:1] != _SIGNATURE[:1]:
+        if not _SIGNATURE.startswith(data[:1]):
             raise ProtocolError("it does not speak ZMTP")
         if len(data) < GREETING_BYTES:
             return 0

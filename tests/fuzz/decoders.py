@@ -44,7 +44,7 @@ from pdcluster.transfer.shm_notices import Notices
 from pdcluster.transfer.staged_pieces import cut
 from pdcluster.transfer.staged_reads import SourceReads
 from pdcluster.transfer.staging import Blocks, StagedSettings
-from pdcluster.wire import codec
+from pdcluster.wire import codec, zmtp
 from pdcluster.wire.address import parse_address
 from pdcluster.wire.batch import Batch
 from pdcluster_router.events import Event
@@ -188,6 +188,22 @@ def wire_decoders() -> list[Decoder]:
         Decoder("address", (b"127.0.0.1:80", b"[::1]:9", b"node-3.x:1"), lambda data: parse_address(data.decode("latin-1")), (ProtocolError,)),
         Decoder("ready line", (b'{"ready": true, "address": "h:1", "name": "x"}\n',), parse, (ProtocolError,)),
     ]
+
+
+def zmtp_decoder() -> Decoder:
+    """A connection's bytes, cut anywhere; what it keeps of them is bounded by what came."""
+    ready = zmtp.framed(b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER", 4)
+    good = zmtp.GREETING + ready + zmtp.framed(b"short") + zmtp.framed(b"x" * 300) + zmtp.framed(b"\x04PING\0\0c", 4)
+
+    def decode(data: bytes) -> None:
+        reader = zmtp.Reader(MOST_AT_ONCE)
+        at, step = 0, 1 + len(data) % 7
+        while at < len(data):
+            reader.feed(data[at : at + step])
+            at, step = at + step, step * 3
+        assert sum(map(len, reader.frames)) <= len(data) and sum(map(len, reader.answers)) <= len(data) + len(zmtp.READY)
+
+    return Decoder("zmtp", (good, good[:70]), decode, (ProtocolError,))
 
 
 def card_decoders() -> list[Decoder]:
@@ -386,8 +402,8 @@ def control_decoder() -> Decoder:
 
 
 def decoders() -> dict[str, Decoder]:
-    every: list[Any] = [*wire_decoders(), *card_decoders(), generate_decoder(), grammar_decoder(), rank_decoder(), hello_decoder(), advert_decoder()]
-    every.append(rank_adverts_decoder())
+    every: list[Any] = [*wire_decoders(), zmtp_decoder(), *card_decoders(), generate_decoder(), grammar_decoder(), rank_decoder()]
+    every += [hello_decoder(), advert_decoder(), rank_adverts_decoder()]
     every += [control_decoder(), tcp_frame_decoder(), lane_decoder(), *staged_decoders(), *shm_decoders()]
     return {decoder.name: decoder for decoder in every}
 

@@ -18,7 +18,7 @@ from pdcluster.errors import ProtocolError
 
 SAMPLE, WHOLE = 1500, 100_000
 NAMES = (
-    "wire frame", "wire frame with a good digest", "address",
+    "wire frame", "wire frame with a good digest", "zmtp", "address",
     "adverts of ranks", "ready line", "card", "snapshot", "generate request", "parts of a grammar", "rank message", "transfer hello",
     "transfer advert", "tcp frame", "tcp answer", "staged notice", "staged grant", "staged answer", "shm notice", "shm advert",
     "shm hello", "shm regions", "control frame",

@@ -1,9 +1,12 @@
 """Contexts and nodes that talk over real sockets on loopback."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
+import uvloop
 import zmq
+from patient_loop import PatientLoop
 from wire_nodes import SETTINGS, Node, clock_of_test
 
 from pdcluster.transfer.base import Peer
@@ -11,6 +14,14 @@ from pdcluster.wire.hub import Hub
 from pdcluster.wire.sockets import WireSettings
 
 Context = zmq.Context[zmq.Socket[bytes]]
+Loop = Callable[[], asyncio.AbstractEventLoop]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Loop]:
+    """Whose transports are uvloop's in a router is tested on both."""
+    patient: dict[str, Loop] = {"patient": PatientLoop}
+    return patient | {"uvloop": uvloop.new_event_loop} if "test_stream_line" in item.nodeid else patient
 
 
 @pytest.fixture
