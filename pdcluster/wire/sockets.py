@@ -32,7 +32,8 @@ _monitor_names = itertools.count()
 @dataclass(frozen=True, slots=True)
 class WireSettings:
     """lease_s: a link on which nothing arrived for so long is lost; rewelcome_s: the time a cut connection has to come back;
-    high_water: frames that may wait per peer; max_peers bounds what strangers can make us remember.
+    high_water: frames that may wait per peer (where `stream_line` counts bytes, as many times `batch.MAX_BATCH_BYTES`);
+    max_peers bounds what strangers can make us remember.
     advertise_host: the host others connect to when we listen on a wildcard address.
     cluster_key: secret of CLUSTER_KEY_BYTES shared by the whole cluster; None leaves links unencrypted."""
 

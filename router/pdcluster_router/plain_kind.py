@@ -14,6 +14,7 @@ import numpy as np
 from pdcluster.api.detokenize import Detokenizer
 from pdcluster.api.limits import DEFAULT_COMPLETION_TOKENS, wire_seed
 from pdcluster.api.openai import CompletionRequest
+from pdcluster.api.replies import CompletionChoice, CompletionReply, Usage
 from pdcluster.api.segments import SHORT_CHARACTERS
 from pdcluster.api.text import TextModel
 from pdcluster.errors import PdclusterError
@@ -36,6 +37,7 @@ FEW_TOKENS = 256
 
 key_of = attrgetter(*IN_KIND, *NOT_PLAIN)
 _largest = np.maximum.reduce
+_encode = msgspec.json.Encoder().encode
 
 
 class Kind(msgspec.Struct, frozen=True, eq=False):
@@ -71,6 +73,11 @@ class Asked(msgspec.Struct, frozen=True, eq=False):
     kind: Kind
     created: int
     salt: bytes
+
+    def completion(self, request: str, model: str, token_ids: Sequence[int], reason: str, usage: Usage) -> bytes:
+        """The whole reply, of one choice."""
+        said = CompletionChoice(0, self.kind.say(token_ids), reason, None)
+        return _encode(CompletionReply("cmpl-" + request, self.created, model, [said], usage))
 
 
 def kind_of(request: CompletionRequest, infos: Sequence[ModelInfo], text_of: Callable[[str], TextModel]) -> Kind | None:

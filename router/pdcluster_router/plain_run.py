@@ -9,13 +9,14 @@ books.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 
 import msgspec
 
 from pdcluster import errors
-from pdcluster.api.replies import CompletionChoice, CompletionReply, PromptTokensDetails, RouteReport, Timeline, Usage
+from pdcluster.api.replies import PromptTokensDetails, RouteReport, Timeline, Usage
 from pdcluster.messages import Cancel, Deliver, Delivered, Finished, Prefill, Pull, Reserve, Reserved, Scheduled, Ticket, Timings, TokenRow, Work
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router import general
@@ -40,14 +41,15 @@ from pdcluster_router.view import NodeView
 
 logger = logging.getLogger(__name__)
 
-_encode = msgspec.json.Encoder().encode
+
+def nothing() -> None: ...
 
 
 class PlainRun(msgspec.Struct, eq=False):
     """Owned by the router's event loop. started, placed_at, first_at, second_at, heard_at, reserved_at, carried_since: moments on the dispatcher's
     clock, 0 before; heard_at: of the decode node's last word that was read here, carried_since: from which on the transfer may take its time.
     first_seen, second_seen, last_seen: of tokens, on the client's. delivered: what the prefill node said of its part; held: its token, while no
-    decode node has reserved."""
+    decode node has reserved; has_token: from the prefill node. asked: of a whole answer that is put together here, stream: of any other."""
 
     shared: Shared
     metrics: RouterMetrics
@@ -61,9 +63,7 @@ class PlainRun(msgspec.Struct, eq=False):
     local_rounds: Rounds
     remote_rounds: Rounds
     asked: Asked | None = None
-    """Of a whole answer that is put together here."""
     stream: PlainStream | None = None
-    """Of any other answer."""
     choice: Choice | None = None
     prefill: Leg | None = None
     decode: Leg | None = None
@@ -73,7 +73,6 @@ class PlainRun(msgspec.Struct, eq=False):
     backend: str = ""
     is_scheduled: bool = False
     has_token: bool = False
-    """From the prefill node."""
     decode_spoke: bool = False
     placed_at: float = 0.0
     reserved_at: float = 0.0
@@ -144,18 +143,22 @@ class PlainRun(msgspec.Struct, eq=False):
         record.decided(admitted, asked, now)
         shared.chooser.note_sent(choice, query.num_tokens, query.cached_on(choice.first), now)
         shared.chooser.note_prefix(*record.prefix)
-        self._send(choice, now)
+        self._send(choice, now)()
 
     def _go(self, placed: Placed, asked: float) -> None:
-        """Where nearly all go."""
+        """Where nearly all go. It is sent before that is noted, so that nodes begin meanwhile."""
         shared, record = self.shared, self.record
         self.placed_at = now = shared.clock()
-        record.placed(placed, self.job.hashes, asked, now)
-        shared.chooser.note_going(placed, now)
-        shared.chooser.note_prefix(*record.prefix)
-        self._send(placed.choice(), now)
+        try:
+            go_on = self._send(placed.choice(), now)
+        finally:
+            record.placed(placed, self.job.hashes, asked, now)
+            shared.chooser.note_going(placed, now)
+            shared.chooser.note_prefix(*record.prefix)
+        go_on()
 
-    def _send(self, choice: Choice, now: float) -> None:
+    def _send(self, choice: Choice, now: float) -> Callable[[], object]:
+        """What is to be done once that is noted."""
         shared, job, first, is_remote = self.shared, self.job, choice.first, choice.mode == "remote"
         self.choice = choice
         pull = Pull(choice.pull.endpoint, choice.pull_tokens) if choice.pull is not None and choice.pull_tokens else None
@@ -166,10 +169,10 @@ class PlainRun(msgspec.Struct, eq=False):
         except errors.NodeLost:
             self.prefill = self.decode = None
             self._withdraw(leg)
-            self._become().go_on(choice, now, None)
-            return
+            return lambda: self._become().go_on(choice, now, None)
         if is_remote and decode.has_slack and not (job.busy and job.busy_s(decode.endpoint.incarnation, now)) and not self._reserve(now):
-            self._become().reserve()
+            return lambda: self._become().reserve()
+        return nothing
 
     def _reserve(self, now: float) -> bool:
         """False: the decode node is gone, and nothing was sent."""
@@ -186,9 +189,8 @@ class PlainRun(msgspec.Struct, eq=False):
         return True
 
     def _enter(self, node: NodeView) -> Leg:
-        job = self.job
-        leg = Leg(job.request, job.attempts, node.endpoint, job.emitted)
-        job.attempts += 1
+        leg = Leg(self.job.request, self.job.attempts, node.endpoint, self.job.emitted)
+        self.job.attempts += 1
         self.shared.cluster.ledger.enter(leg)
         return leg
 
@@ -231,13 +233,11 @@ class PlainRun(msgspec.Struct, eq=False):
     def _read_letters(self) -> None:
         """What came while it was at work."""
         while self.letters and not self.is_over:
-            self._hear(*self.letters.pop(0))
-
-    def _hear(self, incarnation: str, body: Body) -> None:
-        if self.run is not None:
-            self.run.read(incarnation, body)
-        elif not (self._takes_local if self.prefill is None else self._takes_remote)(incarnation, body):
-            self._become().read(incarnation, body)
+            incarnation, body = self.letters.pop(0)
+            if self.run is not None:
+                self.run.read(incarnation, body)
+            elif not (self._takes_local if self.prefill is None else self._takes_remote)(incarnation, body):
+                self._become().read(incarnation, body)
 
     def _takes_local(self, incarnation: str, body: Body) -> bool:
         """False, with nothing changed: it is not what mostly happens."""
@@ -246,13 +246,12 @@ class PlainRun(msgspec.Struct, eq=False):
             return False
         if type(body) is TokenRow:
             return self._takes_row(leg, body)
-        job = self.job
         if type(body) is Scheduled:
             return self._takes_scheduled(body)
-        if type(body) is not Finished or not body.num_output or body.num_output != len(job.emitted) or self.exchange.line.is_paused:
+        if type(body) is not Finished or not body.num_output == len(self.job.emitted) > 0 or self.exchange.line.is_paused:
             return False
-        if job.cached_tokens is None:
-            job.note_cached(body.timings.cached_tokens)
+        if self.job.cached_tokens is None:
+            self.job.note_cached(body.timings.cached_tokens)
         self._finish(body, body.timings)
         return True
 
@@ -365,8 +364,7 @@ class PlainRun(msgspec.Struct, eq=False):
         return True
 
     def _emit(self, tokens: tuple[int, ...], now: float) -> None:
-        emitted = self.job.emitted
-        position = len(emitted)
+        emitted, position = self.job.emitted, len(self.job.emitted)
         if not position:
             self.first_at = now
             self.record.first_token(now)
@@ -385,18 +383,23 @@ class PlainRun(msgspec.Struct, eq=False):
     # ------------------------------------------------------------ the end
 
     def _finish(self, finished: Finished, prefill: Timings) -> None:
-        """The one answer. prefill: what the node says that computed the prompt."""
+        """The one answer, and then the books: a client does not wait for them. prefill: what the node says that computed the prompt."""
+        self.is_over, self.exchange.on_gone = True, None
+        try:
+            self._answer(finished, prefill)
+        finally:
+            self._close()
+
+    def _answer(self, finished: Finished, prefill: Timings) -> None:
         job, choice, exchange, backend, started = self.job, self.choice, self.exchange, self.backend, self.started
         first_at, second_at, decoded = self.first_at, self.second_at, finished.timings
         assert choice is not None and first_at is not None  # there is a token
         num_prompt, num_output, cached = len(job.prompt), len(job.emitted), job.cached_tokens or 0
-        self.shared.chooser.note_end(num_prompt, num_output)
         timeline = Timeline(  # by position, which costs half
             prefill.queue_s, prefill.prefill_s, prefill.transfer_s, prefill.exposed_s,
             first_at - started, None if second_at is None else second_at - started,
             decoded.decode_s, decoded.decode_tokens, prefill.transfer_bytes, prefill.pulled_tokens, self.placed_at - started,
         )  # fmt: skip
-        self._close()
         if self.stream is not None:
             self.stream.finish(Done(finished.reason, finished.stop_token, cached, 1, self.route(), timeline), self.metrics)
             return
@@ -405,10 +408,8 @@ class PlainRun(msgspec.Struct, eq=False):
         usage = Usage(
             num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(cached), RouteReport(mode, name, decode, backend, 1, timeline)
         )  # fmt: skip
-        asked = self.asked
-        assert asked is not None  # it has no stream
-        said = CompletionChoice(0, asked.kind.say(job.emitted), reason, None)
-        body = _encode(CompletionReply("cmpl-" + exchange.id, asked.created, self.model, [said], usage))
+        assert self.asked is not None  # it has no stream
+        body = self.asked.completion(exchange.id, self.model, job.emitted, reason, usage)
         exchange.reply(200, body, named_headers(JSON, mode, name, decode, backend))
         first, second, last, arrived = self.first_seen, self.second_seen, self.last_seen, exchange.arrived
         noted = (  # times to tokens as the client saw them
@@ -421,8 +422,8 @@ class PlainRun(msgspec.Struct, eq=False):
         """Nothing of it is left in the books."""
         shared, job, record, prefill, decode = self.shared, self.job, self.record, self.prefill, self.decode
         ledger, request = shared.cluster.ledger, job.request
-        self.is_over, self.exchange.on_gone = True, None
         self._drop_alarm()
+        shared.chooser.note_end(len(job.prompt), len(job.emitted))
         if prefill is not None:
             ledger.leave(prefill)
         if decode is not None:
@@ -438,8 +439,7 @@ class PlainRun(msgspec.Struct, eq=False):
 
     def _watch(self, now: float, due: float) -> None:
         """Have an alarm by then, and before any clock runs out that is started until it rings."""
-        rounds = self.local_rounds if self.prefill is None else self.remote_rounds
-        seconds = due - now
+        rounds, seconds = self.local_rounds if self.prefill is None else self.remote_rounds, due - now
         if seconds >= rounds.seconds:
             self.round = rounds.join(self, now)
         else:
