@@ -102,11 +102,10 @@ def most_kept(stations: Sequence[Station], query: Query) -> int:
 
 def copy_s(station: Station, query: Query, kept: int) -> float:
     """What others lose by the room of tokens that another node keeps."""
-    own, seconds = query.cached_on(station.node), station.pace.prefill.seconds
+    own, pace = query.cached_on(station.node), station.pace
     if station.node.role == "decode" or kept <= own:
         return 0.0
-    rest = seconds(query.num_tokens - kept, kept) if kept < query.num_tokens else 0.0
-    return COPY_WEIGHT * min(query.lost / MUCH_LOST, 1.0) * (seconds(query.num_tokens - own, own) - rest)
+    return COPY_WEIGHT * min(query.lost / MUCH_LOST, 1.0) * (_compute_s(pace, query, own) - _compute_s(pace, query, kept))
 
 
 def pause_weight(station: Station, query: Query, late: float) -> float:

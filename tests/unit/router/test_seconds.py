@@ -129,7 +129,22 @@ def test_rule_1_a_copy_costs_its_computing_while_nodes_are_idle(num_waiting: int
 
 def test_rule_1_a_copy_is_what_another_one_has_beyond_its_own() -> None:
     choice, _ = two_prefills(make_load(), make_load(), cached={"p0-boot": 1000, "p1-boot": 300}, lost=MUCH_LOST / 2)
-    assert [terms(choice, "prefill", name)["copy"] for name in ("p0", "p1")] == pytest.approx([0.0, COPY_WEIGHT / 2 * 0.07])
+    assert [terms(choice, "prefill", name)["copy"] for name in ("p0", "p1")] == pytest.approx([0.0, COPY_WEIGHT / 2 * 0.0699]), "one is computed anyway"
+
+
+def test_rule_1_a_copy_of_a_whole_prompt_costs_no_step_that_has_to_run_anyway() -> None:
+    fixed = of_cost(COST, prefill=PrefillCost(0.05, TOKEN_S, 0.0, 0, 100))
+    nodes = node("p0", "prefill", cost=fixed), node("p1", "prefill", cost=fixed), node("d0", "decode")
+    choice = choose(replace(PAIR, cached={"p0-boot": 1000}, lost=MUCH_LOST), *nodes)
+    compute_s = [terms(choice, "prefill", name)["compute"] for name in ("p0", "p1")]
+    assert compute_s[0] == pytest.approx(0.0501) and terms(choice, "prefill", "p1")["copy"] == pytest.approx(COPY_WEIGHT * (compute_s[1] - compute_s[0]))
+
+
+def test_rule_1_a_copy_costs_what_computing_it_takes_beside_rows() -> None:
+    held = Query(1000, expected_output=100, cached={"m0-boot": 800}, lost=MUCH_LOST)
+    found = terms(choose(held, node("m0", "mixed", cost=CHUNKED), node("m1", "mixed", batch(8), CHUNKED)), "local", "m1")
+    assert found["compute"] == pytest.approx(0.1 * 1.16), "8 rows stretch each step of 50 ms by 8 ms"
+    assert found["copy"] == pytest.approx(COPY_WEIGHT * 0.08 * 1.16)
 
 
 def test_rule_1_a_copy_that_is_fetched_takes_as_much_room() -> None:
