@@ -52,7 +52,7 @@ TINY = 1e-300
 """Stands where zero would be divided by."""
 
 PREFILL_TERMS = ("wait", "compute", "fetch", "price", "slowed", "copy")
-DECODE_TERMS = ("room", "exposed", "decode", "others", "row_price")
+DECODE_TERMS = ("room", "exposed", "decode", "others", "row_price", "copy")
 LOCAL_TERMS = (*PREFILL_TERMS, "room", "decode", "others", "row_price")
 
 Numbers = Sequence[float]
@@ -175,9 +175,9 @@ def computed(node: Numbers, known: float, asked: Numbers) -> tuple[float, float]
 
 
 def copy_s(node: Numbers, cached: float, kept: float, asked: Numbers) -> float:
-    """What others lose when this node, too, holds tokens of the prompt beyond those it has `cached`, up to those that another one keeps: COPY_WEIGHT of
-    the time that the node would save with them, which is less than that of the whole prompt, since a token is computed in any case. On a decode node
-    nothing: rows that come there bring their KV wherever their prompts are computed."""
+    """What others lose when this node, too, holds tokens of the prompt beyond those it has `cached`, up to those that another one keeps: COPY_WEIGHT
+    of what the node would save with them, which is less than the whole prompt, since one token is always computed. On a decode node nothing: rows
+    that come there bring their KV wherever their prompts are computed."""
     if kept <= cached or node[IS_SERVER] <= 0.0 or asked[LOST] <= 0.0:
         return 0.0
     scarcity = min(asked[LOST] / MUCH_LOST, 1.0)

@@ -126,11 +126,12 @@ def decode_values(station: Station, query: Query, exposed_s: float, market: Mark
     share = share_on(station, market)
     tpot_s, strain = strained(station, query, share)
     price = price_on(station, market) * share * output * row_s
-    return room_s(station, query, tpot_s), exposed_s, strain * output * tpot_s, strain * output * row_s * pace.rows, price
+    copy = copy_s(station, query, query.num_tokens)  # of what the computing node has by then
+    return room_s(station, query, tpot_s), exposed_s, strain * output * tpot_s, strain * output * row_s * pace.rows, price, copy
 
 
 def local_values(station: Station, query: Query, market: Market, kept: int) -> Values:
-    room, _, decode, others, row_price = decode_values(station, query, 0.0, market)
+    room, _, decode, others, row_price, _ = decode_values(station, query, 0.0, market)
     _, strain = strained(station, query, share_on(station, market))
     weight = strain * pause_weight(station, query, market.late)
     return *prefill_values(station, query, market, kept, weight), room, decode, others, row_price
