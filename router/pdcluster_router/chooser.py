@@ -117,7 +117,7 @@ class Chooser:
             return None
         hashes, num_tokens = job.hashes_so_far(), len(job.prompt) + len(job.emitted)
         sent_s = self._sent_serving.per_second(now), self._sent_decoding.per_second(now)
-        lately = self._usual_prompt, *sent_s, PREVIOUS[self._previous], self._lost.share()
+        lately = self._usual_prompt, *sent_s, PREVIOUS[self._previous], self._lost.share(self._usual_prompt)
         numbers = float(num_tokens), float(self._output_left(job)), self._itl_s, 0.0, *lately
         held, expected = self._held(hashes), self._expected(hashes) if self._expected is not None else NOTHING_HELD
         force, usual = job.force or self._force, self._most_prompt
@@ -201,7 +201,7 @@ class Chooser:
             self._usual_prompt,
             self._sent_serving.per_second(now),
             self._sent_decoding.per_second(now),
-            self._lost.share(),
+            self._lost.share(self._usual_prompt),
         )
 
     def _cached(self, job: Job) -> tuple[Mapping[str, int], Mapping[str, int] | None]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 NEWEST = 1 / 128
 """Weight of the prompt that came last."""
 
+PRIOR = 16 * NEWEST
+"""Usual prompts that count as kept beside those that were, so that a prefix that was lost says little while few are asked for again."""
+
 
 class LostPrefixes:
     """Means over prompts, in tokens. Owned by one thread."""
@@ -24,7 +27,7 @@ class LostPrefixes:
         self._lost += NEWEST * ((lost if lost > 0 else 0) - self._lost)
         self._kept += NEWEST * (kept_tokens - self._kept)
 
-    def share(self) -> float:
-        """Of all that could have been kept, what was not; from 0 to 1."""
+    def share(self, usual_tokens: float) -> float:
+        """Of all that could have been kept, what was not; from 0 to 1. usual_tokens: of a prompt; 0: not known yet, and so is the share."""
         lost = self._lost
-        return lost / (lost + self._kept) if lost > 0.0 else 0.0
+        return lost / (lost + self._kept + PRIOR * usual_tokens) if lost > 0.0 and usual_tokens > 0.0 else 0.0

@@ -351,7 +351,7 @@ class Run:
         self._record.decided(decision, asked, now)
         choice, query = decision.choice, decision.query
         shared.chooser.note_sent(choice, query.num_tokens, query.cached_on(choice.first), now)
-        if self._num_placed == 1:
+        if self._num_placed == 1 and self._generation.leader is None:
             shared.chooser.note_prefix(*self._record.prefix)
         self._attempt = Attempt(self._job, decision.choice, shared.cluster, shared.chooser, shared.settings.stages, shared.clock)
         self._attempt.start()

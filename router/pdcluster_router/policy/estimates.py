@@ -52,7 +52,7 @@ TINY = 1e-300
 """Stands where zero would be divided by."""
 
 PREFILL_TERMS = ("wait", "compute", "fetch", "price", "slowed", "copy")
-DECODE_TERMS = ("room", "exposed", "decode", "others", "row_price")
+DECODE_TERMS = ("room", "exposed", "decode", "others", "row_price", "copy")
 LOCAL_TERMS = (*PREFILL_TERMS, "room", "decode", "others", "row_price")
 
 Numbers = Sequence[float]
@@ -106,15 +106,6 @@ def alone_s(node: Numbers, new: float, cached: float) -> float:
     if steps < 1.0:
         steps = 1.0
     return node[PROMPT_FIXED_S] * steps + node[TOKEN_S] * new + node[PAIR_S] * (new * (cached + new / 2))
-
-
-def copy_s(node: Numbers, cached: float, kept: float, asked: Numbers) -> float:
-    """What others lose when this node, too, holds tokens of the prompt beyond those it has `cached`, up to those that another one keeps. On a decode
-    node nothing: rows that come there bring their KV wherever their prompts are computed."""
-    if kept <= cached or node[IS_SERVER] <= 0.0:
-        return 0.0
-    num_tokens, scarcity = asked[NUM_TOKENS], asked[LOST] / MUCH_LOST
-    return COPY_WEIGHT * (scarcity if scarcity < 1.0 else 1.0) * (alone_s(node, num_tokens - cached, cached) - alone_s(node, num_tokens - kept, kept))
 
 
 def gap_s(node: Numbers, new: float, cached: float) -> float:
@@ -181,6 +172,16 @@ def computed(node: Numbers, known: float, asked: Numbers) -> tuple[float, float]
     work_s = node[PROMPT_FIXED_S] * steps + node[TOKEN_S] * new + node[PAIR_S] * (new * (known + new / 2))
     paused_s = work_s - steps * node[DECODE_FIXED_S]
     return work_s * node[STRETCH], paused_s if paused_s > 0.0 else 0.0
+
+
+def copy_s(node: Numbers, cached: float, kept: float, asked: Numbers) -> float:
+    """What others lose when this node, too, holds tokens of the prompt beyond those it has `cached`, up to those that another one keeps: COPY_WEIGHT
+    of what the node would save with them, which is less than the whole prompt, since one token is always computed. On a decode node nothing: rows
+    that come there bring their KV wherever their prompts are computed."""
+    if kept <= cached or node[IS_SERVER] <= 0.0 or asked[LOST] <= 0.0:
+        return 0.0
+    scarcity = min(asked[LOST] / MUCH_LOST, 1.0)
+    return COPY_WEIGHT * scarcity * (computed(node, cached, asked)[0] - computed(node, kept, asked)[0])
 
 
 def prompt_on(node: Numbers, cached: float, held: float, bytes_s: float, asked: Numbers) -> tuple[float, float, float, float]:

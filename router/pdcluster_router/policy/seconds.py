@@ -7,7 +7,8 @@ Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the pr
     when all have a queue, saving work (going where the prefix is cached) is worth more than a shorter queue. A prefix that another node holds is
     fetched from there where that is sooner than computing it. Either way the KV is held twice then, and what makes room for it perhaps was held once:
     a copy costs COPY_WEIGHT of the time that computing it takes, also while nodes are idle, as far as caches lose what is asked for (Query.lost).
- 2. Decode leg: exposed transfer + output × TPOT + what the rows beside it lose + the wait for room.
+ 2. Decode leg: exposed transfer + output × TPOT + what the rows beside it lose + the wait for room + copy, as in rule 1: of all that the computing
+    node keeps, on a node that computes prompts for others, too.
  3. Local: both on one node, without a transfer. Work that is done on a decode node delays no prompt of the others, so it has no price; it is paid by
     the rows there. A second that these lose weighs as many times more as they have less to lose over an answer until they are slow (COMFORT) than a
     prompt has until it is late (PATIENCE), as long as none is. And between modes the price counts only as far as first tokens are nearer to being

@@ -242,7 +242,7 @@ def weigh_decode(
     found: Found,
 ) -> None:
     """Those that `first` can give KV to; -1: all. paths: bytes a second from where the prompt is computed, in chunks of chunk_tokens; 0 for one that
-    was not measured."""
+    was not measured. Where it is computed, all of it is kept."""
     market = market_of(found)
     found[NUM_LEG + DECODE_LEG] = 0.0
     for row in pool:
@@ -251,12 +251,14 @@ def weigh_decode(
         node = stations[row]
         _, _, room_s, decode_s, others_s, price_s = row_on(node, cached[row], asked, market)
         exposed = exposed_s(node, cached[row], paths[row], chunk_tokens, compute_s, asked)
-        cost = room_s + exposed + decode_s + others_s + price_s
+        copied_s = copy_s(node, cached[row], asked[NUM_TOKENS], asked)
+        cost = room_s + exposed + decode_s + others_s + price_s + copied_s
         at = enter(found, DECODE_LEG, row, cost, stations)
         if at >= 0:
             note(found, at, row, cost, 0.0, cached[row])
             at += ENTRY_VALUES
             found[at], found[at + 1], found[at + 2], found[at + 3], found[at + 4] = room_s, exposed, decode_s, others_s, price_s
+            found[at + 5] = copied_s
 
 
 # ---------------------------------------------------------------- what is asked

@@ -102,11 +102,10 @@ def most_kept(stations: Sequence[Station], query: Query) -> int:
 
 def copy_s(station: Station, query: Query, kept: int) -> float:
     """What others lose by the room of tokens that another node keeps."""
-    own, seconds = query.cached_on(station.node), station.pace.prefill.seconds
+    own, pace = query.cached_on(station.node), station.pace
     if station.node.role == "decode" or kept <= own:
         return 0.0
-    rest = seconds(query.num_tokens - kept, kept) if kept < query.num_tokens else 0.0
-    return COPY_WEIGHT * min(query.lost / MUCH_LOST, 1.0) * (seconds(query.num_tokens - own, own) - rest)
+    return COPY_WEIGHT * min(query.lost / MUCH_LOST, 1.0) * (_compute_s(pace, query, own) - _compute_s(pace, query, kept))
 
 
 def pause_weight(station: Station, query: Query, late: float) -> float:
@@ -127,11 +126,12 @@ def decode_values(station: Station, query: Query, exposed_s: float, market: Mark
     share = share_on(station, market)
     tpot_s, strain = strained(station, query, share)
     price = price_on(station, market) * share * output * row_s
-    return room_s(station, query, tpot_s), exposed_s, strain * output * tpot_s, strain * output * row_s * pace.rows, price
+    copy = copy_s(station, query, query.num_tokens)  # of what the computing node has by then
+    return room_s(station, query, tpot_s), exposed_s, strain * output * tpot_s, strain * output * row_s * pace.rows, price, copy
 
 
 def local_values(station: Station, query: Query, market: Market, kept: int) -> Values:
-    room, _, decode, others, row_price = decode_values(station, query, 0.0, market)
+    room, _, decode, others, row_price, _ = decode_values(station, query, 0.0, market)
     _, strain = strained(station, query, share_on(station, market))
     weight = strain * pause_weight(station, query, market.late)
     return *prefill_values(station, query, market, kept, weight), room, decode, others, row_price

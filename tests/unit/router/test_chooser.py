@@ -10,6 +10,7 @@ from pdcluster.kv.hashing import chain_root
 from pdcluster.messages import Sampling
 from pdcluster_router.chooser import FORK, Chooser, PolicyHolder
 from pdcluster_router.job import HashChain, Job
+from pdcluster_router.lost_prefixes import NEWEST, PRIOR
 from pdcluster_router.policy.base import Choice, Query
 from pdcluster_router.policy.estimates import LOST
 from pdcluster_router.policy.placed import Asked
@@ -158,7 +159,9 @@ def test_a_policy_is_told_how_much_of_what_prompts_had_before_is_lost() -> None:
     chooser = make_chooser("seconds")
     assert chooser.query(make_job(), 0.0, NODES).lost == 0.0
     chooser.note_prefix(400, 300)
-    assert chooser.query(make_job(), 0.0, NODES).lost == pytest.approx(0.25)
+    assert chooser.query(make_job(), 0.0, NODES).lost == 0.0, "no answer has ended"
+    chooser.note_end(900, 50)
+    assert chooser.query(make_job(), 0.0, NODES).lost == pytest.approx(100 / (400 + 900 * PRIOR / NEWEST))
 
 
 def test_the_short_way_tells_a_policy_the_same_numbers() -> None:
@@ -177,7 +180,7 @@ def test_the_short_way_tells_a_policy_the_same_numbers() -> None:
     assert chooser.place(make_job(), 1.0, 1.5) is None
     own = (3.0, 1.0, 0.1, 0.5)
     assert (*found[0].numbers, *own) == asked_of(chooser.query(make_job(), 1.5, NODES), own)
-    assert found[0].numbers[LOST] == pytest.approx(0.25)
+    assert found[0].numbers[LOST] == pytest.approx(100 / (400 + 900 * PRIOR / NEWEST))
 
 
 def test_what_a_prompt_fetches_or_shares_keeps_no_node_busy() -> None:

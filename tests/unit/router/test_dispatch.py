@@ -7,6 +7,7 @@ from array import array
 from contextlib import aclosing
 
 import pytest
+from msgspec.structs import replace
 from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_chooser, make_node, row, settle
 
 from pdcluster import errors
@@ -145,6 +146,18 @@ async def test_the_choices_of_one_request_are_packed_and_hashed_once() -> None:
     works = [message.work for message in cluster.sent_to("p0", m.Prefill)]
     assert len(works) == 3 and len({id(work.token_ids) for work in works}) == len({id(work.hashes) for work in works}) == 1
     assert works[0].hashes == block_hashes(prompt, block_tokens=4)
+
+
+async def test_the_choices_of_one_request_say_once_what_of_their_prompt_is_kept() -> None:
+    """Each follower finds all of it on its leader's node, which would make room look plentiful."""
+    cluster = FakeCluster([make_node("m0", "mixed")])
+    dispatch, noted, sinks = make_dispatch(cluster), [], [Events() for _ in range(3)]
+    dispatch.shared.chooser.note_prefix = lambda *words: noted.append(words)  # type: ignore[method-assign]
+    dispatch.start(replace(make_generation("r1-0"), leads=True), sinks[0])
+    for number in (1, 2):
+        dispatch.start(replace(make_generation(f"r1-{number}"), leader="r1-0"), sinks[number])
+    cluster.ledger.deliver_rows("m0-boot", [m.TokenRow("r1-0", 0, 0, (7,))], 0.0)
+    assert len(cluster.sent_to("m0", m.Prefill)) == 3 and len(noted) == 1
 
 
 async def test_a_prefill_node_is_not_busy_with_what_decodes_elsewhere() -> None:
