@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_both_ways import CLUSTERS, Scene, Steps, play, told
+from plain_both_ways import CLUSTERS, COST, CountingCluster, Scene, Setting, Steps, play, told
 from plain_scripts import FIELDS, HAPPENS, LATE, LETTERS, LOCAL, ONE, PROMPT, REMOTE, TALK, USUAL
 from scripted_cluster import FakeCluster
 from scripted_dispatcher import EOS, TEXT, VOCAB
 
 from pdcluster import messages as m
+from pdcluster_router.explain import Record
 
 
 @st.composite
@@ -90,6 +92,41 @@ async def test_no_leg_is_left_when_sending_fails_by_a_bug(nodes: str, node: str,
         scene.ask(prompt=PROMPT)
         seen.append(scene.look())
     assert seen[0] == seen[1]
+
+
+async def test_a_node_gets_its_work_before_that_is_noted() -> None:
+    seen: list[object] = []
+
+    def look(message: m.Message, answer: object) -> None:
+        if isinstance(message, m.Prefill | m.Reserve):
+            seen.append([told.brief for told in opened])
+
+    opened: list[Record] = []
+    nodes = [msgspec.structs.replace(node, cost=COST) for node in CLUSTERS["a pair"]()]
+    scene = Scene(True, CountingCluster(nodes, {"p0": look, "d0": look}), setting=Setting(policy="seconds"))
+    explainer = scene.dispatch.shared.explainer
+    open_record = explainer.open
+    explainer.open = lambda *words: (opened.append(record := open_record(*words)), record)[1]  # type: ignore[method-assign,func-returns-value]
+    scene.ask(prompt=PROMPT)
+    assert seen == [[None], [None]] and opened[0].brief is not None and scene.num_going == 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_answer_comes_before_its_books_are_closed_and_they_are_whatever_becomes_of_it(is_stream: bool) -> None:
+    scene = Scene(True, FakeCluster(CLUSTERS["one node"](), {}))
+    scene.ask(prompt=PROMPT, stream=is_stream)
+    open_then: list[int] = []
+
+    def send(data: bytes) -> None:
+        open_then.append(scene.cluster.ledger.num_requests())
+        if len(open_then) == 1:
+            raise RuntimeError("a line that fails")
+
+    for what, number, tokens in LOCAL:
+        if what == "finished":
+            scene.line.send = send  # type: ignore[method-assign]
+        scene.step(what, number, tokens)
+    assert open_then[0] == 1 and scene.cluster.ledger.num_requests() == 0 and not list(scene.dispatch.open.all())
 
 
 def stay_short(monkeypatch: pytest.MonkeyPatch) -> None:
