@@ -153,8 +153,8 @@ class NodeLink:
         if self._is_more and self._held_since:
             self._is_more = False
             self._loop.call_soon(self._end_turn)
-            if self._has_flushed:
-                self._has_flushed = False
+            if self._has_flushed or self._is_behind:
+                self._has_flushed = self._is_behind = False
                 self._drain()
             return
         self._is_end_due = False
@@ -219,6 +219,8 @@ class NodeLink:
         self._is_connection_due = True
         self._drain()
         self._dialer.tick(self._loop.time())
+        self._watch()
+        self._tell()
         self._has_flushed = self._has_edges
         self._end_turn_soon()
 

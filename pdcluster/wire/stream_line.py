@@ -105,9 +105,13 @@ class StreamLine(asyncio.Protocol):
             return
         if was_open and transport.get_write_buffer_size():
             transport.close()  # behind what was written
-            self._loop.call_later(CLOSING_S, transport.abort)
+            self._loop.call_later(CLOSING_S, self._abort)
         else:
             transport.abort()
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
     # ------------------------------------------------------------ calling
 
@@ -127,12 +131,20 @@ class StreamLine(asyncio.Protocol):
     def _happen(self, event: str) -> None:
         if not self._is_closed:
             self._happened.append(event)
-            self._on_connection()
+            self._run(self._on_connection)
+
+    def _run(self, told: Callable[[], None]) -> None:
+        """A fault of the owner's is told to the loop, and ends neither the connection nor the calls for one."""
+        try:
+            told()
+        except Exception as error:
+            self._loop.call_exception_handler({"message": f"what came of the line to {self._address} was not handled", "exception": error})
 
     # ------------------------------------------------------------ transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = stream = cast(asyncio.Transport, transport)  # uvloop's are no subclasses
+        self.why = ""
         if self._is_closed:
             stream.abort()
             return
@@ -154,15 +166,14 @@ class StreamLine(asyncio.Protocol):
             self.why, self._is_open = str(error), False
             if reader.is_ready:
                 logger.warning("the connection to %s ends: %s", self._address, error)
-            if self._transport is not None:
-                self._transport.abort()
+            self._abort()
         if reader.answers or reader.is_ready is not was_ready:
             self._answer(was_ready)
         if self._frames:
             if len(self._frames) > self._settings.high_water and self._transport is not None:
                 self._is_deaf = True
                 self._transport.pause_reading()
-            self._wake()
+            self._run(self._wake)
 
     def _answer(self, was_ready: bool) -> None:
         parts, self._reader.answers = self._reader.answers, []
@@ -172,6 +183,8 @@ class StreamLine(asyncio.Protocol):
         if self._reader.is_ready and not was_ready:
             self._is_open = True
             parts, self._waiting = parts + self._waiting, []
+        elif was_ready and not self._is_open:
+            return  # who does not read gets no PONG either: it may ask for as many as it likes
         transport.writelines(parts)
 
     def connection_lost(self, error: Exception | None) -> None:

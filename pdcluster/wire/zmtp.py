@@ -22,6 +22,8 @@ GREETING = _SIGNATURE + b"\x03\x01" + _NULL + bytes(GREETING_BYTES - 32)
 _READY, _ERROR, _PING, _PONG = b"\x05READY", b"\x05ERROR", b"\x04PING", b"\x04PONG"
 _TTL_BYTES = 2
 MAX_COMMAND_BYTES = 4096
+MAX_CONTEXT_BYTES = 16
+"""Of a PING, which its PONG repeats."""
 
 
 def framed(body: bytes, flags: int = 0) -> bytes:
@@ -128,7 +130,10 @@ class Reader:
 
     def _obey(self, command: bytes) -> None:
         if command.startswith(_PING):
-            self.answers.append(framed(_PONG + command[len(_PING) + _TTL_BYTES :], _COMMAND))
+            context = command[len(_PING) + _TTL_BYTES :]
+            if len(context) > MAX_CONTEXT_BYTES:
+                raise ProtocolError(f"a PING has a context of {len(context)} bytes, allowed are {MAX_CONTEXT_BYTES}")
+            self.answers.append(framed(_PONG + context, _COMMAND))
         elif command.startswith(_READY) and not self.is_ready:
             self.is_ready = True
         elif command.startswith(_ERROR):

@@ -146,13 +146,15 @@ class Exchange:
 
     # ------------------------------------------------ answering
 
-    def reply(self, status: int, body: bytes, headers: bytes = JSON) -> None:
-        """The whole answer in one write."""
+    def reply(self, status: int, body: bytes, headers: bytes = JSON, then: Callable[[], object] | None = None) -> None:
+        """The whole answer in one write. then: what is done behind it, but before the next request of the line begins."""
         line, asked = self.line, self.asked
         self.status, self.started, self.finished = status, True, True
         end = b"\r\n" if self.keeps_alive and not asked.is_http_1_0 else self._ending()
         head = STATUS_LINES[status], _date.line(), len(body), self.trace, headers, end, b"" if asked.method == "HEAD" else body
         line.send(b"%b%bcontent-length: %d\r\nx-request-id: %b\r\n%b%b%b" % head)
+        if then is not None:
+            then()
         line.end(self)
 
     def start(self, status: int, headers: bytes) -> None:

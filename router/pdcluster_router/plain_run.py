@@ -383,14 +383,7 @@ class PlainRun(msgspec.Struct, eq=False):
     # ------------------------------------------------------------ the end
 
     def _finish(self, finished: Finished, prefill: Timings) -> None:
-        """The one answer, and then the books: a client does not wait for them. prefill: what the node says that computed the prompt."""
-        self.is_over, self.exchange.on_gone = True, None
-        try:
-            self._answer(finished, prefill)
-        finally:
-            self._close()
-
-    def _answer(self, finished: Finished, prefill: Timings) -> None:
+        """The one answer. prefill: what the node says that computed the prompt."""
         job, choice, exchange, backend, started = self.job, self.choice, self.exchange, self.backend, self.started
         first_at, second_at, decoded = self.first_at, self.second_at, finished.timings
         assert choice is not None and first_at is not None  # there is a token
@@ -401,6 +394,7 @@ class PlainRun(msgspec.Struct, eq=False):
             decoded.decode_s, decoded.decode_tokens, prefill.transfer_bytes, prefill.pulled_tokens, self.placed_at - started,
         )  # fmt: skip
         if self.stream is not None:
+            self._close()
             self.stream.finish(Done(finished.reason, finished.stop_token, cached, 1, self.route(), timeline), self.metrics)
             return
         reason, mode, decode = FINISH_REASONS[finished.reason], choice.mode, choice.decode.endpoint.node
@@ -410,7 +404,7 @@ class PlainRun(msgspec.Struct, eq=False):
         )  # fmt: skip
         assert self.asked is not None  # it has no stream
         body = self.asked.completion(exchange.id, self.model, job.emitted, reason, usage)
-        exchange.reply(200, body, named_headers(JSON, mode, name, decode, backend))
+        exchange.reply(200, body, named_headers(JSON, mode, name, decode, backend), self._close)  # its client does not wait for the books
         first, second, last, arrived = self.first_seen, self.second_seen, self.last_seen, exchange.arrived
         noted = (  # times to tokens as the client saw them
             num_prompt, num_output, cached, 1, first - arrived, None if second is None else second - arrived,
@@ -422,6 +416,7 @@ class PlainRun(msgspec.Struct, eq=False):
         """Nothing of it is left in the books."""
         shared, job, record, prefill, decode = self.shared, self.job, self.record, self.prefill, self.decode
         ledger, request = shared.cluster.ledger, job.request
+        self.is_over, self.exchange.on_gone = True, None
         self._drop_alarm()
         shared.chooser.note_end(len(job.prompt), len(job.emitted))
         if prefill is not None:

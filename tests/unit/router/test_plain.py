@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_both_ways import CLUSTERS, COST, CountingCluster, Scene, Setting, Steps, play, told
 from plain_scripts import FIELDS, HAPPENS, LATE, LETTERS, LOCAL, ONE, PROMPT, REMOTE, TALK, USUAL
-from scripted_cluster import FakeCluster
+from scripted_cluster import FakeCluster, settle
 from scripted_dispatcher import EOS, TEXT, VOCAB
 
 from pdcluster import messages as m
 from pdcluster_router.explain import Record
+from pdcluster_router.http_exchange import Exchange
 
 
 @st.composite
@@ -111,10 +114,9 @@ async def test_a_node_gets_its_work_before_that_is_noted() -> None:
     assert seen == [[None], [None]] and opened[0].brief is not None and scene.num_going == 1
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_an_answer_comes_before_its_books_are_closed_and_they_are_whatever_becomes_of_it(is_stream: bool) -> None:
+async def test_an_answer_comes_before_its_books_are_closed_and_they_are_whatever_becomes_of_it() -> None:
     scene = Scene(True, FakeCluster(CLUSTERS["one node"](), {}))
-    scene.ask(prompt=PROMPT, stream=is_stream)
+    scene.ask(prompt=PROMPT)
     open_then: list[int] = []
 
     def send(data: bytes) -> None:
@@ -127,6 +129,30 @@ async def test_an_answer_comes_before_its_books_are_closed_and_they_are_whatever
             scene.line.send = send  # type: ignore[method-assign]
         scene.step(what, number, tokens)
     assert open_then[0] == 1 and scene.cluster.ledger.num_requests() == 0 and not list(scene.dispatch.open.all())
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("setting", [Setting(policy="seconds", ttft_s=0.26), Setting(policy="seconds", hold_count=0)], ids=["slo", "hold"])
+async def test_the_next_request_of_a_line_is_judged_without_the_one_before_it(setting: Setting, is_stream: bool) -> None:
+    """Its client sent both at once, and the node has nothing else to do."""
+    seen = []
+    for is_plain in (False, True):
+        nodes = [msgspec.structs.replace(node, cost=COST) for node in CLUSTERS["one node"]()]
+        scene = Scene(is_plain, CountingCluster(nodes, {}), setting=setting)
+        scene.ask(prompt=[5] * 200, max_tokens=9, stream=is_stream)
+        over = scene.line.end
+
+        def end(exchange: Exchange, scene: Scene = scene, over: Callable[[Exchange], None] = over) -> None:
+            over(exchange)
+            scene.ask(prompt=[6] * 200, max_tokens=9)
+
+        scene.line.end = end  # type: ignore[method-assign]
+        for what, number, tokens in LOCAL:
+            scene.step(what, number, tokens)
+        await settle()
+        assert len(scene.exchanges) == 2
+        seen.append((scene.exchanges[1].status, scene.dispatch.waiting.num_held, len(scene.cluster.sent)))
+    assert seen == [(0, 0, 2)] * 2
 
 
 def stay_short(monkeypatch: pytest.MonkeyPatch) -> None:

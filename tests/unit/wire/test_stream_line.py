@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 import zmq
 
+from pdcluster.wire import stream_line
 from pdcluster.wire.line import DOWN, REFUSED
 from pdcluster.wire.sockets import CLUSTER_KEY_BYTES, WireSettings, open_router
 from pdcluster.wire.stream_line import COPIED_BYTES, MAX_WAITING_BYTES, StreamLine
@@ -165,14 +166,96 @@ async def test_nothing_is_told_after_it_was_closed(silent: Silent) -> None:
     assert not caller.events and not caller.line.send(b"late") and caller.line.take() is None
 
 
-async def test_what_was_said_last_leaves_before_the_end(far: Zmq, caller: Caller) -> None:
-    caller.line.send(b"first")
+async def test_what_was_said_last_leaves_before_the_end(silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of it than the kernel takes at once; and that nothing is left to do for it a while later."""
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, report: failures.append(report))
+    monkeypatch.setattr(stream_line, "CLOSING_S", 0.2)
+    caller = Caller(silent.address)
+    await until(lambda: silent.writers)
+    silent.writers[0].write(GREETING + PEER_READY)
+    await until(lambda: caller.line._is_open)
+    caller.line.send(bytes(20 << 20))
+    caller.line.close()
+    await until(lambda: silent.is_at_end)
+    assert len(silent.heard) > 20 << 20
+    await asyncio.sleep(0.4)
+    assert not failures
+
+
+async def test_who_does_not_read_keeps_a_closed_connection_for_a_while_only(silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_line, "CLOSING_S", 0.05)
+    caller = Caller(silent.address)
+    await until(lambda: silent.writers)
+    silent.writers[0].write(GREETING + PEER_READY)
+    await until(lambda: caller.line._is_open)
+    silent.writers[0].transport.pause_reading()  # type: ignore[attr-defined]
+    caller.line.send(bytes(20 << 20))
+    caller.line.close()
+    await until(lambda: caller.line._transport is None)
+    silent.writers[0].transport.resume_reading()  # type: ignore[attr-defined]
+    await until(lambda: silent.is_at_end)
+    assert len(silent.heard) < 20 << 20
+
+
+async def test_calling_ends_with_the_line(silent: Silent) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+    callers = [Caller(silent.address), Caller(nobody), Caller(nobody)]
+    await until(lambda: callers[2].events)
+    for caller in callers:
+        caller.line.close()
+    await asyncio.sleep(0.02)
+    assert all(caller.line._calling.done() for caller in callers)
+
+
+async def test_an_attempt_takes_no_longer_than_a_lease() -> None:
+    """Its connection is neither made nor refused: the queue of who listens is full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        fillers = [socket.socket() for _ in range(3)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        caller = Caller(f"127.0.0.1:{full.getsockname()[1]}", WireSettings(heartbeat_s=0.05, lease_s=0.2))
+        await until(lambda: caller.events)
+        assert set(caller.events) == {REFUSED} and "in time" in caller.line.why
+        caller.line.close()
+        for filler in fillers:
+            filler.close()
+
+
+async def test_what_its_owner_cannot_stand_costs_no_connection(far: Zmq) -> None:
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, report: failures.append(report["exception"]))
+    caller = Caller(far.address)
+
+    def break_down() -> None:
+        raise ValueError("not handled")
+
+    caller.line._wake = break_down
+    caller.line.send(b"hello")
     heard: list[bytes] = []
     await until(lambda: heard.extend(far.heard()) or heard)
-    caller.line.send(b"last")
+    far.socket.send_multipart((far.identity, b"first"))
+    await until(lambda: failures)
+    caller.line._wake = caller.take
+    far.socket.send_multipart((far.identity, b"second"))
+    await until(lambda: len(caller.frames) == 2)
+    assert [type(failure) for failure in failures] == [ValueError] and not caller.events
     caller.line.close()
-    await until(lambda: heard.extend(far.heard()) or len(heard) == 2)
-    assert heard == [b"first", b"last"]
+
+
+async def test_what_went_wrong_once_is_not_told_of_the_next_connection(context: Context) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    caller = Caller(f"127.0.0.1:{port}")
+    await until(lambda: caller.events)
+    assert caller.line.why
+    late, _ = open_router(context, f"127.0.0.1:{port}", SETTINGS)
+    await until(lambda: caller.line._is_open)
+    assert not caller.line.why
+    caller.line.close()
+    late.close(0)
 
 
 async def test_a_peer_that_wants_encryption_is_told_of(context: Context) -> None:
@@ -239,11 +322,33 @@ async def test_what_is_not_taken_makes_the_other_end_wait(silent: Silent) -> Non
     silent.writers[0].write(GREETING + PEER_READY)
     for _ in range(64):
         silent.writers[0].write(framed(bytes(1 << 20)))
-    await asyncio.sleep(0.1)
-    assert silent.writers[0].transport.get_write_buffer_size() > 16 << 20
+    transport, left = silent.writers[0].transport, -1
+    while transport.get_write_buffer_size() != left:
+        left = transport.get_write_buffer_size()
+        await asyncio.sleep(0.3)
+    assert left > 16 << 20 and len(caller.line._frames) < 32
     caller.takes = True
     caller.take()
     await until(lambda: len(caller.frames) == 64)
+    caller.line.close()
+
+
+async def test_who_does_not_read_gets_no_answers_to_pings(silent: Silent) -> None:
+    caller = Caller(silent.address, dataclasses.replace(SETTINGS, high_water=1))
+    await until(lambda: silent.writers)
+    silent.writers[0].write(GREETING + PEER_READY)
+    await until(lambda: caller.line._is_open)
+    silent.writers[0].transport.pause_reading()  # type: ignore[attr-defined]
+    while caller.line.send(bytes(1 << 20)):
+        await asyncio.sleep(0)
+    transport = caller.line._transport
+    assert transport is not None
+    waiting = transport.get_write_buffer_size()
+    for _ in range(100):
+        silent.writers[0].write(framed(b"\x04PING\0\0", 4) * 1000)
+    silent.writers[0].write(framed(b"last"))
+    await until(lambda: caller.frames)
+    assert transport.get_write_buffer_size() <= waiting
     caller.line.close()
 
 

@@ -76,6 +76,7 @@ def test_what_is_asked_is_answered_with_its_own_words() -> None:
         (GREETING + PEER_READY + framed(b"a", MORE) + framed(b"b"), "more than one part"),
         (GREETING + PEER_READY + b"\x08\x01a", "flags 0x8"),
         (GREETING + PEER_READY + framed(b"x", COMMAND | MORE), "flags 0x5"),
+        (GREETING + PEER_READY + framed(b"\x04PING\0\0" + bytes(17), COMMAND), "context of 17 bytes, allowed are 16"),
     ],
 )
 def test_what_does_not_belong_there_is_refused(said: bytes, why: str) -> None:
