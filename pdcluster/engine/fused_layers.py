@@ -75,7 +75,7 @@ class FusedLayers:
                 self._parallel.run(self._kernel, count, self._ends, stack, *arguments, first, begin, end, grain=count)
                 progress.ring()
         hidden, logits = scratch.hidden[:count], scratch.logits[: len(wanted)]
-        return Computed(lambda: _tensor(hidden), lambda: _tensor(logits).float(), scratch.best[: len(wanted)])
+        return Computed(lambda: torch.from_numpy(hidden), lambda: torch.from_numpy(logits), scratch.best[: len(wanted)])
 
     def _room(self, batch: Batch, wanted: int) -> Scratch:
         chunks = batch.lengths[batch.num_decodes :]
@@ -90,20 +90,21 @@ class FusedLayers:
         half = shape.head_dim // 2
         queries = tokens, shape.num_heads, shape.head_dim
         return Scratch(
-            hidden=np.empty((tokens, width), np.uint16),
+            hidden=np.empty((tokens, width), np.float32),
             cos=np.empty((tokens, half), np.float32),
             sin=np.empty((tokens, half), np.float32),
             slot_pages=np.empty(tokens, np.int64),
             slot_offsets=np.empty(tokens, np.int64),
             x=np.empty((tokens, width), np.uint16),
-            qkv=np.empty((tokens, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim), np.uint16),
+            part=np.empty((tokens, width), np.float32),
+            qkv=np.empty((tokens, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim), np.float32),
             queries=np.empty(queries, np.uint16),
             attended=np.empty(queries, np.uint16),
-            gate_up=np.empty((tokens, 2 * inner), np.uint16),
+            gate_up=np.empty((tokens, 2 * inner), np.float32),
             active=np.empty((tokens, inner), np.uint16),
             keys=np.empty((shape.num_kv_heads, blocks, half, BLOCK), np.uint32),
             values=np.empty((shape.num_kv_heads, blocks, BLOCK // 2, shape.head_dim), np.uint32),
-            logits=np.empty((wanted, vocabulary), np.uint16),
+            logits=np.empty((wanted, vocabulary), np.float32),
             best=np.empty(wanted, np.int64),
         )
 
@@ -120,11 +121,6 @@ def fits_fused_layers(weights: Weights, shape: AttentionShape, pages: Tensor) ->
 def _form(layer: LayerWeights) -> tuple[object, ...]:
     products = layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down
     return *(weight.shape for weight in products), layer.q_norm is None, layer.k_norm is None
-
-
-def _tensor(values: Array) -> Tensor:
-    """Of bfloat16, and the same memory."""
-    return torch.from_numpy(values).view(torch.bfloat16)
 
 
 def _ends(weights: Weights, shape: AttentionShape, rope: RopeConfig, panels: Panels | None) -> EndArrays:

@@ -83,7 +83,7 @@ def _dynamic(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
     """Whole numbers in float32: exact up to 2^24. torch's own product of bytes may saturate on CPUs without VNNI."""
     rows, scales = quantize_rows(x)
     wide = F.linear(rows.float(), weight.values.float()) * (scales * weight.scales)
-    return (wide if bias is None else wide + bias.float()).to(x.dtype)
+    return wide if bias is None else wide + bias.float()
 
 
 class Int8Linear:
@@ -124,7 +124,7 @@ class Int8Linear:
             return self._widened_many(x)
         if x.shape[0] > MOST_ROWS and self._kernels.NATIVE and _has_byte_product():
             return self._dynamic_many(x)
-        out = torch.empty(x.shape[0], self.width, dtype=x.dtype)
+        out = torch.empty(x.shape[0], self.width)
         tasks = self.width - 3 * (self.width // 4)
         self._parallel.run(self._kernels.multiply, tasks, as_array(x), self.planes, *self.arrays, as_array(out), grain=WEIGHT_GRAIN)
         return out
@@ -138,7 +138,7 @@ class Int8Linear:
         rows, scales = torch.empty(x.shape[0], self._values.shape[1], dtype=torch.uint8), torch.empty(x.shape[0])
         self._parallel.run(self._kernels.quantize, x.shape[0], as_array(x), 1, rows.numpy(), scales.numpy(), grain=ROW_GRAIN)
         sums = torch.ops.onednn.qlinear_pointwise(rows, 1.0, 128, packed, ones, zeros, None, 1.0, 0, torch.float32, "none", [], "")
-        out = torch.empty(x.shape[0], self.width, dtype=x.dtype)
+        out = torch.empty(x.shape[0], self.width)
         _, weight_scales, _, bias = self.arrays
         arrays = sums.numpy(), scales.numpy(), weight_scales, bias, as_array(out)
         self._parallel.run(self._kernels.finish, x.shape[0], *arrays, grain=ROW_GRAIN)
@@ -189,9 +189,6 @@ class Int8Ops(CpuOps):
             return PlainInt8Linear(weights, biases, self._quantization)
         return Int8Linear(weights, biases, self._quantization, self._int8, self._parallel, self._widened)
 
-    def head(self, weight: Tensor) -> Linear:
-        return super().linear([weight], [None])
-
     def fused_layers(self, weights: Weights, shape: AttentionShape, pages: Tensor, rope: RopeConfig) -> FusedLayers | None:
         return None  # its kernel reads bfloat16 weights
 
@@ -208,9 +205,6 @@ class TorchInt8Ops(TorchOps):
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
         _check_inputs(weights)
         return PlainInt8Linear(weights, biases, self._quantization)
-
-    def head(self, weight: Tensor) -> Linear:
-        return super().linear([weight], [None])
 
 
 def int8_ops(quantization: Quantization, device: str, dtype: DType, threads: int, cache_dir: Path) -> Ops:

@@ -5,7 +5,7 @@ was cut, and whether it was computed as a prompt's token or as a new one.
 (`collective.InOrder`), and rows are drawn one by one (`sampler.sample_alone`).
 
 Matrix products, norms, activation and attention are `invariant_kernels`, whose sums are in one order on CPUs of one kind. What is stored is by
-`kernels`, which rotate one head at a time in a fixed order, too. A residual's sum is of two bfloat16 numbers, which has one result.
+`kernels`, which rotate one head at a time in a fixed order, too. A residual's sum is of two float32 numbers, which has one result.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ class InvariantOps(CpuOps):
             )
         return InvariantLinear(weights, biases, self._invariant, self._parallel)
 
+    def head(self, weight: Tensor) -> Linear:
+        return self.linear([weight], [None])
+
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         if shape.head_dim % 32 or pages.shape[4] % PAGE_GRAIN:
             raise ConfigError(
@@ -99,7 +102,7 @@ class InvariantLinear:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty(x.shape[0], self._width, dtype=x.dtype)
+        out = torch.empty(x.shape[0], self._width)
         rows, target = as_array(x.contiguous()), as_array(out)
         for weight, bias, begin, end, tasks in self._parts:
             self._parallel.run(self._kernels.multiply, tasks, rows, weight, bias, target[:, begin:end], grain=WEIGHT_GRAIN)

@@ -3,7 +3,8 @@
 """CPU kernels in numba. Import it through `native.load_kernels`, which sets the cache directory first and copes with a numba that does not work.
 
 All of them take raw arrays and a range [lo, hi) of independent tasks, so that `native.Parallel` can split one call over threads; none holds the
-GIL. bfloat16 arrives as uint16 (numpy has no such type) and is widened to float32 by a shift; every sum is kept in float32. The arithmetic may
+GIL. bfloat16 arrives as uint16 (numpy has no such type) and is widened to float32 by a shift; every sum is kept in float32. Products arrive in
+float32 or bfloat16, the residual stream in float32 (`models.decoder`). The arithmetic may
 be reordered (fastmath), which is why no kernel uses infinities. Not so where heads are normalised and rotated: of a kernel that others call there is
 a compiled copy in each of them, and which one runs depends on what a process loaded first; those copies added in different orders and fused other
 products. A kernel that says nothing of fastmath is compiled with it when its first caller has it, hence `fastmath=False`.
@@ -161,7 +162,9 @@ def store_kv(qkv, q_norm, k_norm, normed, eps, cos, sin, pages, offsets, pool, l
             begin = (num_heads + h) * head_dim
             rotate(qkv[n, begin : begin + head_dim], k_norm, normed, eps, cos[n], sin[n], scratch, pool[page, layer, 0, h, offset])
             begin = (num_heads + num_kv_heads + h) * head_dim
-            pool[page, layer, 1, h, offset, :] = qkv[n, begin : begin + head_dim]
+            source, target = qkv[n, begin : begin + head_dim], pool[page, layer, 1, h, offset]
+            for d in range(head_dim):
+                target[d] = narrow(widen(source[d]), target[d])
 
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)

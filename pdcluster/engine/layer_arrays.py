@@ -72,7 +72,8 @@ class RowArrays(NamedTuple):
 
 class Scratch(NamedTuple):
     """Memory that a step fills anew: a row of each for every token; in keys and values the blocks of one prompt's context, as
-    `chunk_kernels.pack_context` lays them out; logits and best have a row for each token that is wanted."""
+    `chunk_kernels.pack_context` lays them out; logits and best have a row for each token that is wanted. Sums are float32 (hidden, part, qkv,
+    gate_up, logits), what products read is bfloat16 (x, queries, attended, active)."""
 
     hidden: Array
     cos: Array
@@ -80,6 +81,7 @@ class Scratch(NamedTuple):
     slot_pages: Array
     slot_offsets: Array
     x: Array
+    part: Array
     qkv: Array
     queries: Array
     attended: Array

@@ -14,7 +14,7 @@ import math
 import numba
 import numpy as np
 
-from pdcluster.engine.kernels import narrow, rms_norm, silu_mul, store_kv, widen
+from pdcluster.engine.kernels import rms_norm, silu_mul, store_kv, widen
 from pdcluster.engine.layer_arrays import BLOCK, EndArrays, LayerArrays, RowArrays, Scratch
 from pdcluster.engine.pair_kernels import attend_chunk, chunk_tasks, has_chunks, linear_rows, pack_context
 from pdcluster.engine.vectors import address, has_wide_product, publish
@@ -42,8 +42,8 @@ __all__ = [
 
 RUN = 256
 """Logits of which the best is found at once."""
-INFINITY, SIGN = 0x7F80, 0x8000
-"""As bits of a bfloat16; greater ones than of infinity are no number."""
+INFINITY, MAGNITUDE = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
+"""As bits of a float32: of infinity, greater ones than which are no number; and all but the sign."""
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
@@ -72,7 +72,9 @@ def compute_layers(ends, weights, rows, pool, words, scratch, done, first, begin
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def embed(tokens, embedding, hidden):
     for t in range(hidden.shape[0]):
-        hidden[t, :] = embedding[tokens[t]]
+        row, target = embedding[tokens[t]], hidden[t]
+        for i in range(row.shape[0]):
+            target[i] = widen(row[i])
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
@@ -97,26 +99,26 @@ def make_logits(hidden, ends, wanted, scratch, lo):
         return
     x, logits = scratch.x[:count], scratch.logits[:count]
     for i in range(count):
-        x[i, :] = hidden[wanted[i]]
-    rms_norm(x, ends.norm, ends.eps, x, lo, count)
+        rms_norm(hidden[wanted[i] : wanted[i] + 1], ends.norm, ends.eps, x[i : i + 1], lo, 1)
     project(x, ends.head, ends.head_bias, logits, 0, lo)
+    words = logits.view(np.int32)
     for i in range(count):
-        scratch.best[i] = find_best(logits[i])
+        scratch.best[i] = find_best(words[i])
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def find_best(logits):
-    """Where the first of the greatest stands; -1 where some are no numbers, or the greatest is infinite."""
-    most, begin, bits = ordered(logits[0]), 0, np.uint16(0)
+    """Where the first of the greatest stands, of float32 as int32 bits; -1 where some are no numbers, or the greatest is infinite."""
+    most, begin, largest = ordered(logits[0]), 0, np.int32(0)
     for run in range(0, logits.shape[0], RUN):
         part = logits[run : run + RUN]
         best = ordered(part[0])
         for i in range(part.shape[0]):
             best = max(best, ordered(part[i]))
-            bits = max(bits, part[i])
+            largest = max(largest, part[i] & MAGNITUDE)
         if best > most:
             most, begin = best, run
-    if not -INFINITY < most < INFINITY or bits > SIGN + INFINITY:
+    if not -INFINITY < most < INFINITY or largest > INFINITY:
         return -1
     while ordered(logits[begin]) != most:
         begin += 1
@@ -125,9 +127,8 @@ def find_best(logits):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
 def ordered(bits):
-    """A whole number for those of a bfloat16, in the same order; both zeros are one."""
-    value = np.int32(bits)
-    return value if value < np.int32(SIGN) else np.int32(SIGN) - value
+    """A whole number for the int32 bits of a float32, in the same order; both zeros are one."""
+    return bits if bits >= np.int32(0) else -(bits & MAGNITUDE)
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
@@ -158,7 +159,8 @@ def layer_of(stack, index):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
 def attend_block(hidden, weights, rows, pool, words, layer, scratch, lo, hi):
-    x, qkv, queries, attended = scratch.x[:hi], scratch.qkv[:hi], scratch.queries[:hi], scratch.attended[:hi]
+    x, part, qkv = scratch.x[:hi], scratch.part[:hi], scratch.qkv[:hi]
+    queries, attended = scratch.queries[:hi], scratch.attended[:hi]
     rms_norm(hidden, weights.input_norm, weights.eps, x, lo, hi)
     keys = weights.q_bias.shape[0]
     values = keys + weights.k_bias.shape[0]
@@ -171,8 +173,8 @@ def attend_block(hidden, weights, rows, pool, words, layer, scratch, lo, hi):
         tasks = rows.num_decodes * pool.shape[3]
         attend_rows(queries, pool, layer, rows.pages, rows.first_page, rows.lengths, rows.scale, attended, lo, tasks)
     attend_chunks(queries, words, layer, rows, scratch, attended, lo)
-    project(attended.reshape(hi, attended.shape[1] * attended.shape[2]), weights.o_weight, weights.o_bias, x, 0, lo)
-    add_to(hidden, x)
+    project(attended.reshape(hi, attended.shape[1] * attended.shape[2]), weights.o_weight, weights.o_bias, part, 0, lo)
+    add_to(hidden, part)
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
@@ -188,14 +190,14 @@ def attend_chunks(queries, words, layer, rows, scratch, attended, lo):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
 def feed_forward_block(hidden, weights, scratch, lo, hi):
-    x, gate_up, active = scratch.x[:hi], scratch.gate_up[:hi], scratch.active[:hi]
+    x, part, gate_up, active = scratch.x[:hi], scratch.part[:hi], scratch.gate_up[:hi], scratch.active[:hi]
     rms_norm(hidden, weights.post_norm, weights.eps, x, lo, hi)
     inner = weights.gate_bias.shape[0]
     project(x, weights.gate_weight, weights.gate_bias, gate_up, 0, lo)
     project(x, weights.up_weight, weights.up_bias, gate_up, inner, lo)
     silu_mul(gate_up, active, lo, hi)
-    project(active, weights.down_weight, weights.down_bias, x, 0, lo)
-    add_to(hidden, x)
+    project(active, weights.down_weight, weights.down_bias, part, 0, lo)
+    add_to(hidden, part)
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
@@ -213,4 +215,4 @@ def add_to(total, part):
     for n in range(total.shape[0]):
         row, added = total[n], part[n]
         for i in range(row.shape[0]):
-            row[i] = narrow(widen(row[i]) + widen(added[i]), row[i])
+            row[i] += added[i]

@@ -197,10 +197,12 @@ def _compile(kernels: Kernels, dtype: DType) -> None:
     pool = np.zeros((1, 1, 2, 1, 1, 2), item)
     pages = np.zeros(1, np.int64)
     eps = np.float32(1e-6)
-    kernels.rms_norm(one, one[0], eps, one.copy(), 0, 1)
-    kernels.silu_mul(np.zeros((1, 4), item), one.copy(), 0, 1)
+    kernels.rms_norm(np.zeros((1, 2), np.float32), one[0], eps, one.copy(), 0, 1)
     queries = np.zeros((1, 1, 2), item)
-    kernels.store_kv(np.zeros((1, 6), item), one[0], one[0], True, eps, angles, angles, pages, pages, pool, 0, queries, 0, 1)
+    for product in {item, np.float32}:  # of oneDNN and of our own kernels
+        kernels.silu_mul(np.zeros((1, 4), product), one.copy(), 0, 1)
+        qkv = np.zeros((1, 6), product)
+        kernels.store_kv(qkv, one[0], one[0], True, eps, angles, angles, pages, pages, pool, 0, queries, 0, 1)
     kernels.attend_decode(queries, pool, 0, pages, pages, pages + 1, np.float32(1.0), queries.copy(), 0, 1)
     tile = np.zeros((1, 1, 2), item)
     kernels.gather_pages(pool, 0, pages, tile, tile.copy(), 0, 1)
@@ -222,10 +224,10 @@ def _compile_products(kernels: PairKernels, *, in_panels: bool) -> None:
     panels = np.zeros((1, 16, kernels.PANEL), np.uint32)
     if in_panels:
         kernels.pack_panels(weight.view(np.uint32), panels, 0, 4)
-        kernels.multiply_panels(one, panels, bias, np.zeros((1, 4), np.uint16), 0, 0, 1)
+        kernels.multiply_panels(one, panels, bias, np.zeros((1, 4), np.float32), 0, 0, 1)
     else:
         # Outputs of several rows beside those of other weights are an array of another kind than outputs alone, and a kernel of its own.
-        for out in (np.zeros((1, 4), np.uint16), np.zeros((2, 5), np.uint16)[:, :4]):
+        for out in (np.zeros((1, 4), np.float32), np.zeros((2, 5), np.float32)[:, :4]):
             kernels.linear_rows(one.repeat(len(out), axis=0), weight, bias, out, 0, 1)
     # Layers' panels lie apart from each other (`Panels.interleaved`), which is another kind of array, too.
     weights = np.zeros((2, 2, *panels.shape), np.uint32)[:, 0] if in_panels else np.zeros((1, 32, 32), np.uint16)
@@ -234,26 +236,28 @@ def _compile_products(kernels: PairKernels, *, in_panels: bool) -> None:
 
 def _compile_layer(kernels: PairKernels, weights: Array, head: Array) -> None:
     """One head of 32 dimensions in a model as wide, one row that decodes and one prompt of a token; weights: every product's, of all layers."""
-    row, scale = np.zeros((2, 32), np.uint16), np.float32(1.0)
+    row, sums, scale = np.zeros((2, 32), np.uint16), np.zeros((2, 32), np.float32), np.float32(1.0)
     pool, zeros, ones = np.zeros((2, 1, 2, 1, 8, 32), np.uint16), np.zeros(2, np.int64), np.ones(2, np.int64)
     bias, norm, half = np.zeros((1, 32), np.float32), row[:1], np.zeros((2, 16), np.float32)
     product = weights, bias
     ends = row, half[0], scale, norm[0], head, bias[0], scale
     layers = norm, *product * 3, norm, norm, True, *product, norm, *product * 3, scale
     rows = zeros, np.arange(3), ones, zeros, zeros, 1, zeros, scale
-    heads, wide = row[:, None], row.repeat(3, axis=1)
+    heads = row[:, None]
     context = np.zeros((1, 1, 16, 64), np.uint32), np.zeros((1, 1, 32, 32), np.uint32)
     places = half.copy(), half.copy(), zeros.copy(), zeros.copy()
-    scratch = row.copy(), *places, row.copy(), wide, heads.copy(), heads.copy(), row.repeat(2, axis=1), row.copy(), *context, row.copy(), zeros.copy()
+    products = sums.copy(), sums.repeat(3, axis=1)
+    rest = heads.copy(), heads.copy(), sums.repeat(2, axis=1), row.copy(), *context, sums.copy(), zeros.copy()
+    scratch = sums.copy(), *places, row.copy(), *products, *rest
     kernels.compute_layers(ends, layers, rows, pool, pool.view(np.uint32), scratch, np.zeros(1, np.uint64), 0, 0, 1, 0, 2)
 
 
 def _compile_invariant(kernels: InvariantKernels) -> None:
     one, weight, bias = np.zeros((1, 32), np.uint16), np.zeros((4, 32), np.uint16), np.zeros(4, np.float32)
-    for out in (np.zeros((1, 4), np.uint16), np.zeros((2, 5), np.uint16)[:, :4]):
+    for out in (np.zeros((1, 4), np.float32), np.zeros((2, 5), np.float32)[:, :4]):
         kernels.multiply(one.repeat(len(out), axis=0), weight, bias, out, 0, 1)
-    kernels.rms_norm(one, one[0], np.float32(1e-6), one.copy(), 0, 1)
-    kernels.silu_mul(one, np.zeros((1, 16), np.uint16), 0, 1)
+    kernels.rms_norm(np.zeros((1, 32), np.float32), one[0], np.float32(1e-6), one.copy(), 0, 1)
+    kernels.silu_mul(np.zeros((1, 32), np.float32), np.zeros((1, 16), np.uint16), 0, 1)
     zeros, ones, cos = np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros((1, 16), np.float32)
     kernels.angles(zeros, cos[0], np.float32(1.0), cos, cos.copy(), 0, 1)
     pool = np.zeros((1, 1, 2, 1, 8, 32), np.uint16)
@@ -262,7 +266,7 @@ def _compile_invariant(kernels: InvariantKernels) -> None:
 
 def _compile_int8(kernels: Int8Kernels) -> None:
     """Planes are a plain number, so one kernel serves both."""
-    x, out, scales = np.zeros((1, 64), np.uint16), np.zeros((1, 4), np.uint16), np.zeros(1, np.float32)
+    x, out, scales = np.zeros((1, 64), np.uint16), np.zeros((1, 4), np.float32), np.zeros(1, np.float32)
     weight, four = np.zeros((4, 64), np.int8), np.zeros(4, np.float32)
     kernels.multiply(x, 2, weight, four, np.zeros(4, np.int32), four, out, 0, 1)
     kernels.quantize(x, 1, np.zeros((1, 64), np.uint8), scales, 0, 1)

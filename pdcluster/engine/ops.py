@@ -21,7 +21,7 @@ from pdcluster.engine.attention.base import Attention, AttentionShape
 from pdcluster.engine.attention.cpu import CpuAttention
 from pdcluster.engine.attention.reference import ReferenceAttention
 from pdcluster.engine.fused_layers import FusedLayers, fits_fused_layers
-from pdcluster.engine.linear import Linear, PackedLinear, PlainLinear, RowsLinear, can_pack, takes_rows
+from pdcluster.engine.linear import Linear, PackedLinear, PlainHead, PlainLinear, RowsLinear, can_pack, takes_rows
 from pdcluster.engine.native import Kernels, PairKernels, Parallel, as_array, load_kernels, load_pair_kernels
 from pdcluster.engine.panels import PanelLinear, Panels
 from pdcluster.engine.rope import Rope, RopeConfig, Rotation
@@ -38,7 +38,7 @@ class Ops(Protocol):
         """One product for weights that share their input."""
 
     def head(self, weight: Tensor) -> Linear:
-        """The product that gives logits, whose weights are never quantised."""
+        """The product that gives logits, in float32; its weights are never quantised."""
 
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         """Attention over the pool's tensor."""
@@ -47,10 +47,10 @@ class Ops(Protocol):
         """A step of an undivided model by one call, where there is a kernel for them."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """[n, width] → the same."""
+        """float32 [n, width] → the same in the type of the weight."""
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[n, 2 * width] → [n, width]."""
+    def silu_mul(self, gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+        """[n, 2 * width] of a product → [n, width] of `dtype`, for the next one."""
 
     def rope(self, config: RopeConfig, head_dim: int) -> Rotation:
         """The angles by which positions rotate heads."""
@@ -79,7 +79,7 @@ class TorchOps:
         return PlainLinear(weights, biases)
 
     def head(self, weight: Tensor) -> Linear:
-        return self.linear([weight], [None])
+        return PlainHead(weight)
 
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         return ReferenceAttention(shape, pages)
@@ -88,12 +88,11 @@ class TorchOps:
         return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight).to(weight.dtype)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+    def silu_mul(self, gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(dtype)
 
     def rope(self, config: RopeConfig, head_dim: int) -> Rotation:
         return Rope(config, head_dim, self._device)
@@ -126,7 +125,12 @@ class CpuOps:
         return RowsLinear(weights, biases, self._pairs, self._parallel, many)
 
     def head(self, weight: Tensor) -> Linear:
-        return self.linear([weight], [None])
+        """Where the other products of many rows are oneDNN's, too, the kernel takes all of this one's: its sums stay float32."""
+        if self._pairs is not None and self._panels is not None and weight.shape[1] % 2 == 0:
+            return PanelLinear([weight], [None], self._panels, self._pairs, self._parallel)
+        if self._pairs is not None and takes_rows([weight]):
+            return RowsLinear([weight], [None], self._pairs, self._parallel, None)
+        return PlainHead(weight)
 
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         return CpuAttention(shape, pages, self._kernels, self._pairs, self._parallel)
@@ -137,12 +141,12 @@ class CpuOps:
         return FusedLayers(weights, shape, rope, pages, self._pairs, self._parallel, self._panels)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(x)
+        out = torch.empty(x.shape, dtype=weight.dtype)
         self._parallel.run(self._rms_norm, x.shape[0], as_array(x), as_array(weight), np.float32(eps), as_array(out), grain=ROW_GRAIN)
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    def silu_mul(self, gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=dtype)
         self._parallel.run(self._silu_mul, gate_up.shape[0], as_array(gate_up), as_array(out), grain=ROW_GRAIN)
         return out
 

@@ -73,7 +73,7 @@ class Panels:
             self._passing = _whole_lines(size)
         panels = self._passing[:size].reshape(num_panels, inputs // 2, self._outputs)
         self._lay_out(weight, panels)
-        out = torch.empty(x.shape[0], outputs, dtype=x.dtype)
+        out = torch.empty(x.shape[0], outputs)
         grain = _panels_of_a_thread(panels[0].nbytes, x.shape[0])
         self._parallel.run(self._kernels.multiply_panels, num_panels, as_array(x), panels, bias, as_array(out), 0, grain=grain)
         return out
@@ -123,7 +123,7 @@ class PanelLinear:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty(x.shape[0], self._width, dtype=x.dtype)
+        out = torch.empty(x.shape[0], self._width)
         rows, target = as_array(x.contiguous()), as_array(out)
         for weight, bias, begin in self._parts:
             panels = self._panels.of(weight)

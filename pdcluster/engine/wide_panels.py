@@ -57,7 +57,7 @@ def multiply_panels(x, panels, bias, out, column, lo, hi):
     parts = (num_rows + most - 1) // most
     rows = np.empty((num_rows + parts - 1) // parts * width, np.float32)
     # What a last panel lacks of a whole one has a place of its own: its biases, and its outputs.
-    last, spare = np.zeros(PANEL, np.float32), np.empty((TILE, PANEL), np.uint16)
+    last, spare = np.zeros(PANEL, np.float32), np.empty((TILE, PANEL), np.float32)
     final = (outputs - 1) // PANEL * PANEL
     last[: outputs - final] = bias[final:]
     begin = 0
@@ -89,16 +89,16 @@ def widen_rows(x, rows, most):
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def multiply_wide(rows, count, panels, bias, last, spare, out, column, lo, hi):
     """A function of its own, whose caller holds the arrays: numba frees one after its last use, which an address is not."""
-    num_pairs, out_bytes = panels.shape[1], 2 * out.shape[1]
+    num_pairs, out_bytes = panels.shape[1], 4 * out.shape[1]
     panel_bytes, whole = PAIR_BYTES * num_pairs, min(bias.shape[0] // PANEL, hi)
-    inputs, target, weights, biases = address(rows), address(out) + 2 * column, address(panels), address(bias)
+    inputs, target, weights, biases = address(rows), address(out) + 4 * column, address(panels), address(bias)
     panel = lo
     if count <= MOST_STREAMED:
         streams = 4 if count == 1 else 2
         run = max(whole - lo, 0) // streams
         for n in range(lo, lo + run):
-            at, added, results = weights + n * panel_bytes, biases + 4 * PANEL * n, target + 2 * PANEL * n
-            multiply_several(count, inputs, at, run * panel_bytes, num_pairs, added, results, out_bytes, 2 * PANEL * run)
+            at, added, results = weights + n * panel_bytes, biases + 4 * PANEL * n, target + 4 * PANEL * n
+            multiply_several(count, inputs, at, run * panel_bytes, num_pairs, added, results, out_bytes, 4 * PANEL * run)
         panel += streams * run
     num_tiles = (count + TILE - 1) // TILE
     for n in range(panel, hi):
@@ -107,9 +107,9 @@ def multiply_wide(rows, count, panels, bias, last, spare, out, column, lo, hi):
         r = 0
         for tile in range(num_tiles):
             tile_rows = (count - r + num_tiles - tile - 1) // (num_tiles - tile)
-            left, added, results, step = inputs + 8 * r * num_pairs, biases + 4 * PANEL * n, target + r * out_bytes + 2 * PANEL * n, out_bytes
+            left, added, results, step = inputs + 8 * r * num_pairs, biases + 4 * PANEL * n, target + r * out_bytes + 4 * PANEL * n, out_bytes
             if n >= whole:
-                added, results, step = address(last), address(spare), 2 * PANEL
+                added, results, step = address(last), address(spare), 4 * PANEL
             if tile == 0:
                 multiply_asking(tile_rows, left, at, num_pairs, added, results, step, coming, apart)
             else:

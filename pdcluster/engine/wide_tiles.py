@@ -25,7 +25,6 @@ from pdcluster.engine.vectors import (
     WORDS,
     Loop,
     bytes_of,
-    constant_words,
     forget,
     fused,
     high_halves,
@@ -37,7 +36,6 @@ from pdcluster.engine.vectors import (
     zeros,
 )
 
-HALF_WORDS = ir.VectorType(ir.IntType(16), LANES)
 TURNS = 4
 """Pairs of one turn of a loop over one panel; even, as asking alternates."""
 AHEAD, BROAD_AHEAD = 1024, 2048
@@ -46,10 +44,10 @@ AHEAD, BROAD_AHEAD = 1024, 2048
 
 def wide_panels_of(num_rows, num_panels):
     """A block for tile(left, right, panel_step, num_pairs, bias, out, out_step, column_step): out[i, l] behind j column steps = left[:, i] ·
-    right[j][:, l] + bias[l], in bfloat16.
+    right[j][:, l] + bias[l], in float32.
 
     left is float32 [inputs, num_rows], right num_panels panels that are panel_step bytes apart, of num_pairs times 16 words of two bfloat16; bias is
-    float32, so its steps are twice column_step. Of each panel what is read AHEAD bytes later is asked for.
+    float32 and has the column steps of out. Of each panel what is read AHEAD bytes later is asked for.
     """
 
     @intrinsic
@@ -66,7 +64,7 @@ def wide_panels_of(num_rows, num_panels):
             totals = add_products(builder, left, (4 * num_rows, 4), panels, bytes_of(LINE_BYTES), num_pairs, begin, ask, turns=1)
             for j in range(num_panels):
                 column = builder.mul(column_step, bytes_of(j))
-                put_outputs(builder, totals[j::num_panels], builder.add(bias, builder.mul(column, bytes_of(2))), builder.add(out, column), out_step)
+                put_outputs(builder, totals[j::num_panels], builder.add(bias, column), builder.add(out, column), out_step)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), build
@@ -179,7 +177,7 @@ def put_outputs(builder, totals, bias, out, out_step):
     """One panel's, of each row."""
     added = load(builder, bias, bytes_of(0), FLOATS)
     for i, total in enumerate(totals):
-        store(builder, narrowed(builder, builder.fadd(total, added)), out, builder.mul(out_step, bytes_of(i)), align=2)
+        store(builder, builder.fadd(total, added), out, builder.mul(out_step, bytes_of(i)))
 
 
 def wide_tile_of(num_rows, *, adds, row_bytes=None):
@@ -248,11 +246,3 @@ def add_pair_by_rows(builder, left, num_rows, columns, right_step, pair, totals)
                 totals[i * len(columns) + j] = fused(builder, one, vector, totals[i * len(columns) + j])
         forget(builder)
     return totals
-
-
-def narrowed(builder, floats):
-    """bfloat16 of floats, rounded as `kernels.narrow` does."""
-    bits = builder.bitcast(floats, WORDS)
-    odd = builder.and_(builder.lshr(bits, constant_words(16)), constant_words(1))
-    rounded = builder.add(builder.add(bits, constant_words(0x7FFF)), odd)
-    return builder.trunc(builder.lshr(rounded, constant_words(16)), HALF_WORDS)

@@ -46,7 +46,7 @@ class CpuAttention:
 
     def _store(self, qkv: Tensor, norms: HeadNorms | None, angles: Angles, layer: int, batch: Batch) -> Tensor:
         """Keys and values go to their slots; returns the normed and rotated queries, [num_tokens, heads, dim]."""
-        q = torch.empty(qkv.shape[0], self._shape.num_heads, self._shape.head_dim, dtype=qkv.dtype)
+        q = torch.empty(qkv.shape[0], self._shape.num_heads, self._shape.head_dim, dtype=self._pages.dtype)
         q_norm, k_norm = (norms.q, norms.k) if norms else (self._no_norm, self._no_norm)
         self._parallel.run(
             self._kernels.store_kv,

@@ -24,9 +24,9 @@ class ReferenceAttention:
         k = rotate(head_norm(k, norms.k, shape.eps) if norms else k.float(), angles)
         keys, values = self._pages[:, layer, 0], self._pages[:, layer, 1]
         keys[batch.slot_pages, :, batch.slot_offsets] = k.to(keys.dtype)
-        values[batch.slot_pages, :, batch.slot_offsets] = v
-        rows = [self._attend(q[span.begin : span.end].to(qkv.dtype).float(), span, keys, values) for span in batch.spans]
-        return torch.cat(rows).to(qkv.dtype)
+        values[batch.slot_pages, :, batch.slot_offsets] = v.to(values.dtype)
+        rows = [self._attend(q[span.begin : span.end].to(keys.dtype).float(), span, keys, values) for span in batch.spans]
+        return torch.cat(rows).to(keys.dtype)
 
     def _attend(self, q: Tensor, span: Span, keys: Tensor, values: Tensor) -> Tensor:
         """One row: [count, heads, dim] → [count, heads * dim]."""

@@ -74,7 +74,7 @@ class Progress:
 class Computed:
     """What a forward computed, to be looked at before the model's next one. On each rank `logits` is to be called or is not.
 
-    hidden: the last layer's states, [num_tokens, hidden], before the final norm. logits: float32 [n, vocabulary] of the tokens that were wanted.
+    hidden: the last layer's states, float32 [num_tokens, hidden], before the final norm. logits: float32 [n, vocabulary] of the wanted tokens.
     best: each one's most likely token, the first of equals, where the forward finds it in passing; -1: its logits are no numbers."""
 
     hidden: Callable[[], Tensor]

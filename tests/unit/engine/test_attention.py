@@ -142,6 +142,22 @@ def test_attention_over_pages_equals_attention_without_pages(name: str, mix: str
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("name", ["reference", "cpu", "cpu without pairs"])
+def test_products_that_nothing_rounded_are_taken_as_they_are(name: str) -> None:
+    """The same numbers in float32 give the same bits, in the type of the pages; numbers between two of bfloat16 give others."""
+    given = scene(MIXES["decodes beside chunks"], SHAPES[0], "bfloat16")
+    found = []
+    between = 1 + 2**-8 * torch.rand(given.qkv.shape, generator=torch.Generator().manual_seed(1))
+    for qkv in (given.qkv, given.qkv.float(), given.qkv.float() * between):
+        pages = given.pages.clone()
+        attended = build(name, SHAPES[0], pages, "bfloat16").run(qkv, given.norms, given.angles, 1, given.batch)
+        assert attended.dtype == torch.bfloat16
+        found.append((attended, pages))
+    (rounded, pages), (exact, exact_pages), (_, other_pages) = found
+    assert torch.equal(rounded, exact) and torch.equal(pages, exact_pages)
+    assert not torch.equal(pages, other_pages)
+
+
 @pytest.mark.parametrize("mix", ["a chunk behind a prefix", "decodes beside chunks"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_invariant_attention_equals_attention_without_pages(mix: str, shape: AttentionShape) -> None:

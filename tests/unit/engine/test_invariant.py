@@ -47,19 +47,22 @@ def test_a_product_is_right_and_each_row_the_same_bits_among_any_others(ops: Inv
 
 def test_norm_and_activation_of_a_row_are_the_same_bits_among_any_others(ops: InvariantOps) -> None:
     for width in (32, 72, 384, 896):
-        x, weight = noise(100, 2 * width), noise(2 * width)
-        normed, active = ops.rms_norm(x, weight, 1e-6), ops.silu_mul(x)
+        x, weight = noise(100, 2 * width).float(), noise(2 * width)
+        normed, active = ops.rms_norm(x, weight, 1e-6), ops.silu_mul(x, torch.bfloat16)
         for begin, end in ((0, 1), (99, 100), (1, 3), (7, 40)):
             part = x[begin:end].clone()
-            assert torch.equal(ops.rms_norm(part, weight, 1e-6), normed[begin:end]) and torch.equal(ops.silu_mul(part), active[begin:end])
+            assert torch.equal(ops.rms_norm(part, weight, 1e-6), normed[begin:end]) and torch.equal(
+                ops.silu_mul(part, torch.bfloat16), active[begin:end]
+            )
 
 
 BITS_OF_NORM_AND_ACTIVATION = """
 import hashlib, numpy as np
 from pdcluster.engine.invariant_kernels import rms_norm, silu_mul
-noise = (np.random.default_rng(3).normal(0, 4, (500, 1930)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-normed, active = np.zeros_like(noise), np.zeros((500, 965), np.uint16)
-rms_norm(noise, noise[0], np.float32(1e-6), normed, 0, 500)
+noise = np.random.default_rng(3).normal(0, 4, (500, 1930)).astype(np.float32)
+weight = (noise[0].view(np.uint32) >> 16).astype(np.uint16)
+normed, active = np.zeros((500, 1930), np.uint16), np.zeros((500, 965), np.uint16)
+rms_norm(noise, weight, np.float32(1e-6), normed, 0, 500)
 silu_mul(noise, active, 0, 500)
 print(hashlib.sha256(normed.tobytes()).hexdigest(), hashlib.sha256(active.tobytes()).hexdigest(), len(set(normed[0])), len(set(active[0])))
 """
