@@ -1,0 +1,63 @@
+"""Checkpoints that transformers and pdcluster read alike, for `bench.accuracy`: the user's own, one out of a GGUF file, or a made one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from bench.accuracy_texts import texts
+
+VOCABULARY = 4096
+OUTLIERS, OUTLIER_GAIN = 4, 24.0
+"""Channels of the residual stream that are larger than the others, and by how much. Norms make them small again, as in real models."""
+LOGIT_GAIN = 6.0
+"""Of the last norm: logits are as large as real ones, 10 to 20."""
+
+
+def readable_model(model: Path, directory: Path) -> Path:
+    """A directory that holds `model`: itself, or what a GGUF file says, in bfloat16, below `directory`."""
+    if model.is_file():
+        raise SystemExit(f"{model} is a file; give a Hugging Face directory")
+    return model
+
+
+def made_model(target: Path) -> Path:
+    """A Llama of 4 layers whose residual stream has outliers. Its weights are drawn; its tokenizer is trained on the texts."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+    )
+    network: Any = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for layer in network.model.layers:
+            layer.mlp.down_proj.weight[:OUTLIERS] *= OUTLIER_GAIN
+            layer.self_attn.o_proj.weight[:OUTLIERS] *= OUTLIER_GAIN
+            layer.input_layernorm.weight[:OUTLIERS] /= OUTLIER_GAIN
+            layer.post_attention_layernorm.weight[:OUTLIERS] /= OUTLIER_GAIN
+        network.model.norm.weight *= LOGIT_GAIN
+        network.model.norm.weight[:OUTLIERS] /= OUTLIER_GAIN
+    network.to(torch.bfloat16).save_pretrained(target)
+    _made_tokenizer().save_pretrained(target)
+    return target
+
+
+def _made_tokenizer() -> Any:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator((text for _, text in texts()), trainer)
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
