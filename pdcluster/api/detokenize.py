@@ -2,41 +2,27 @@
 
 Works on bytes, through a table of what every token id stands for, so a token costs a list lookup and every token's bytes are known exactly
 (logprobs report them). That is possible for decoders that map tokens one by one: byte-level BPE, and SentencePiece-like with byte fallback.
-Any other decoder is refused when the model is loaded.
+Streams of any other decoder are `decoder_chain`'s (`ChainDetokenizer`); the table then holds what a token stands for inside of a text.
 
-Where this differs from `tokenizers`: in a run of byte-fallback tokens that is not valid UTF-8, the valid characters are kept here, while
+Where the table's way differs from `tokenizers`: in a run of byte-fallback tokens that is not valid UTF-8, the valid characters are kept here, while
 `tokenizers` replaces the whole run, which a stream cannot know in advance.
 """
 
 from __future__ import annotations
 
 import codecs
-import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
-from pdcluster.errors import ModelError
+from pdcluster.api.decoder_chain import BYTE_TOKEN, DecoderChain, Step, byte_level, steps_of
 
 _encode = msgspec.json.Encoder().encode
 DECODER = codecs.getincrementaldecoder("utf-8")
 
 SPACE_MARK = "\u2581"
 """What SentencePiece writes for a space."""
-
-BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2})>")
-
-
-def _byte_alphabet() -> dict[int, str]:
-    """Byte-level BPE writes each byte as one printable character: itself where it prints, otherwise one from U+0100 on. Character → latin-1."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in printable]
-    alphabet = {byte: chr(byte) for byte in printable}
-    alphabet |= {0x100 + index: chr(byte) for index, byte in enumerate(hidden)}
-    # Characters that no byte is written as must not pass for the byte of the same number.
-    return alphabet | dict.fromkeys(hidden, "\uffff")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +31,7 @@ class Pieces:
 
     texts: the same as text, where a token's bytes are whole characters; most are, and need no decoder. said: those texts as JSON, of ids that were
     said and are not special, each as the tuple in which a step's only token of a row comes; at most the vocabulary.
+    chain: the decoder, where the table does not say how tokens join; names: the vocabulary's text of each id then. texts are None there.
     """
 
     table: Sequence[bytes]
@@ -52,25 +39,37 @@ class Pieces:
     special: frozenset[int]
     strips_lead: bool
     said: dict[tuple[int, ...], bytes] = field(default_factory=dict)
+    chain: DecoderChain | None = None
+    names: Sequence[str | None] = ()
+
+    def stream(self, *, skip_special_tokens: bool, at_start: bool) -> Detokenizer | ChainDetokenizer:
+        """at_start: the text starts here, so a leading space that only marks a word is dropped; a continuation keeps it."""
+        if self.chain is None:
+            return Detokenizer(self, skip_special_tokens=skip_special_tokens, at_start=at_start)
+        return ChainDetokenizer(self, self.chain, skip_special_tokens=skip_special_tokens, at_start=at_start)
 
     def of(self, token_id: int) -> bytes:
         """b"" for ids the tokenizer does not know: models have padded vocabularies."""
         return self.table[token_id] if 0 <= token_id < len(self.table) else b""
 
 
-def build_pieces(vocabulary: Mapping[str, int], special: Iterable[int], decoder: Mapping[str, Any] | None) -> Pieces:
-    """From the vocabulary with added tokens and the `decoder` section of tokenizer.json; raises ModelError for decoders we cannot follow."""
-    steps = _decoder_steps(decoder)
+def build_pieces(vocabulary: Mapping[str, int], special: Iterable[int], decoder: Step | None) -> Pieces:
+    """From the vocabulary with added tokens and the `decoder` section of tokenizer.json."""
+    steps = steps_of(decoder)
     kinds = [step["type"] for step in steps]
-    if kinds == ["ByteLevel"]:
+    if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
         return _pieces(_byte_level_table(vocabulary), special, strips_lead=False)
-    if kinds in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
-        _check_sentencepiece(steps)
+    if _is_sentencepiece(steps):
         return _pieces(_sentencepiece_table(vocabulary), special, strips_lead=kinds[-1] == "Strip")
-    raise ModelError(
-        f"tokenizer.json has the decoder {'+'.join(kinds) or 'none'}, which is not supported; "
-        "supported are ByteLevel and Replace+ByteFallback+Fuse(+Strip)"
-    )
+    return _chained_pieces(vocabulary, special, DecoderChain(decoder))
+
+
+def _chained_pieces(vocabulary: Mapping[str, int], special: Iterable[int], chain: DecoderChain) -> Pieces:
+    names: list[str | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        names[token_id] = token
+    table = [b"" if name is None else chain.isolated(name) for name in names]
+    return Pieces(table, [None] * len(table), frozenset(special), strips_lead=False, chain=chain, names=names)
 
 
 def _pieces(table: Sequence[bytes], special: Iterable[int], *, strips_lead: bool) -> Pieces:
@@ -84,30 +83,17 @@ def _whole_text(piece: bytes) -> str | None:
         return None
 
 
-def _decoder_steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    if decoder is None:
-        return []
-    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
-
-
-def _check_sentencepiece(steps: Sequence[Mapping[str, Any]]) -> None:
-    replace = steps[0]
-    if replace.get("pattern") != {"String": SPACE_MARK} or replace.get("content") != " ":
-        raise ModelError(
-            f"tokenizer.json's decoder replaces {replace.get('pattern')} by {replace.get('content')!r}; only {SPACE_MARK!r} by a space is supported"
-        )
-    if len(steps) == 4 and (steps[3].get("content"), steps[3].get("start"), steps[3].get("stop")) != (" ", 1, 0):
-        raise ModelError("tokenizer.json's decoder strips something else than one leading space, which is not supported")
+def _is_sentencepiece(steps: Sequence[Step]) -> bool:
+    """Marks of spaces become spaces, bytes characters; at most one leading space goes."""
+    replace = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
+    known: list[Step] = [replace, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    return list(steps) in (known, [*known, {"type": "Strip", "content": " ", "start": 1, "stop": 0}])
 
 
 def _byte_level_table(vocabulary: Mapping[str, int]) -> list[bytes]:
-    alphabet = _byte_alphabet()
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
-        try:
-            table[token_id] = token.translate(alphabet).encode("latin-1")
-        except UnicodeEncodeError:  # an added token, written as plain text
-            table[token_id] = token.encode()
+        table[token_id] = byte_level(token)
     return table
 
 
@@ -123,7 +109,7 @@ NONE_KNOWN: Mapping[tuple[int, ...], bytes] = {}
 
 
 class Detokenizer:
-    """One stream of tokens. at_start: the text starts here, so a leading space that only marks a word is dropped; a continuation keeps it.
+    """One stream of tokens, by the table. at_start: see `Pieces.stream`.
 
     known: what `say` would give for these tokens now, and be the same after it; where one is not in it, it has to be asked."""
 
@@ -186,6 +172,34 @@ class Detokenizer:
         return "" if self._decoder is None else self._decoder.decode(b"", final=True)
 
 
+class ChainDetokenizer:
+    """One stream of tokens, by the decoder's own stages. Nothing is known before it is asked: what a token adds may depend on others."""
+
+    __slots__ = ("_names", "_skip", "_stream", "known")
+
+    def __init__(self, pieces: Pieces, chain: DecoderChain, *, skip_special_tokens: bool, at_start: bool) -> None:
+        self._names = pieces.names
+        self._skip = pieces.special if skip_special_tokens else frozenset[int]()
+        self._stream = chain.stream(at_start=at_start)
+        self.known = NONE_KNOWN
+
+    def ask_for(self, token_ids: Set[int], vocab_size: int) -> None:
+        """See Detokenizer."""
+
+    def show(self, token_ids: frozenset[int]) -> None:
+        self._skip -= token_ids
+
+    def feed(self, token_id: int) -> str:
+        name = self._names[token_id] if 0 <= token_id < len(self._names) and token_id not in self._skip else None
+        return "" if name is None else self._stream.push(name)
+
+    def say(self, token_id: int) -> bytes:
+        return _encode(self.feed(token_id))
+
+    def flush(self) -> str:
+        return self._stream.end()
+
+
 def detokenize(pieces: Pieces, token_ids: Iterable[int], *, skip_special_tokens: bool, at_start: bool = True) -> str:
-    stream = Detokenizer(pieces, skip_special_tokens=skip_special_tokens, at_start=at_start)
+    stream = pieces.stream(skip_special_tokens=skip_special_tokens, at_start=at_start)
     return "".join([stream.feed(token_id) for token_id in token_ids]) + stream.flush()

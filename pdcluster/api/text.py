@@ -15,7 +15,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from pdcluster.api.detokenize import Detokenizer, build_pieces, detokenize
+from pdcluster.api.detokenize import ChainDetokenizer, Detokenizer, build_pieces, detokenize
 from pdcluster.api.files import read_text_files
 from pdcluster.api.reasoning import knows_reasoning
 from pdcluster.api.segments import SHORT_CHARACTERS, SegmentedEncoder
@@ -112,9 +112,11 @@ class TextModel:
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True, at_start: bool = True) -> str:
         return detokenize(self.pieces, token_ids, skip_special_tokens=skip_special_tokens, at_start=at_start)
 
-    def detokenizer(self, *, skip_special_tokens: bool = True, at_start: bool = True, shows_marks: bool = False) -> Detokenizer:
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, at_start: bool = True, shows_marks: bool = False
+    ) -> Detokenizer | ChainDetokenizer:
         """shows_marks: tokens that mark parts of an answer are text, whatever they are to the tokenizer."""
-        detokenizer = Detokenizer(self.pieces, skip_special_tokens=skip_special_tokens, at_start=at_start)
+        detokenizer = self.pieces.stream(skip_special_tokens=skip_special_tokens, at_start=at_start)
         if shows_marks and self._marks:
             detokenizer.show(self._marks)
         return detokenizer

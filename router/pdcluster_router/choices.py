@@ -15,7 +15,7 @@ from time import monotonic
 import msgspec
 
 from pdcluster.api.choice import ChoiceText, Piece, Token
-from pdcluster.api.detokenize import Detokenizer
+from pdcluster.api.detokenize import ChainDetokenizer, Detokenizer
 from pdcluster.errors import BadRequest, IntegrityError, ProtocolError
 from pdcluster.grammar import PARAM
 from pdcluster.messages import TokenLogprobs
@@ -31,7 +31,7 @@ class Echo:
 
     text: str
     token_ids: array[int]
-    detokenizer: Detokenizer
+    detokenizer: Detokenizer | ChainDetokenizer
     logprobs: int | None
 
 

@@ -11,7 +11,6 @@ from operator import attrgetter
 import msgspec
 import numpy as np
 
-from pdcluster.api.detokenize import Detokenizer
 from pdcluster.api.limits import DEFAULT_COMPLETION_TOKENS, wire_seed
 from pdcluster.api.openai import CompletionRequest
 from pdcluster.api.replies import CompletionChoice, CompletionReply, Usage
@@ -63,7 +62,7 @@ class Kind(msgspec.Struct, frozen=True, eq=False):
         try:
             return "".join(map(pieces.texts.__getitem__, token_ids))  # type: ignore[arg-type]
         except (TypeError, IndexError):  # parts of characters, ids of a padded vocabulary
-            detokenizer = Detokenizer(pieces, skip_special_tokens=self.skips, at_start=False)
+            detokenizer = pieces.stream(skip_special_tokens=self.skips, at_start=False)
             return "".join(map(detokenizer.feed, token_ids)) + detokenizer.flush()
 
 

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from pdcluster.api.detokenize import Detokenizer, build_pieces, detokenize
 from pdcluster.api.text import TextModel
-from pdcluster.errors import ModelError
 from tests.unit.api.tiny_tokenizers import byte_level_files, sentencepiece_files
 
 BYTE_LEVEL = TextModel(byte_level_files())
@@ -153,15 +152,15 @@ def test_a_continuation_keeps_the_leading_space_that_a_start_drops() -> None:
     assert detokenize(SENTENCEPIECE.pieces, ids, skip_special_tokens=True, at_start=False) == " dog"
 
 
-@pytest.mark.parametrize("decoder", [None, {"type": "WordPiece"}, {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Fuse"}]}])
-def test_a_decoder_that_is_not_token_by_token_is_refused_by_name(decoder: dict[str, object] | None) -> None:
-    with pytest.raises(ModelError, match=r"decoder .* is not supported"):
-        build_pieces({"a": 0}, [], decoder)
+def test_a_decoder_that_gives_one_token_anyway_is_that_of_byte_level() -> None:
+    fused = {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Fuse"}]}
+    assert build_pieces({"a": 0, "Ġb": 1}, [], fused).table == [b"a", b" b"]
 
 
-def test_a_sentencepiece_decoder_with_other_rules_is_refused() -> None:
+@pytest.mark.parametrize("place", range(4))
+def test_a_sentencepiece_decoder_with_other_rules_is_no_table(place: int) -> None:
     steps = json.loads(sentencepiece_files()["tokenizer.json"])["decoder"]["decoders"]
-    with pytest.raises(ModelError, match="replaces"):
-        build_pieces({"a": 0}, [], {"type": "Sequence", "decoders": [steps[0] | {"content": "_"}, *steps[1:]]})
-    with pytest.raises(ModelError, match="strips"):
-        build_pieces({"a": 0}, [], {"type": "Sequence", "decoders": [*steps[:3], steps[3] | {"start": 2}]})
+    assert build_pieces({"a": 0}, [], {"type": "Sequence", "decoders": steps}).chain is None
+    others = {0: {"content": "_"}, 1: {"type": "Fuse"}, 2: {"type": "ByteFallback"}, 3: {"start": 2}}
+    changed = [step | others[place] if index == place else step for index, step in enumerate(steps)]
+    assert build_pieces({"a": 0}, [], {"type": "Sequence", "decoders": changed}).chain is not None
