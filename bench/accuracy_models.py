@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from bench.accuracy_texts import texts
+from pdcluster.api.gguf_file import open_gguf
+from pdcluster.engine.gguf_weights import gguf_tensors
 
 VOCABULARY = 4096
 OUTLIERS, OUTLIER_GAIN = 4, 24.0
@@ -20,9 +23,17 @@ LOGIT_GAIN = 6.0
 
 def readable_model(model: Path, directory: Path) -> Path:
     """A directory that holds `model`: itself, or what a GGUF file says, in bfloat16, below `directory`."""
-    if model.is_file():
-        raise SystemExit(f"{model} is a file; give a Hugging Face directory")
-    return model
+    return from_gguf(model, directory / "from-gguf") if model.is_file() else model
+
+
+def from_gguf(file: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A Hugging Face directory of what the file says."""
+    target.mkdir(parents=True, exist_ok=True)
+    opened = open_gguf(file)
+    for name, content in opened.text_files.items():
+        (target / name).write_bytes(content)
+    save_file(gguf_tensors(opened, dtype), target / "model.safetensors", metadata={"format": "pt"})
+    return target
 
 
 def made_model(target: Path) -> Path:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from pdcluster.api.gguf_file import is_gguf, open_gguf
 from pdcluster.errors import ModelError
 
 TEXT_FILES = (
@@ -21,7 +22,9 @@ TEXT_FILES = (
 
 
 def read_text_files(directory: Path) -> dict[str, bytes]:
-    """Contents by name, of those that exist; raises ModelError when there is none."""
+    """Contents by name, of those that exist; raises ModelError when there is none. Of a GGUF file those that it stands for."""
+    if is_gguf(directory):
+        return open_gguf(directory).text_files
     files = {name: (directory / name).read_bytes() for name in TEXT_FILES if (directory / name).is_file()}
     if not files:
         raise ModelError(f"{directory} holds none of {', '.join(TEXT_FILES)}; give a Hugging Face model directory")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
+from pdcluster.api.gguf_file import is_gguf, open_gguf
 from pdcluster.engine.rope import RopeConfig
 from pdcluster.errors import ModelError
 from pdcluster.kv.layout import DType, KVLayout
@@ -79,7 +80,10 @@ class ModelConfig:
 
 
 def read_config(model_dir: Path) -> ModelConfig:
-    """Parse config.json and generation_config.json of a Hugging Face directory; raises ModelError."""
+    """Parse config.json and generation_config.json of a Hugging Face directory, or what a GGUF file says; raises ModelError."""
+    if is_gguf(model_dir):
+        raw = open_gguf(model_dir).config
+        return parse_config(raw, raw["eos_token_id"])
     raw = _load_json(model_dir / "config.json")
     generation = model_dir / "generation_config.json"
     source = _load_json(generation) if generation.exists() else {}

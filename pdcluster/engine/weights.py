@@ -18,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pdcluster.api.gguf_file import is_gguf, open_gguf
+from pdcluster.engine.gguf_weights import gguf_digest, gguf_tensors
 from pdcluster.engine.model_config import ModelConfig
 from pdcluster.errors import ModelError
 from pdcluster.kv.layout import DType
@@ -68,8 +70,10 @@ class Weights:
 
 def load_weights(model_dir: Path, config: ModelConfig, dtype: DTypeChoice = "auto", device: str = "cpu") -> Weights:
     """Map and check every tensor of the checkpoint; raises ModelError naming the first one that is missing, left over or of the wrong shape."""
-    stored = _open_all(shard_paths(model_dir))
+    stored: dict[str, Tensor] = {} if is_gguf(model_dir) else _open_all(shard_paths(model_dir))
     chosen = _choose_dtype(dtype, config, stored)
+    if is_gguf(model_dir):
+        stored = gguf_tensors(open_gguf(model_dir), TORCH_DTYPE[chosen])
     take = _Taker(stored, TORCH_DTYPE[chosen], device)
     width = config.hidden_size
     embedding = take("model.embed_tokens.weight", config.vocab_size, width)
@@ -104,6 +108,8 @@ def weights_digest(model_dir: Path, config: ModelConfig) -> str:
     Covers the parsed config, and of every file its size, its whole header (names, types, shapes, offsets) and 64 blocks of 4 KiB evenly spread
     over the data. Weights that differ only between the sampled blocks are not told apart; training changes all of them.
     """
+    if is_gguf(model_dir):
+        return gguf_digest(open_gguf(model_dir), repr(config))
     digest = hashlib.blake2b(repr(config).encode(), digest_size=16)
     for path in shard_paths(model_dir):
         size = path.stat().st_size

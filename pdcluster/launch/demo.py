@@ -12,8 +12,10 @@ import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pydoc_data.topics import topics
 from typing import Any
 
+from pdcluster import bundled_model
 from pdcluster.config import Loaded, RouterConfig, UpConfig, load
 from pdcluster.errors import PdclusterError
 from pdcluster.launch import timeline
@@ -44,7 +46,21 @@ class Example:
     body: Mapping[str, object]
 
 
-def examples() -> list[Example]:
+QUESTIONS = ("What is the capital of France?", "Write a short poem about the sea.")
+
+
+def chats() -> list[Example]:
+    """For a model that was made to chat. The long prompt is a page of Python's manual."""
+    long = f"Summarize this text in two sentences.\n\n{topics['import'][:LONG_PROMPT_CHARS]}"
+    again = "the same long prompt again: its KV is cached on both nodes"
+    titled = [("a question", QUESTIONS[0]), ("another", QUESTIONS[1]), ("a long prompt: its KV moves while prefill still runs", long), (again, long)]
+    return [
+        Example(title, CHAT, text.partition("\n")[0], {"messages": [{"role": "user", "content": text}], "max_tokens": 96, "temperature": 0})
+        for title, text in titled
+    ]
+
+
+def completions() -> list[Example]:
     """The long prompt is a piece of the standard library, since that is what the bundled model has read."""
     short = 'def read_lines(path):\n    """Return the lines of'
     question = "What is pdcluster?"
@@ -95,7 +111,9 @@ async def _demo(loaded: Loaded[UpConfig]) -> int:
 
 async def _converse(serving: Serving, output: Output) -> bool:
     """Send the examples one after the other; True when all were answered."""
-    for number, example in enumerate(examples(), start=1):
+    is_bundled = serving.model == bundled_model.path().name
+    examples = chats() if not is_bundled and await asyncio.to_thread(_takes_chats, serving) else completions()
+    for number, example in enumerate(examples, start=1):
         output.say(f"\n{number}. {example.title} (POST {example.path})\n")
         for line in example.prompt.splitlines()[-SHOWN_PROMPT_LINES:]:
             output.say(f"  > {line}")
@@ -105,6 +123,19 @@ async def _converse(serving: Serving, output: Output) -> bool:
             output.say(line)
     output.say("")
     return True
+
+
+def _takes_chats(serving: Serving) -> bool:
+    """Whether the model has a chat template."""
+    body = {"model": serving.model, "messages": [{"role": "user", "content": "hello"}]}
+    connection = http.client.HTTPConnection(serving.host, serving.port, timeout=REQUEST_TIMEOUT_S)
+    try:
+        connection.request("POST", "/tokenize", json.dumps(body), {"content-type": "application/json"})
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException) as error:
+        raise DemoFailed(f"/tokenize lost its connection: {error}") from error
+    finally:
+        connection.close()
 
 
 def _show(serving: Serving, example: Example, output: Output) -> dict[str, Any]:

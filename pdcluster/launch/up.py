@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar, cast
 
 from pdcluster import bundled_model
+from pdcluster.api.gguf_file import is_gguf
 from pdcluster.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, UpConfig, keys, load, section_of
 from pdcluster.errors import ConfigError, PdclusterError, Unavailable
 from pdcluster.keys import Section
@@ -316,6 +317,8 @@ def plan_nodes(config: UpConfig, available: set[int]) -> tuple[NodePlan, ...]:
 def model_directory(model: Path) -> Path:
     """`model` as an absolute path, refused when it holds no model."""
     model = model.absolute()
+    if is_gguf(model):
+        return model
     if not (model / "config.json").is_file():
         what = "has no config.json" if model.is_dir() else "does not exist"
         raise ConfigError(f"up.model is {model}, which {what}; give a Hugging Face model directory, or leave it out to use the bundled model")

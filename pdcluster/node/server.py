@@ -17,6 +17,7 @@ from typing import Protocol
 
 import zmq
 
+from pdcluster.api.gguf_file import is_gguf
 from pdcluster.bootstrap.agent import NodeAgent
 from pdcluster.bootstrap.card import NodeCard
 from pdcluster.bundled_model import path as bundled_model
@@ -199,7 +200,7 @@ def card_of(
     config: NodeConfig, me: Peer, engine: Engine, parts: NodeParts, files: ModelFiles, backends: tuple[str, ...], model_dir: Path
 ) -> NodeCard:
     """What the node says of itself to the cluster."""
-    model = config.served_model_name or model_dir.resolve().name
+    model = config.served_model_name or (model_dir.stem if is_gguf(model_dir) else model_dir.resolve().name)
     return NodeCard(
         node=me.node,
         incarnation=me.incarnation,
