@@ -21,6 +21,7 @@ from pdcluster.api.bulk import check_bulk
 from pdcluster.api.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from pdcluster.api.template import RESERVED
 from pdcluster.api.token_list import LONG_BYTES, MARK, cut_list, token_list
+from pdcluster.api.tools.arguments import arguments_of
 from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, Tool
 from pdcluster.errors import BadRequest
 from pdcluster.sampling import LEAST_REPETITION, MAX_BAD_WORDS, MAX_LOGPROBS, MOST_REPETITION
@@ -88,39 +89,42 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     truncate_prompt_tokens: object = None
 
 
-class FunctionCall(Struct, forbid_unknown_fields=True):
+class FunctionCall(Struct):
+    """Parts of messages let unknown fields pass: histories hold what clients and other servers keep there, and no template shows it."""
+
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Struct, forbid_unknown_fields=True):
-    id: str
+class ToolCall(Struct):
     function: FunctionCall
-    type: Literal["function"] = "function"
+    id: str | None = None
+    type: Literal["function"] | None = "function"
 
 
-class ContentPart(Struct, forbid_unknown_fields=True):
+class ContentPart(Struct):
     type: str
     text: str | None = None
-    # named so that they can be refused with a reason
-    image_url: object = None
-    input_audio: object = None
-    file: object = None
-    refusal: object = None
+    refusal: str | None = None
 
 
-class ChatMessage(Struct, forbid_unknown_fields=True):
+class ChatMessage(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    # part of the messages OpenAI returns, so of the histories clients send back
+    # what others call reasoning_content, and content of a model that refused
+    reasoning: object = None
     refusal: object = None
-    annotations: object = None
+    # would change the output, see UNSUPPORTED_IN_MESSAGES
     audio: object = None
     function_call: object = None
+    images: object = None
+    videos: object = None
+    prefix: object = None
+    partial: object = None
 
 
 class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
@@ -212,6 +216,16 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
 }
 """Fields we know but cannot honour → the values, besides null, that ask for nothing."""
+
+UNSUPPORTED_IN_MESSAGES: Mapping[str, str] = {
+    "audio": "leave it out",
+    "function_call": "send tool_calls",
+    "images": "only text is taken",
+    "videos": "only text is taken",
+    "prefix": "set continue_final_message of the request",
+    "partial": "set continue_final_message of the request",
+}
+"""Of all that a message may carry, what other servers act on → the way out. Empty or false it asks for nothing."""
 
 _CHAT_UNSUPPORTED = tuple(name for name in ChatRequest.__struct_fields__ if name in UNSUPPORTED)
 _COMPLETION_UNSUPPORTED = tuple(name for name in CompletionRequest.__struct_fields__ if name in UNSUPPORTED)
@@ -371,11 +385,11 @@ def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> None:
 
 
 def _plain_message(message: ChatMessage, path: str) -> dict[str, object]:
-    for name, value in (("audio", message.audio), ("function_call", message.function_call)):
-        if value is not None:
-            raise BadRequest(f"{path}.{name} is not supported; leave it out", f"{path}.{name}")
+    for name, way_out in UNSUPPORTED_IN_MESSAGES.items():
+        if getattr(message, name):
+            raise BadRequest(f"{path}.{name} is not supported; {way_out}", f"{path}.{name}")
     plain: dict[str, object] = {"role": message.role, "content": _plain_content(message, path)}
-    for name, text in (("name", message.name), ("tool_call_id", message.tool_call_id), ("reasoning_content", message.reasoning_content)):
+    for name, text in (("name", message.name), ("tool_call_id", message.tool_call_id), ("reasoning_content", reasoning_of(message))):
         if text is not None:
             plain[name] = text
     if message.tool_calls:
@@ -383,17 +397,25 @@ def _plain_message(message: ChatMessage, path: str) -> dict[str, object]:
     return plain
 
 
+def reasoning_of(message: ChatMessage) -> str | None:
+    if message.reasoning_content is None and isinstance(message.reasoning, str):
+        return message.reasoning
+    return message.reasoning_content
+
+
 def _plain_content(message: ChatMessage, path: str) -> str:
-    """The text that the template gets: that of an assistant who only calls is empty, as templates that know no tools write None, or fail on it."""
+    """The text that the template gets. What an assistant or a tool did not say is empty: templates that know no tools write None, or fail on it."""
     content = message.content
     if isinstance(content, list):
         return "\n".join([_plain_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)])
-    if content is None and not (message.role == "assistant" and message.tool_calls):
+    if content is None and message.role not in ("assistant", "tool"):
         raise BadRequest(f"{path}.content is missing; a {message.role} message needs content (a string or a list of text parts)", f"{path}.content")
-    return content or ""
+    return content or (message.refusal if isinstance(message.refusal, str) else "")
 
 
 def _plain_part(part: ContentPart, path: str) -> str:
+    if part.type == "refusal":
+        return part.refusal or ""
     if part.type != "text":
         raise BadRequest(f"{path}.type is {validate.shown(part.type)}; only text parts are supported, no images, audio or files", f"{path}.type")
     if part.text is None:
@@ -402,10 +424,5 @@ def _plain_part(part: ContentPart, path: str) -> str:
 
 
 def _plain_call(call: ToolCall, path: str) -> dict[str, object]:
-    try:
-        arguments = msgspec.json.decode(call.function.arguments)
-    except RecursionError as error:
-        raise BadRequest(f"{path}.function.arguments is JSON nested too deeply; send a flatter object", path) from error
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"{path}.function.arguments is not JSON: {error}; send the arguments as a JSON object in a string", path) from error
-    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+    plain = {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments_of(call.function.arguments, path)}}
+    return plain if call.id is not None else {name: value for name, value in plain.items() if name != "id"}

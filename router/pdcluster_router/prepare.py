@@ -155,10 +155,14 @@ def _num_characters(message: openai.ChatMessage) -> int:
     """Of all that a template may show."""
     content = message.content or ""
     shown = sum(len(part.text or "") + PART_CHARACTERS for part in content) if isinstance(content, list) else len(content)
-    shown += len(message.reasoning_content or "") + len(message.name or "") + len(message.tool_call_id or "")
+    shown += len(openai.reasoning_of(message) or "") + len(message.name or "") + len(message.tool_call_id or "")
     for call in message.tool_calls or ():
-        shown += len(call.id) + len(call.function.name) + len(call.function.arguments) + PART_CHARACTERS
+        shown += len(call.id or "") + len(call.function.name) + _num_of_arguments(call.function.arguments) + PART_CHARACTERS
     return shown
+
+
+def _num_of_arguments(arguments: str | dict[str, object] | None) -> int:
+    return len(arguments) if isinstance(arguments, str) else len(msgspec.json.encode(arguments))
 
 
 def _has_long_arguments(request: openai.ChatRequest | openai.TokenizeRequest) -> bool:

@@ -71,7 +71,6 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     (CHAT, chat(temperatur=1), "temperatur", "unknown field temperatur; did you mean temperature?"),
     (CHAT, chat(zzz=1), "zzz", "unknown field zzz; leave it out"),
     (CHAT, chat(stream=True, stream_options={"include_usag": True}), "stream_options.include_usag", "did you mean include_usage?"),
-    (CHAT, chat(messages=[USER | {"contnt": "x"}]), "messages[0].contnt", "did you mean content?"),
     (PLAIN, plain(messages=[USER]), "messages", "unknown field messages"),
     (CHAT, chat(prompt="x"), "prompt", "unknown field prompt"),
     # missing, wrong types
@@ -217,12 +216,6 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     (CHAT, chat(add_generation_prompt=True, continue_final_message=True), "continue_final_message", "contradict"),
     (CHAT, chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs", "may not set messages"),
     (CHAT, chat(messages=[USER, {"role": "system", "content": "x"}]), "messages", "a system message must come first"),
-    (
-        CHAT,
-        chat(messages=[{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}]),
-        "messages[0].tool_calls[0]",
-        "function.arguments is not JSON",
-    ),
     (
         CHAT,
         chat(messages=[{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 100_000}}]}]),
