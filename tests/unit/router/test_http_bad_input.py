@@ -80,6 +80,11 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     (PLAIN, plain(prompt=None), "prompt", "prompt must be a string or a list, got null"),
     (PLAIN, plain(model=7), "model", "model must be a string, got 7"),
     (CHAT, chat(max_tokens="5"), "max_tokens", 'max_tokens must be a whole number, got "5"'),
+    (CHAT, chat(n=2.0, max_tokens=1.5), "max_tokens", "max_tokens must be a whole number, got 1.5"),
+    (CHAT, chat(n=2.0, temperature="x"), "temperature", "temperature must be a number"),
+    (CHAT, chat(seed=1e300), "seed", "seed must be at most 9223372036854775807"),
+    (CHAT, chat(n="2", max_tokens=5.0), "n", 'n must be a whole number, got "2"'),
+    (PLAIN, plain(prompt=[1.0, 1.5]), "prompt[1]", "prompt[1] must be a whole number or a string or a list, got 1.5"),
     (CHAT, chat(max_tokens=1.5), "max_tokens", "max_tokens must be a whole number, got 1.5"),
     (CHAT, chat(max_tokens=True), "max_tokens", "max_tokens must be a whole number, got true"),
     (CHAT, chat(temperature="hot"), "temperature", 'temperature must be a number, got "hot"'),
@@ -262,7 +267,10 @@ BODIES: list[tuple[bytes, str]] = [
     (b"\xef\xbb\xbf{}", "not valid JSON"),
     (DEEP, "nested too deeply"),
     (b'{"model":"' + b"a" * 300_000, "not valid JSON: Input data was truncated"),
-    (b'{"model":"tiny","seed":' + b"9" * 5000 + b"}", "integer string conversion"),
+    (b'{"model":"tiny","seed":' + b"9" * 5000 + b"}", "seed is a number with too many digits; send one of at most 64 bits"),
+    (b'{"model":"tiny","metadata":{"a":[' + b"9" * 5000 + b"]}}", "is a number with too many digits"),
+    (b'{"model":5,"user":' + b"9" * 5000 + b"}", "model must be a string, got 5"),
+    (b'{"model":[1,' + b"9" * 5000 + b"]}", 'model must be a string, got [1, "\u2026"]'),
     (b'{"model":"tiny","metadata":' + b"[" * 150_000 + b"]" * 150_000 + b"}", "nested too deeply"),
 ]
 
