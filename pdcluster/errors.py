@@ -5,6 +5,7 @@
     │  ├─ Unauthorized       no API key, or one nobody knows         401
     │  ├─ UnknownModel                                               404
     │  ├─ UnknownName                                                404
+    │  ├─ ContextTooLong     prompt and output exceed the model      400
     │  └─ RequestTooLarge                                            413
     ├─ Overloaded            capacity exists but is busy             429
     ├─ Unavailable           no node can serve this at all           503
@@ -58,6 +59,15 @@ class UnknownName(BadRequest):
 
     code = "not_found"
     http_status = 404
+
+
+class ContextTooLong(BadRequest):
+    """The code, and how the message begins, are what clients know from OpenAI."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, max_len: int, however: str, param: str | None = None) -> None:
+        super().__init__(f"This model's maximum context length is {max_len} tokens, at least one of them for the output. However, {however}", param)
 
 
 class RequestTooLarge(BadRequest):

@@ -20,6 +20,7 @@ from pdcluster.api.files import read_text_files
 from pdcluster.api.reasoning import knows_reasoning
 from pdcluster.api.segments import SHORT_CHARACTERS, SegmentedEncoder
 from pdcluster.api.template import ChatTemplate, Message
+from pdcluster.api.text_bound import TextBound
 from pdcluster.api.tools.formats import detect
 from pdcluster.api.tools.markers import MARKERS
 from pdcluster.errors import BadRequest, ModelError
@@ -62,6 +63,7 @@ class TextModel:
         self._tokenizer = _load_tokenizer(files, config, special)
         content = _json_file(files, "tokenizer.json")
         self.segments = SegmentedEncoder(self._tokenizer, content)
+        self.bound = TextBound(self._tokenizer, content)
         self.pieces = build_pieces(
             self._tokenizer.get_vocab(with_added_tokens=True),
             [token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special],

@@ -34,13 +34,12 @@ from pdcluster_router.prepare import (
     Prepared,
     Terms,
     deadline_of,
-    encode,
-    encode_chat,
     find_model,
     is_long,
     mode_of,
     prepare_chat,
     prepare_completion,
+    tokenize,
 )
 
 Handler = Callable[[Exchange], None]
@@ -280,11 +279,7 @@ class App:
 
     def _tokens(self, request: openai.TokenizeRequest) -> bytes:
         model = find_model(self._dispatcher, request.model)
-        if request.prompt is not None:
-            token_ids = encode(model.text, request.prompt, add_special_tokens=request.add_special_tokens is not False)
-        else:
-            openai.check_template_kwargs(request.chat_template_kwargs)
-            token_ids = encode_chat(model.text, request, bool(request.add_special_tokens))
+        token_ids = tokenize(request, model)
         reply = TokenizeReply(len(token_ids), model.info.max_len, token_ids.tolist())
         if request.return_token_strs:
             reply.token_strs = [model.text.pieces.of(token_id).decode(errors="replace") for token_id in token_ids]

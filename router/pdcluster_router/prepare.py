@@ -177,6 +177,7 @@ def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Ter
     marking = marking_of(model.text)
     offer = offered(request, marking)
     rendered = render_chat(model.text, request, offer)
+    limits.check_text(rendered, model.text.bound, model.info, "messages")
     token_ids = encode_rendered(model.text, rendered, bool(request.add_special_tokens))
     dialogue = dialogue_of(request, offer, marking, rendered)
     build = _Builder(request, model, terms, at_start=not request.continue_final_message, dialogue=dialogue)
@@ -206,12 +207,18 @@ def prepare_completion(request: openai.CompletionRequest, dispatcher: Dispatcher
     return build.prepared(prompts, samplings, CompletionFormat(head))
 
 
-def encode_chat(text: TextModel, request: openai.ChatRequest | openai.TokenizeRequest, add_special_tokens: bool) -> array[int]:
-    """The template writes the special tokens itself, so none are added unless the request insists."""
-    return encode_rendered(text, render_chat(text, request, offer_of(request.tools, None, None)), add_special_tokens)
+def tokenize(request: openai.TokenizeRequest, model: Model) -> array[int]:
+    if request.prompt is not None:
+        limits.check_bytes(request.prompt, model.text.bound, model.info, "prompt")
+        return model.text.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+    openai.check_template_kwargs(request.chat_template_kwargs)
+    rendered = render_chat(model.text, request, offer_of(request.tools, None, None))
+    limits.check_bytes(rendered, model.text.bound, model.info, "messages")
+    return encode_rendered(model.text, rendered, bool(request.add_special_tokens))
 
 
 def encode_rendered(text: TextModel, rendered: str, add_special_tokens: bool) -> array[int]:
+    """The template writes the special tokens itself, so none are added unless the request insists."""
     return text.encode(rendered, add_special_tokens=True) if add_special_tokens else text.encode_chat(rendered)
 
 
@@ -226,15 +233,12 @@ def render_chat(text: TextModel, request: openai.ChatRequest | openai.TokenizeRe
     return text.render_chat(messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=kwargs, tools=tools)
 
 
-def encode(text: TextModel, prompt: str, *, add_special_tokens: bool) -> array[int]:
-    return text.encode(prompt, add_special_tokens=add_special_tokens)
-
-
 def _encode_prompt(prompt: str | Sequence[int], request: openai.CompletionRequest, model: Model, param: str) -> Prompt:
     if isinstance(prompt, str):
         if not prompt:
             raise BadRequest(f"{param} is empty; send at least one character", param)
-        token_ids = encode(model.text, prompt, add_special_tokens=request.add_special_tokens is not False)
+        limits.check_text(prompt, model.text.bound, model.info, param)
+        token_ids = model.text.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
         limits.check_prompt(len(token_ids), model.info, param)
         return Prompt(token_ids, prompt if request.echo else None)
     limits.check_prompt(len(prompt), model.info, param)  # before looking at what may be millions of ids

@@ -163,7 +163,7 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     (PLAIN, plain(prompt=[]), "prompt", "prompt is an empty list"),
     (PLAIN, plain(prompt=[[]]), "prompt", "prompt has no tokens"),
     (PLAIN, plain(prompt=["x", ""]), "prompt[1]", "prompt[1] is empty"),
-    (PLAIN, plain(prompt=[1] * MAX_LEN), "prompt", f"prompt has {MAX_LEN} tokens, this model takes {MAX_LEN}"),
+    (PLAIN, plain(prompt=[1] * MAX_LEN), "prompt", f"However, prompt has {MAX_LEN} tokens; shorten it"),
     (PLAIN, plain(prompt=[1] * (MAX_LEN - 5), max_tokens=6), "max_tokens", "lower max_tokens to at most 5"),
     (PLAIN, plain(max_tokens=MAX_LEN), "max_tokens", "or shorten the prompt"),
     (CHAT, chat(messages=[USER | {"content": "word " * 3000}]), "messages", "shorten it"),
