@@ -35,6 +35,7 @@ MAX_STOP_TOKENS = 256
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId: TypeAlias = int
+Hint: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -81,12 +82,17 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: object = None
     prompt_cache_key: object = None
     prompt_cache_retention: object = None
+    request_id: object = None
+    cache_prompt: object = None
     # would change the output
     length_penalty: object = None
     best_of: object = None
     use_beam_search: object = None
     include_stop_str_in_output: object = None
     truncate_prompt_tokens: object = None
+    spaces_between_special_tokens: object = None
+    return_tokens_as_token_ids: object = None
+    allowed_token_ids: object = None
 
 
 class FunctionCall(Struct):
@@ -138,6 +144,9 @@ class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
+    # hints that the template may know
+    reasoning_effort: Hint | None = None
+    verbosity: Hint | None = None
     # without effect here
     prediction: object = None
     # would change the output
@@ -146,9 +155,11 @@ class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
     function_call: object = None
     audio: object = None
     modalities: object = None
-    reasoning_effort: object = None
-    verbosity: object = None
     web_search_options: object = None
+    documents: object = None
+    echo: object = None
+    include_reasoning: object = None
+    separate_reasoning: object = None
 
 
 class CompletionRequest(Common, kw_only=True, forbid_unknown_fields=True):
@@ -210,9 +221,14 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "audio": (),
     "modalities": (["text"],),
-    "reasoning_effort": ("none",),
-    "verbosity": (),
     "web_search_options": (),
+    "documents": ([],),
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "allowed_token_ids": ([],),
     "suffix": ("",),
 }
 """Fields we know but cannot honour → the values, besides null, that ask for nothing."""
@@ -228,7 +244,7 @@ UNSUPPORTED_IN_MESSAGES: Mapping[str, str] = {
 """Of all that a message may carry, what other servers act on → the way out. Empty or false it asks for nothing."""
 
 _CHAT_UNSUPPORTED = tuple(name for name in ChatRequest.__struct_fields__ if name in UNSUPPORTED)
-_COMPLETION_UNSUPPORTED = tuple(name for name in CompletionRequest.__struct_fields__ if name in UNSUPPORTED)
+_COMPLETION_UNSUPPORTED = tuple(name for name in CompletionRequest.__struct_fields__ if name in UNSUPPORTED and name != "echo")
 
 _COMPLETION_SCHEMAS: Mapping[str, type[Struct]] = {"": CompletionRequest, **NESTED}
 
@@ -252,7 +268,7 @@ def chat_of(fields: Mapping[str, object]) -> ChatRequest:
 def _checked_chat(request: ChatRequest) -> ChatRequest:
     _check_unsupported(request, _CHAT_UNSUPPORTED, request.n)
     _check_common(request)
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise BadRequest(f"top_logprobs is {request.top_logprobs} but logprobs is not true; set logprobs to true", "top_logprobs")
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
         raise BadRequest("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
@@ -376,6 +392,18 @@ def _check_common(request: Common) -> None:
         raise BadRequest("stream_options is set but stream is not true; set stream to true or leave stream_options out", "stream_options")
     if request.stream_options is not None and request.stream_options.include_obfuscation:
         raise BadRequest("stream_options.include_obfuscation is not supported; leave it out", "stream_options.include_obfuscation")
+
+
+def template_kwargs_of(request: ChatRequest) -> dict[str, Any] | None:
+    """What a template gets besides the messages: the request's own words for it, or else what follows from its hints. None for nothing."""
+    check_template_kwargs(request.chat_template_kwargs)
+    effort, verbosity = request.reasoning_effort, request.verbosity
+    if effort is None and verbosity is None:
+        return request.chat_template_kwargs
+    hints: dict[str, Any] = {} if verbosity is None else {"verbosity": verbosity}
+    if effort is not None:
+        hints |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return hints | (request.chat_template_kwargs or {})
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
@@ -173,10 +173,10 @@ def _has_long_arguments(request: openai.ChatRequest | openai.TokenizeRequest) ->
 
 def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
     model = find_model(dispatcher, request.model)
-    openai.check_template_kwargs(request.chat_template_kwargs)
+    kwargs = openai.template_kwargs_of(request)
     marking = marking_of(model.text)
     offer = offered(request, marking)
-    rendered = render_chat(model.text, request, offer)
+    rendered = render_chat(model.text, request, offer, kwargs)
     limits.check_text(rendered, model.text.bound, model.info, "messages")
     token_ids = encode_rendered(model.text, rendered, bool(request.add_special_tokens))
     dialogue = dialogue_of(request, offer, marking, rendered)
@@ -212,7 +212,7 @@ def tokenize(request: openai.TokenizeRequest, model: Model) -> array[int]:
         limits.check_bytes(request.prompt, model.text.bound, model.info, "prompt")
         return model.text.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     openai.check_template_kwargs(request.chat_template_kwargs)
-    rendered = render_chat(model.text, request, offer_of(request.tools, None, None))
+    rendered = render_chat(model.text, request, offer_of(request.tools, None, None), request.chat_template_kwargs)
     limits.check_bytes(rendered, model.text.bound, model.info, "messages")
     return encode_rendered(model.text, rendered, bool(request.add_special_tokens))
 
@@ -222,13 +222,14 @@ def encode_rendered(text: TextModel, rendered: str, add_special_tokens: bool) ->
     return text.encode(rendered, add_special_tokens=True) if add_special_tokens else text.encode_chat(rendered)
 
 
-def render_chat(text: TextModel, request: openai.ChatRequest | openai.TokenizeRequest, offer: Offer | None) -> str:
+def render_chat(
+    text: TextModel, request: openai.ChatRequest | openai.TokenizeRequest, offer: Offer | None, kwargs: Mapping[str, Any] | None
+) -> str:
     messages: Sequence[Message] = openai.messages_of(request.messages or [])
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise BadRequest("add_generation_prompt and continue_final_message contradict each other; set one of them", "continue_final_message")
     generation_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    kwargs = request.chat_template_kwargs
     tools = None if offer is None else offer.for_template()
     return text.render_chat(messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=kwargs, tools=tools)
 
