@@ -40,6 +40,7 @@ Hint: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 

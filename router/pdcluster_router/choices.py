@@ -158,7 +158,7 @@ def advance(choice: Choice, event: Chunk | Done) -> Piece:
     if text.stopped:
         _finish(choice, piece, "stop")
         choice.timeline = choice.clock.timeline(choice.text.num_tokens)
-        choice.cached_tokens, choice.attempts = event.route.cached_tokens, event.route.attempts
+        choice.cached_tokens, choice.attempts = event.route.cached_tokens or 0, event.route.attempts  # a node that found none says none
     return piece
 
 

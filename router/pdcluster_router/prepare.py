@@ -17,7 +17,7 @@ import msgspec
 from pdcluster.api import limits, openai, structured
 from pdcluster.api.choice import ChoiceText
 from pdcluster.api.dialogue import Dialogue, dialogue_of, marking_of, offered
-from pdcluster.api.replies import ChatFormat, CompletionFormat, Format, Head
+from pdcluster.api.replies import ChatFormat, CompletionFormat, Format, Head, UsageSoFar
 from pdcluster.api.segments import SHORT_CHARACTERS
 from pdcluster.api.shaping import shaping_of
 from pdcluster.api.stop import StopMatcher
@@ -186,7 +186,7 @@ def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Ter
     limits.check_prompt(len(token_ids), model.info, "messages")
     max_tokens = limits.output_tokens(asked, None, len(token_ids), model.info, param)
     sampling = build.sampling(max_tokens, (request.top_logprobs or 0) if request.logprobs else None, dialogue.grammar)
-    head = _head(request, "chatcmpl-" + terms.request_id, model, logprobs=bool(request.logprobs))
+    head = _head(request, "chatcmpl-" + terms.request_id, model, len(token_ids), logprobs=bool(request.logprobs))
     build.check_number(1)
     return build.prepared([Prompt(token_ids)], [sampling], ChatFormat(head))
 
@@ -203,7 +203,8 @@ def prepare_completion(request: openai.CompletionRequest, dispatcher: Dispatcher
         num_prompt = len(prompts[-1].token_ids)
         max_tokens = limits.output_tokens(request.max_tokens, limits.DEFAULT_COMPLETION_TOKENS, num_prompt, model.info, "max_tokens")
         samplings.append(build.sampling(max_tokens, request.logprobs, grammar))
-    head = _head(request, "cmpl-" + terms.request_id, model, logprobs=request.logprobs is not None)
+    num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
+    head = _head(request, "cmpl-" + terms.request_id, model, num_prompt, logprobs=request.logprobs is not None)
     return build.prepared(prompts, samplings, CompletionFormat(head))
 
 
@@ -303,8 +304,11 @@ def find_plan(request: openai.Common, model: Model) -> Plan:
     return _plans.of(request, model)
 
 
-def _head(request: openai.Common, reply_id: str, model: Model, *, logprobs: bool) -> Head:
-    return Head(reply_id, int(time.time()), model.info.id, model.text.pieces, logprobs, bool(request.return_token_ids), _wants_usage(request))
+def _head(request: openai.Common, reply_id: str, model: Model, num_prompt: int, *, logprobs: bool) -> Head:
+    """num_prompt: tokens of all prompts."""
+    options, wants_ids = request.stream_options, bool(request.return_token_ids)
+    so_far = UsageSoFar(num_prompt, 0, num_prompt) if options is not None and options.continuous_usage_stats else None
+    return Head(reply_id, int(time.time()), model.info.id, model.text.pieces, logprobs, wants_ids, _wants_usage(request), so_far)
 
 
 def _wants_usage(request: openai.Common) -> bool:
