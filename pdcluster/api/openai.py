@@ -33,6 +33,8 @@ MAX_STOP_TOKENS = 256
 """They go to the nodes with every choice of a request and every attempt at it."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Length: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""0: nothing is generated, see `_check_length`."""
 Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId: TypeAlias = int
 Hint: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
@@ -48,7 +50,7 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     """What chat and plain completions share. Fields typed `object` are looked at by `check_unsupported`, or by nobody."""
 
     model: str
-    max_tokens: Count | None = None
+    max_tokens: Length | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -139,7 +141,7 @@ class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Length | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
@@ -273,6 +275,8 @@ def _checked_chat(request: ChatRequest) -> ChatRequest:
         raise BadRequest(f"top_logprobs is {request.top_logprobs} but logprobs is not true; set logprobs to true", "top_logprobs")
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
         raise BadRequest("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
+    param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    _check_length(getattr(request, param), param, scores_prompt=request.prompt_logprobs is not None)
     return request
 
 
@@ -309,6 +313,7 @@ def completion_of(fields: Mapping[str, object]) -> CompletionRequest:
 def check_completion(request: CompletionRequest) -> CompletionRequest:
     _check_unsupported(request, _COMPLETION_UNSUPPORTED, request.n)
     _check_common(request)
+    _check_length(request.max_tokens, "max_tokens", scores_prompt=bool(request.echo) or request.prompt_logprobs is not None)
     return request
 
 
@@ -373,6 +378,11 @@ def _check_unsupported(request: Common, fields: Sequence[str], n: int | None) ->
         if value is None or value in UNSUPPORTED[name] or (name == "best_of" and value == n):
             continue
         raise BadRequest(f"{name} is {validate.shown(value)}, but {name} is not supported yet; leave it out", name)
+
+
+def _check_length(max_tokens: int | None, param: str, *, scores_prompt: bool) -> None:
+    if max_tokens == 0 and not scores_prompt:
+        raise BadRequest(f"{param} must be at least 1, got 0; to score a prompt without an output set echo or prompt_logprobs", param)
 
 
 def _check_stops(stops: Sequence[str]) -> None:

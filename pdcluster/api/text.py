@@ -41,7 +41,8 @@ class SamplingDefaults:
 
 
 class TextModel:
-    """Immutable after construction but for the segments of chats that are kept; may be used from several threads."""
+    """Immutable after construction but for the segments of chats that are kept; may be used from several threads. info: the tokenizer's
+    configuration as clients may read it, special tokens as text."""
 
     def __init__(self, files: Mapping[str, bytes], tool_format: str = "auto", reasoning: str = "auto") -> None:
         """files: contents by name, of those in files.TEXT_FILES that the model has; only tokenizer.json must be there. tool_format, reasoning: how
@@ -71,6 +72,7 @@ class TextModel:
         )
         source = _template_source(files, config)
         self.template = None if source is None else ChatTemplate(source, special)
+        self.info = {"tokenizer_class": None, **config, **special, "chat_template": source}
         self._marks = frozenset(index for index in self.pieces.special if self.pieces.table[index].decode(errors="replace") in MARKERS)
         self.defaults = _sampling_defaults(generation)
         self.eos_token_ids = _eos_token_ids(generation, _json_file(files, "config.json"), self._tokenizer, special)

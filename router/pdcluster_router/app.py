@@ -114,6 +114,7 @@ class App:
             "/ready": self._ready,
             "/metrics": self._exposition,
             "/v1/models": self._models,
+            "/tokenizer_info": self._tokenizer_info,
         }
         self._post: Mapping[str, Handler] = {
             "/v1/chat/completions": self._chat,
@@ -308,6 +309,11 @@ class App:
         if request.return_token_strs:
             reply.token_strs = [model.text.pieces.of(token_id).decode(errors="replace") for token_id in token_ids]
         return msgspec.json.encode(reply)
+
+    def _tokenizer_info(self, exchange: Exchange) -> None:
+        """As vLLM has it, for lm-eval's remote tokenizer."""
+        self._places.identify(exchange.header(AUTHORIZATION))
+        exchange.reply(200, msgspec.json.encode(find_model(self._dispatcher, None).text.info))
 
     def _detokenize(self, exchange: Exchange) -> None:
         request = openai.decode_detokenize(exchange.take_body())

@@ -75,6 +75,8 @@ class Choice(msgspec.Struct):
     attempts: int | None = None
     timeline: Timeline | None = None
     finish: str | None = None
+    generates: bool = True
+    """False: only the prompt is told of; the token that a node gives all the same is dropped."""
     grammar_param: str | None = None
     """Which field of the request the generation's grammar was made from."""
 
@@ -176,6 +178,8 @@ def _advance(choice: Choice, chunk: Chunk) -> Piece:
     text = choice.text
     if text.num_tokens != chunk.position:
         raise IntegrityError(f"{choice.generation.request}: tokens at position {chunk.position} came after {text.num_tokens} tokens")
+    if not choice.generates:
+        return piece
     if choice.generation.sampling.logprobs is None:
         for token_id in token_ids:
             text.push(token_id, None, piece)
@@ -232,7 +236,7 @@ def _finished(choice: Choice, done: Done) -> Piece:
     choice.cached_tokens = done.cached_tokens
     choice.attempts = done.attempts
     choice.timeline = _with_clock(done.timeline, choice.clock)
-    _finish(choice, piece, FINISH_REASONS[done.reason])
+    _finish(choice, piece, FINISH_REASONS[done.reason] if choice.generates else "length")
     return piece
 
 

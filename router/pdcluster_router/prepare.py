@@ -325,6 +325,7 @@ class _Builder:
         self._at_start = at_start
         self._dialogue = dialogue
         self._num = request.n or 1
+        self._generates = True
         self._plan = find_plan(request, model)
         self._standing = terms.tenant.standing(request.priority)
 
@@ -334,11 +335,12 @@ class _Builder:
             raise BadRequest(f"{what}, at most {self._terms.max_choices} are allowed; send several requests", "n")
 
     def sampling(self, max_tokens: int, logprobs: int | None, grammar: Grammar | None) -> Sampling:
-        """Of one prompt, with a seed of its own unless one was given."""
+        """Of one prompt, with a seed of its own unless one was given. A node gives at least one token: where none is asked for it is not told."""
         planned, asked = self._plan.sampling, self._request.seed
         limits.check_least(planned.min_tokens, max_tokens)
         seed = draw_bits(SEED_BITS) if asked is None else limits.wire_seed(asked)
-        return msgspec.structs.replace(planned, max_tokens=max_tokens, seed=seed, logprobs=logprobs, grammar=grammar)
+        self._generates = max_tokens > 0
+        return msgspec.structs.replace(planned, max_tokens=max_tokens or 1, seed=seed, logprobs=logprobs, grammar=grammar)
 
     def prepared(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], reply_format: Format) -> Prepared:
         """Whose number was checked."""
@@ -381,6 +383,7 @@ class _Builder:
         text = ChoiceText(detokenizer, StopMatcher(self._plan.stops), self._plan.silent, len(prompt.echo or ""), speech)
         wants_ids = bool(request.return_token_ids)
         choice = Choice(generation, text, Clock(terms.arrived), model.info.vocab_size, echo, wants_ids, num_prompt_logprobs)
+        choice.generates = self._generates
         if sampling.grammar is not None:
             choice.grammar_param = structured.param_of(request.structured_outputs) if self._dialogue is None else self._dialogue.param
         return choice

@@ -44,6 +44,7 @@ FIELDS = st.sampled_from(
         {"prompt": PROMPT, "stream": True},
         {"messages": TALK, "max_tokens": 30},
         {"prompt": PROMPT, "echo": True},
+        {"prompt": PROMPT, "echo": True, "max_tokens": 0},
         {"messages": TALK, "stream": True, "stream_options": {"include_usage": True}, "pdcluster_mode": "auto", "priority": 3},
         {"messages": TALK, "stream": True, "return_token_ids": True, "stop": ["t"]},
         {"prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
