@@ -16,11 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
+from pdcluster.api.sse import text_json
 from pdcluster.errors import ModelError
 
-_encode = msgspec.json.Encoder().encode
 DECODER = codecs.getincrementaldecoder("utf-8")
 
 SPACE_MARK = "\u2581"
@@ -160,12 +158,12 @@ class Detokenizer:
         return self._feed_bytes(self._pieces.of(token_id))
 
     def say(self, token_id: int) -> bytes:
-        """The same as JSON."""
+        """The same as JSON, for a line of an event stream."""
         if not self._is_whole or token_id in self._skip:
-            return _encode(self.feed(token_id))
+            return text_json(self.feed(token_id))
         said = self._said.get((token_id,))
         if said is None:
-            said = _encode(self.feed(token_id))
+            said = text_json(self.feed(token_id))
             if 0 <= token_id < len(self._texts) and self._texts[token_id] is not None and token_id not in self._pieces.special:
                 self._said[token_id,] = said
         return said

@@ -336,12 +336,12 @@ class _PlainChunks:
     """Chunks of the first choice that carry only text: everything around the text is encoded once."""
 
     def __init__(self, example: bytes, empty: bytes) -> None:
-        before, after = example.split(empty, 1)
+        before, after = sse.one_line(example).split(empty, 1)
         self.around = b"data: " + before + empty[:-2], after + b"\n\n"
 
     def event(self, text: str) -> bytes:
         before, after = self.around
-        return before + _encode(text) + after
+        return before + sse.text_json(text) + after
 
 
 def _count(head: Head, piece: Piece) -> None:
