@@ -251,7 +251,7 @@ class ChatFormat:
         return _encode(ChatChunk(self._head.id, self._head.created, self._head.model, [choice], _usage_in_chunks(self._head)))
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
-        return chat_logprobs(piece.tokens, self._head.pieces) if self._head.logprobs else None
+        return chat_logprobs(piece.scored, self._head.pieces) if self._head.logprobs else None
 
 
 def _delta(piece: Piece) -> ChatDelta:
@@ -327,7 +327,7 @@ class CompletionFormat:
     def _choice(self, index: int, piece: Piece) -> CompletionChoice:
         if self._is_plain and piece.prompt_token_ids is None and piece.prompt_logprobs is None:
             return CompletionChoice(index, piece.text, piece.finish, None)
-        logprobs = completion_logprobs([*piece.echo, *piece.tokens], self._head.pieces) if self._head.logprobs else None
+        logprobs = completion_logprobs([*piece.echo, *piece.scored], self._head.pieces) if self._head.logprobs else None
         of_prompt = _prompt_logprobs(self._head, piece)
         return CompletionChoice(index, piece.text, piece.finish, logprobs, _prompt_ids(piece), _token_ids(self._head, piece), of_prompt)
 

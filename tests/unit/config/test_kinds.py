@@ -6,7 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.kinds import address, addresses, boolean, choice, cores, devices, duration, integer, label, nearest, origins, path, size, split_address, text
+from pdcluster.kinds import (
+    address,
+    addresses,
+    boolean,
+    choice,
+    cores,
+    devices,
+    duration,
+    integer,
+    label,
+    nearest,
+    origins,
+    path,
+    size,
+    split_address,
+    text,
+)
 
 
 @pytest.mark.parametrize(("raw", "value"), [("512KiB", 524288), ("2GiB", 2**31), ("1.5MB", 1500000), ("7", 7), (7, 7), ("64 M", 64 * 2**20)])
