@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcluster.config import Loaded, RouterConfig, UpConfig, load
-from pdcluster.errors import PdclusterError
+from pdcluster.errors import ConfigError, PdclusterError
 from pdcluster.launch import timeline
 from pdcluster.launch.up import Cluster, Output, Serving, make_output, on_signals, stop_all, unless
 
@@ -75,7 +75,15 @@ def _with_defaults(loaded: Loaded[UpConfig]) -> Loaded[UpConfig]:
     return load(UpConfig, {**wanted, **loaded.flags}, loaded.file)
 
 
+def check_open(loaded: Loaded[UpConfig]) -> None:
+    """The demo is a client without an API key."""
+    router = load(RouterConfig, loaded.flags, loaded.file)
+    if router.config.tenants is not None:
+        raise ConfigError(f"router.tenants is {router.config.tenants}, and the demo has no API key; leave it out, or use pdcluster up")
+
+
 async def _demo(loaded: Loaded[UpConfig]) -> int:
+    check_open(loaded)
     output, log_format = make_output(loaded)
     stop = on_signals()
     cluster = Cluster(loaded, output, log_format=log_format)
