@@ -62,12 +62,13 @@ class UnknownName(BadRequest):
 
 
 class ContextTooLong(BadRequest):
-    """The code, and how the message begins, are what clients know from OpenAI."""
+    """The code, and how the message begins, are what clients know from OpenAI. Some look for the code in the message."""
 
     code = "context_length_exceeded"
 
     def __init__(self, max_len: int, however: str, param: str | None = None) -> None:
-        super().__init__(f"This model's maximum context length is {max_len} tokens, at least one of them for the output. However, {however}", param)
+        limit = f"This model's maximum context length is {max_len} tokens, at least one of them for the output."
+        super().__init__(f"{limit} However, {however} ({self.code})", param)
 
 
 class RequestTooLarge(BadRequest):

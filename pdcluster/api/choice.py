@@ -31,9 +31,9 @@ class Piece(msgspec.Struct):
     """What one event of a choice adds to its reply. finish is set on the last one.
 
     reasoning: what the model thought before its answer; calls: of tools; where a choice has a Speech, text is without them.
-    tokens: output only; listed: those of them and of earlier ones whose logprobs are told now, None for all of `tokens`: a stop string may take text
-    away, and its tokens with it; echo: the prompt's, where they are repeated with logprobs; prompt_token_ids, prompt_logprobs: on the first piece,
-    when asked for.
+    tokens: output only; listed: those of them and of earlier ones whose logprobs are told now, None for all of
+    `tokens` (a stop string may take text away, and its tokens with it); echo: the prompt's, where they are repeated
+    with logprobs; prompt_token_ids, prompt_logprobs: on the first piece, when asked for.
     """
 
     text: str = ""
@@ -55,7 +55,9 @@ class Piece(msgspec.Struct):
 class ChoiceText:
     """`stopped` is set when a stop string matched: the generation may end there, and later tokens are not part of the reply."""
 
-    __slots__ = ("_detokenizer", "_offset", "_silent", "_speech", "_stops", "_unlisted", "is_plain", "num_tokens", "stopped")
+    __slots__ = (
+        "_detokenizer", "_offset", "_silent", "_speech", "_stops", "_unlisted", "is_plain", "num_tokens", "stopped",
+    )  # fmt: skip
 
     def __init__(self, detokenizer: Detokenizer, stops: StopMatcher, silent: Set[int], offset: int = 0, speech: Speech | None = None) -> None:
         """silent: ids that end a generation, whose text is not part of the answer; offset: characters before the first token (an echo); speech: what

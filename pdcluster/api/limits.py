@@ -68,7 +68,8 @@ def check_text(text: str, bound: TextBound, limits: Limits, param: str) -> None:
     """Before a prompt is tokenized: whether it can have so few tokens."""
     check_bytes(text, bound, limits, param)
     if bound.is_clearly_over(text, limits.max_len):
-        raise ContextTooLong(limits.max_len, f"{param} has {len(text)} characters of text, which make more; {SHORTEN}", param)
+        however = f"{param} has {len(text)} characters of text, which make more; {SHORTEN}"
+        raise ContextTooLong(limits.max_len, however, param)
 
 
 def check_output(num_tokens: int, limits: Limits, param: str) -> None:

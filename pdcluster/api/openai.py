@@ -99,7 +99,7 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class FunctionCall(Struct):
-    """Parts of messages let unknown fields pass: histories hold what clients and other servers keep there, and no template shows it."""
+    """Parts of messages let unknown fields pass: clients and other servers keep things there that no template shows."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -247,7 +247,9 @@ UNSUPPORTED_IN_MESSAGES: Mapping[str, str] = {
 """Of all that a message may carry, what other servers act on → the way out. Empty or false it asks for nothing."""
 
 _CHAT_UNSUPPORTED = tuple(name for name in ChatRequest.__struct_fields__ if name in UNSUPPORTED)
-_COMPLETION_UNSUPPORTED = tuple(name for name in CompletionRequest.__struct_fields__ if name in UNSUPPORTED and name != "echo")
+_COMPLETION_UNSUPPORTED = tuple(
+    name for name in CompletionRequest.__struct_fields__ if name in UNSUPPORTED and name != "echo"
+)
 
 _COMPLETION_SCHEMAS: Mapping[str, type[Struct]] = {"": CompletionRequest, **NESTED}
 
@@ -313,7 +315,8 @@ def completion_of(fields: Mapping[str, object]) -> CompletionRequest:
 def check_completion(request: CompletionRequest) -> CompletionRequest:
     _check_unsupported(request, _COMPLETION_UNSUPPORTED, request.n)
     _check_common(request)
-    _check_length(request.max_tokens, "max_tokens", scores_prompt=bool(request.echo) or request.prompt_logprobs is not None)
+    scores_prompt = bool(request.echo) or request.prompt_logprobs is not None
+    _check_length(request.max_tokens, "max_tokens", scores_prompt=scores_prompt)
     return request
 
 
@@ -382,7 +385,8 @@ def _check_unsupported(request: Common, fields: Sequence[str], n: int | None) ->
 
 def _check_length(max_tokens: int | None, param: str, *, scores_prompt: bool) -> None:
     if max_tokens == 0 and not scores_prompt:
-        raise BadRequest(f"{param} must be at least 1, got 0; to score a prompt without an output set echo or prompt_logprobs", param)
+        way_out = "to score a prompt without an output set echo or prompt_logprobs"
+        raise BadRequest(f"{param} must be at least 1, got 0; {way_out}", param)
 
 
 def _check_stops(stops: Sequence[str]) -> None:
@@ -406,7 +410,8 @@ def _check_common(request: Common) -> None:
 
 
 def template_kwargs_of(request: ChatRequest) -> dict[str, Any] | None:
-    """What a template gets besides the messages: the request's own words for it, or else what follows from its hints. None for nothing."""
+    """What a template gets besides the messages: what follows from hints, and over it the request's own words for it.
+    None for nothing."""
     check_template_kwargs(request.chat_template_kwargs)
     effort, verbosity = request.reasoning_effort, request.verbosity
     if effort is None and verbosity is None:
@@ -428,7 +433,8 @@ def _plain_message(message: ChatMessage, path: str) -> dict[str, object]:
         if getattr(message, name):
             raise BadRequest(f"{path}.{name} is not supported; {way_out}", f"{path}.{name}")
     plain: dict[str, object] = {"role": message.role, "content": _plain_content(message, path)}
-    for name, text in (("name", message.name), ("tool_call_id", message.tool_call_id), ("reasoning_content", reasoning_of(message))):
+    texts = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning_of(message)}
+    for name, text in texts.items():
         if text is not None:
             plain[name] = text
     if message.tool_calls:
@@ -443,7 +449,8 @@ def reasoning_of(message: ChatMessage) -> str | None:
 
 
 def _plain_content(message: ChatMessage, path: str) -> str:
-    """The text that the template gets. What an assistant or a tool did not say is empty: templates that know no tools write None, or fail on it."""
+    """The text that the template gets. What an assistant or a tool did not say is empty: some templates would write
+    None, or fail on it."""
     content = message.content
     if isinstance(content, list):
         return "\n".join([_plain_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)])
@@ -463,5 +470,6 @@ def _plain_part(part: ContentPart, path: str) -> str:
 
 
 def _plain_call(call: ToolCall, path: str) -> dict[str, object]:
-    plain = {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments_of(call.function.arguments, path)}}
-    return plain if call.id is not None else {name: value for name, value in plain.items() if name != "id"}
+    function = {"name": call.function.name, "arguments": arguments_of(call.function.arguments, path)}
+    named: dict[str, object] = {} if call.id is None else {"id": call.id}
+    return named | {"type": "function", "function": function}

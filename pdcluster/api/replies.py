@@ -175,7 +175,8 @@ class CompletionReply(Struct):
 
 
 class Head(Struct, frozen=True):
-    """What all chunks of one reply share. pieces: for the text of tokens in logprobs; so_far: what chunks say of usage, None for nothing."""
+    """What all chunks of one reply share. pieces: for the text of tokens in logprobs; so_far: what chunks say of usage,
+    None for nothing."""
 
     id: str
     created: int
@@ -248,7 +249,8 @@ class ChatFormat:
         logprobs = None if empty else self._logprobs(piece)
         token_ids = UNSET if empty else _token_ids(self._head, piece)
         choice = ChatChunkChoice(index, delta, piece.finish, logprobs, _prompt_ids(piece), token_ids)
-        return _encode(ChatChunk(self._head.id, self._head.created, self._head.model, [choice], _usage_in_chunks(self._head)))
+        head = self._head
+        return _encode(ChatChunk(head.id, head.created, head.model, [choice], _usage_in_chunks(head)))
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         return chat_logprobs(piece.scored, self._head.pieces) if self._head.logprobs else None
@@ -322,7 +324,8 @@ class CompletionFormat:
         return _encode(CompletionReply(self._head.id, self._head.created, self._head.model, choices, usage))
 
     def _encode_chunk(self, index: int, piece: Piece) -> bytes:
-        return _encode(CompletionReply(self._head.id, self._head.created, self._head.model, [self._choice(index, piece)], _usage_in_chunks(self._head)))
+        head, choice = self._head, self._choice(index, piece)
+        return _encode(CompletionReply(head.id, head.created, head.model, [choice], _usage_in_chunks(head)))
 
     def _choice(self, index: int, piece: Piece) -> CompletionChoice:
         if self._is_plain and piece.prompt_token_ids is None and piece.prompt_logprobs is None:
@@ -350,7 +353,8 @@ def _count(head: Head, piece: Piece) -> None:
 
 
 def _usage_in_chunks(head: Head) -> UsageSoFar | UnsetType | None:
-    """With include_usage every chunk but the last says `usage: null`, or the usage so far; without either the field is absent."""
+    """With include_usage every chunk but the last says `usage: null`, or the usage so far. Without either the field is
+    absent."""
     if head.so_far is not None:
         return head.so_far
     return None if head.include_usage else UNSET

@@ -1,7 +1,8 @@
-"""Server-sent events as OpenAI frames them: one `data:` line of JSON per event, `[DONE]` at the end, an `error` event when it went wrong.
+"""Server-sent events as OpenAI frames them: one `data:` line of JSON per event, `[DONE]` at the end, an `error` event
+when it went wrong.
 
-Many clients read lines by Unicode's line breaks (str.splitlines, httpx.iter_lines). JSON escapes most of them; the three that it need not are escaped
-here. They stand in strings only, keys included, so that the JSON says the same.
+Many clients read lines by Unicode's line breaks (str.splitlines, httpx.iter_lines). JSON escapes most of them; the
+three that it need not are escaped here. They stand in strings only, keys included, so that the JSON says the same.
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ class SamplingDefaults:
 
 
 class TextModel:
-    """Immutable after construction but for the segments of chats that are kept; may be used from several threads. info: the tokenizer's
-    configuration as clients may read it, special tokens as text."""
+    """Immutable after construction but for the segments of chats that are kept; may be used from several threads.
+
+    info: the tokenizer's configuration as clients may read it, special tokens as text."""
 
     def __init__(self, files: Mapping[str, bytes], tool_format: str = "auto", reasoning: str = "auto") -> None:
         """files: contents by name, of those in files.TEXT_FILES that the model has; only tokenizer.json must be there. tool_format, reasoning: how

@@ -1,8 +1,9 @@
 """Whether a text is too long, told before all of it is tokenized: 8 MB of text cost half a minute and gigabytes.
 
-1. No token stands for more text than the longest one does. Tokenizers that may drop text (blanks, long words they do not know) get DROPPED times it.
-2. Text that is long for its bound (LIKELY characters a token) is first tokenized in parts, only to count, until it is clearly too long. A cut can
-   change a few tokens beside it, which SLACK makes up for. Parts end where a word does, if there are words.
+1. No token stands for more text than the longest one does. Tokenizers that may drop text (blanks, long words they do
+   not know) get DROPPED times as much.
+2. Text that is long for its bound (LIKELY characters a token) is first tokenized in parts, only to count, until it is
+   clearly too long. A cut can change a few tokens beside it: SLACK makes up for them. Parts end where a word does.
 """
 
 from __future__ import annotations
@@ -61,10 +62,11 @@ def _parts(text: str, size: int) -> Iterator[str]:
 
 
 def _longest(tokenizer: Tokenizer, content: Mapping[str, Any]) -> int:
-    """Byte-level BPE writes each byte as one character; everywhere else a token is written in no fewer bytes than its text has."""
+    """Byte-level BPE writes a byte as one character. Elsewhere a token is written in no fewer bytes than its text has."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     is_byte_level = "ByteLevel" in _kinds(content.get("pre_tokenizer")) | _kinds(content.get("normalizer"))
-    plain = (len(token) if is_byte_level else len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=False))
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    plain = (len(token) if is_byte_level else len(token.encode()) for token in vocabulary)
     return max((*plain, *(len(token.encode()) for token in added)), default=1)
 
 

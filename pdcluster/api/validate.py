@@ -98,8 +98,8 @@ _FLOAT_FOR_INT = re.compile(r"Expected `(?:[^`]* )?int(?: [^`]*)?`, got `float` 
 
 
 def _with_whole_numbers(body: bytes, kind: type[T], error: msgspec.ValidationError) -> T:
-    """The body with 5.0 read as 5 in those of its fields that are whole numbers, as OpenAI and vLLM read it. Raises ValidationError for what is wrong
-    besides; error: what is wrong with it as it stands."""
+    """The body with 5.0 read as 5 in those of its fields that are whole numbers, as OpenAI and vLLM read it. Raises
+    ValidationError for what is wrong besides; error: what is wrong with it as it stands."""
     fields: Any = None
     fixed: set[str] = set()
     while (found := _FLOAT_FOR_INT.match(str(error))) is not None and found[1] not in fixed:

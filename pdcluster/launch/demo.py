@@ -79,7 +79,8 @@ def check_open(loaded: Loaded[UpConfig]) -> None:
     """The demo is a client without an API key."""
     router = load(RouterConfig, loaded.flags, loaded.file)
     if router.config.tenants is not None:
-        raise ConfigError(f"router.tenants is {router.config.tenants}, and the demo has no API key; leave it out, or use pdcluster up")
+        way_out = "leave it out, or use pdcluster up"
+        raise ConfigError(f"router.tenants is {router.config.tenants}, and the demo has no API key; {way_out}")
 
 
 async def _demo(loaded: Loaded[UpConfig]) -> int:

@@ -131,8 +131,8 @@ class DecodeSide:
         return key in self._by_key
 
     def on_launch(self, plan: StepPlan) -> None:
-        """After a step was planned: local legs that leave the queue say what they found cached, before their first token. A router that ends one at a
-        stop string hears no last word of it. Most found nothing, which needs no message."""
+        """After a step was planned: local legs that leave the queue say what they found cached, before their first
+        token. A router that ends one at a stop string hears no last word of it. Most found nothing and say nothing."""
         for leg in [self._queued.pop(row.request) for row in plan.rows if row.request in self._queued]:
             if leg.sequence.num_cached:
                 self._outbox.message(leg.router, Scheduled(leg.request, leg.attempt, leg.sequence.num_cached))

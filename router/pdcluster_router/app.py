@@ -25,7 +25,16 @@ from pdcluster_router.answer import answer
 from pdcluster_router.cors import ORIGIN, Cors
 from pdcluster_router.generation import Dispatcher, ModelInfo
 from pdcluster_router.http_connection import DISCARD_FACTOR
-from pdcluster_router.http_errors import ClientLeft, MethodNotAllowed, SlowRequest, UnsupportedMediaType, allow, answer_error, fail, too_large
+from pdcluster_router.http_errors import (
+    ClientLeft,
+    MethodNotAllowed,
+    SlowRequest,
+    UnsupportedMediaType,
+    allow,
+    answer_error,
+    fail,
+    too_large,
+)
 from pdcluster_router.http_exchange import Exchange
 from pdcluster_router.places import Places
 from pdcluster_router.plain import Plain
@@ -54,9 +63,9 @@ MODELS_PREFIX = "/v1/models/"
 AUTHORIZATION = b"authorization"
 SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 NOT_SERVED = (
-    "/v1/responses", "/v1/embeddings", "/v1/conversations", "/v1/messages", "/v1/rerank", "/v1/score", "/v1/images", "/v1/audio", "/v1/videos",
-    "/v1/files", "/v1/uploads", "/v1/batches", "/v1/moderations", "/v1/assistants", "/v1/threads", "/v1/vector_stores", "/v1/fine_tuning",
-    "/v1/evals", "/v1/containers", "/v1/realtime",
+    "/v1/responses", "/v1/embeddings", "/v1/conversations", "/v1/messages", "/v1/rerank", "/v1/score", "/v1/images",
+    "/v1/audio", "/v1/videos", "/v1/files", "/v1/uploads", "/v1/batches", "/v1/moderations", "/v1/assistants",
+    "/v1/threads", "/v1/vector_stores", "/v1/fine_tuning", "/v1/evals", "/v1/containers", "/v1/realtime",
 )  # fmt: skip
 """How paths begin that clients of OpenAI's API, and of servers like it, may ask for."""
 
@@ -154,7 +163,8 @@ class App:
     def _check_method(self, exchange: Exchange) -> None:
         _, methods = self._route(exchange.path)
         if exchange.method not in methods:
-            raise MethodNotAllowed(f"{exchange.method} {exchange.path} is not possible; use {' or '.join(methods[:-1])}", methods)
+            way_out = f"use {' or '.join(methods[:-1])}"
+            raise MethodNotAllowed(f"{exchange.method} {exchange.path} is not possible; {way_out}", methods)
 
     def complete(self, exchange: Exchange) -> None:
         try:

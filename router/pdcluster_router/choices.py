@@ -160,7 +160,8 @@ def advance(choice: Choice, event: Chunk | Done) -> Piece:
     if text.stopped:
         _finish(choice, piece, "stop")
         choice.timeline = choice.clock.timeline(choice.text.num_tokens)
-        choice.cached_tokens, choice.attempts = event.route.cached_tokens or 0, event.route.attempts  # a node that found none says none
+        choice.cached_tokens = event.route.cached_tokens or 0  # a node that found nothing says nothing
+        choice.attempts = event.route.attempts
     return piece
 
 

@@ -1,5 +1,5 @@
-"""Which pages in browsers may use the API (CORS): lines of heads for the origins that `router.cors_origins` names. Keys come in a header, so that pages
-need no cookies and get none."""
+"""Which pages in browsers may use the API (CORS): lines of heads for the origins that `router.cors_origins` names. Keys
+come in a header, so that pages need no cookies and get none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ MAX_AGE_S = 600
 """For which a browser need not ask again."""
 MAX_ASKED_BYTES = 2048
 EXPOSED = (
-    b"x-request-id, retry-after, x-pdcluster-mode, x-pdcluster-prefill, x-pdcluster-decode, x-pdcluster-transfer, x-pdcluster-predicted-wait-s"
+    b"x-request-id, retry-after, x-pdcluster-mode, x-pdcluster-prefill, x-pdcluster-decode, x-pdcluster-transfer, "
+    b"x-pdcluster-predicted-wait-s"
 )
 ORIGIN, ASKED_METHOD, ASKED_HEADERS = b"origin", b"access-control-request-method", b"access-control-request-headers"
 
@@ -40,8 +41,8 @@ class Cors:
         asked = headers.get(ASKED_HEADERS, b"authorization, content-type")
         if len(asked) > MAX_ASKED_BYTES:
             return b""
-        lines = (", ".join(methods).encode(), asked, MAX_AGE_S)
-        return b"access-control-allow-methods: %b\r\naccess-control-allow-headers: %b\r\naccess-control-max-age: %d\r\n" % lines
+        allowed = b"access-control-allow-methods: %b\r\naccess-control-allow-headers: %b\r\n"
+        return allowed % (", ".join(methods).encode(), asked) + b"access-control-max-age: %d\r\n" % MAX_AGE_S
 
     def _allowed(self, origin: bytes | None) -> bytes:
         if origin is None:

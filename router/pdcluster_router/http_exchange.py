@@ -85,7 +85,8 @@ class Befores(dict[int, bytes]):
 
 class Exchange:
     """Owned by its connection, in the server's loop. tenant: in whose name it holds a place, None while it holds none; on_gone, on_resume: called
-    when it is over before its time (with what it ends by), and when the client reads again. extra: lines of the answer's head, whatever it is."""
+    when it is over before its time (with what it ends by), and when the client reads again. extra: lines of the head of
+    its answer, whatever that is."""
 
     # What most requests never change stands here, so that nothing of it is made for each of them.
     tenant: Tenant | None = None
@@ -152,7 +153,8 @@ class Exchange:
         line, asked = self.line, self.asked
         self.status, self.started, self.finished = status, True, True
         end = b"\r\n" if self.keeps_alive and not asked.is_http_1_0 else self._ending()
-        head = STATUS_LINES[status], _date.line(), len(body), self.trace, headers, self.extra, end, b"" if asked.method == "HEAD" else body
+        shown = b"" if asked.method == "HEAD" else body
+        head = STATUS_LINES[status], _date.line(), len(body), self.trace, headers, self.extra, end, shown
         line.send(b"%b%bcontent-length: %d\r\nx-request-id: %b\r\n%b%b%b%b" % head)
         if then is not None:
             then()

@@ -48,7 +48,9 @@ class Plain:
         kind = self._kind_of(request)
         if kind is None or tenant is None or DEADLINE in headers or MODE in headers:
             return False
-        if options is not None and (not kind.is_stream or options.include_obfuscation or options.continuous_usage_stats):
+        if options is not None and (not kind.is_stream or options.include_obfuscation):
+            return False
+        if options is not None and options.continuous_usage_stats:
             return False
         found = packed(request, kind)
         if found is None or (sampling := sampling_of(request, kind, len(found[0]))) is None:

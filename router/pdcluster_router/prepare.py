@@ -157,7 +157,8 @@ def _num_characters(message: openai.ChatMessage) -> int:
     shown = sum(len(part.text or "") + PART_CHARACTERS for part in content) if isinstance(content, list) else len(content)
     shown += len(openai.reasoning_of(message) or "") + len(message.name or "") + len(message.tool_call_id or "")
     for call in message.tool_calls or ():
-        shown += len(call.id or "") + len(call.function.name) + _num_of_arguments(call.function.arguments) + PART_CHARACTERS
+        shown += len(call.id or "") + len(call.function.name) + PART_CHARACTERS
+        shown += _num_of_arguments(call.function.arguments)
     return shown
 
 
@@ -224,7 +225,10 @@ def encode_rendered(text: TextModel, rendered: str, add_special_tokens: bool) ->
 
 
 def render_chat(
-    text: TextModel, request: openai.ChatRequest | openai.TokenizeRequest, offer: Offer | None, kwargs: Mapping[str, Any] | None
+    text: TextModel,
+    request: openai.ChatRequest | openai.TokenizeRequest,
+    offer: Offer | None,
+    kwargs: Mapping[str, Any] | None,
 ) -> str:
     messages: Sequence[Message] = openai.messages_of(request.messages or [])
     continues = bool(request.continue_final_message)
@@ -308,7 +312,8 @@ def _head(request: openai.Common, reply_id: str, model: Model, num_prompt: int, 
     """num_prompt: tokens of all prompts."""
     options, wants_ids = request.stream_options, bool(request.return_token_ids)
     so_far = UsageSoFar(num_prompt, 0, num_prompt) if options is not None and options.continuous_usage_stats else None
-    return Head(reply_id, int(time.time()), model.info.id, model.text.pieces, logprobs, wants_ids, _wants_usage(request), so_far)
+    created, wants_usage = int(time.time()), _wants_usage(request)
+    return Head(reply_id, created, model.info.id, model.text.pieces, logprobs, wants_ids, wants_usage, so_far)
 
 
 def _wants_usage(request: openai.Common) -> bool:
@@ -335,12 +340,14 @@ class _Builder:
             raise BadRequest(f"{what}, at most {self._terms.max_choices} are allowed; send several requests", "n")
 
     def sampling(self, max_tokens: int, logprobs: int | None, grammar: Grammar | None) -> Sampling:
-        """Of one prompt, with a seed of its own unless one was given. A node gives at least one token: where none is asked for it is not told."""
+        """Of one prompt, with a seed of its own unless one was given. A node gives at least one token; where none is
+        asked for it is not told."""
         planned, asked = self._plan.sampling, self._request.seed
         limits.check_least(planned.min_tokens, max_tokens)
         seed = draw_bits(SEED_BITS) if asked is None else limits.wire_seed(asked)
         self._generates = max_tokens > 0
-        return msgspec.structs.replace(planned, max_tokens=max_tokens or 1, seed=seed, logprobs=logprobs, grammar=grammar)
+        length = max_tokens or 1
+        return msgspec.structs.replace(planned, max_tokens=length, seed=seed, logprobs=logprobs, grammar=grammar)
 
     def prepared(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], reply_format: Format) -> Prepared:
         """Whose number was checked."""

@@ -79,7 +79,8 @@ async def test_what_was_cached_is_known_with_the_first_token(nodes: dict[str, Ro
     """So that a stop string in it leaves the right usage."""
     async with LocalCluster(nodes) as cluster:
         for cached in (0, 32, 32):
-            generation = Generation(f"r{cached}-{next(cluster.versions)}", "model", array("i", prompt_of(36)), Sampling(max_tokens=4, seed=1), 20.0)
+            name, prompt, sampling = f"r{next(cluster.versions)}", array("i", prompt_of(36)), Sampling(max_tokens=4, seed=1)
+            generation = Generation(name, "model", prompt, sampling, 20.0)
             async with aclosing(cluster.dispatch.generate(generation)) as events:
                 first = await anext(events)
             assert isinstance(first, Chunk) and (first.route.cached_tokens or 0) == cached

@@ -1,4 +1,4 @@
-"""Arguments of a call that comes back in a history, as chat templates want them: an object, of whatever part of it was said."""
+"""Arguments of a call that comes back in a history, as chat templates want them: an object, as far as it was said."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def arguments_of(given: str | Mapping[str, object] | None, path: str) -> object:
-    """None, or nothing but blanks, is no arguments. Text is read as models write it: it may end anywhere (max_tokens cut it), and have line breaks
-    in strings. Of an object with something wrong in it the part before that is taken; other text that is no JSON stays text.
+    """None, or nothing but blanks, is no arguments. Text is read as models write it: it may end anywhere (max_tokens
+    cut it), and have line breaks in strings. Of an object with something wrong in it the part before that is taken.
+    Other text that is no JSON stays text.
 
     path: of the call, for errors. Raises BadRequest where it is nested too deeply."""
     if given is None or isinstance(given, Mapping):

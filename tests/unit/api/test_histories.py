@@ -29,7 +29,11 @@ def call(arguments: object, **fields: object) -> dict[str, Any]:
 IDLE: list[dict[str, Any]] = [
     {"id": "msg_1", "created_at": 1_700_000_000, "timestamp": "2026-11-25T10:00:00Z"},
     {"cache_control": {"type": "ephemeral"}},
-    {"provider_specific_fields": {"a": 1}, "thinking_blocks": [{"type": "thinking", "thinking": "hm"}], "provider": "x"},
+    {
+        "provider_specific_fields": {"a": 1},
+        "thinking_blocks": [{"type": "thinking", "thinking": "hm"}],
+        "provider": "x",
+    },
     {"parsed": {"city": "Rome"}, "refusal": None, "annotations": [], "audio": None, "function_call": None},
     {"reasoning_details": [{"type": "text"}], "tool_calls": None, "name": None, "weight": 0},
     {"tool_calls": [], "prefix": False, "partial": None, "images": []},
@@ -39,7 +43,9 @@ IDLE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fields", IDLE)
 def test_fields_that_change_nothing_pass(fields: dict[str, Any]) -> None:
     assert shown({"role": "assistant", "content": "Rome.", **fields}) == [{"role": "assistant", "content": "Rome."}]
-    assert shown({"role": "user", "content": [{"type": "text", "text": "a", **fields}]}) == [{"role": "user", "content": "a"}]
+    assert shown({"role": "user", "content": [{"type": "text", "text": "a", **fields}]}) == [
+        {"role": "user", "content": "a"}
+    ]
 
 
 def test_fields_that_change_nothing_pass_in_calls() -> None:
@@ -49,13 +55,19 @@ def test_fields_that_change_nothing_pass_in_calls() -> None:
         {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     ]
     bare = {"function": {"name": "f", "arguments": "{}"}, "type": None}
-    assert shown({"role": "assistant", "tool_calls": [bare]})[0]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    assert shown({"role": "assistant", "tool_calls": [bare]})[0]["tool_calls"] == [
+        {"type": "function", "function": {"name": "f", "arguments": {}}}
+    ]
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
 def test_thoughts_come_back_under_either_name(field: str) -> None:
-    assert shown({"role": "assistant", "content": "4", field: "2 + 2"}) == [{"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}]
-    assert shown({"role": "assistant", "content": "4", "reasoning": {"effort": "low"}}) == [{"role": "assistant", "content": "4"}]
+    assert shown({"role": "assistant", "content": "4", field: "2 + 2"}) == [
+        {"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}
+    ]
+    assert shown({"role": "assistant", "content": "4", "reasoning": {"effort": "low"}}) == [
+        {"role": "assistant", "content": "4"}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +79,14 @@ def test_thoughts_come_back_under_either_name(field: str) -> None:
         ({"role": "assistant", "content": None, "refusal": "I will not."}, "I will not."),
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, "No."),
         ({"role": "tool", "tool_call_id": "c1", "content": None}, ""),
-        ({"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "a\nb"),
+        (
+            {
+                "role": "tool",
+                "tool_call_id": "c1",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+            "a\nb",
+        ),
     ],
 )
 def test_what_was_not_said_is_empty(message: dict[str, Any], text: str) -> None:
@@ -75,19 +94,33 @@ def test_what_was_not_said_is_empty(message: dict[str, Any], text: str) -> None:
 
 
 def test_an_answer_of_a_tool_that_no_call_has_asked_for_is_shown_as_it_is() -> None:
-    assert shown({"role": "tool", "tool_call_id": "gone", "content": "5"}) == [{"role": "tool", "tool_call_id": "gone", "content": "5"}]
+    assert shown({"role": "tool", "tool_call_id": "gone", "content": "5"}) == [
+        {"role": "tool", "tool_call_id": "gone", "content": "5"}
+    ]
 
 
 REFUSED = [
     ({"role": "user"}, "messages[1].content", "content is missing"),
-    ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[1].content[0].type", "only text parts"),
-    ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "messages[1].content[0].type", "only text parts"),
+    (
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        "messages[1].content[0].type",
+        "only text parts",
+    ),
+    (
+        {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
+        "messages[1].content[0].type",
+        "only text parts",
+    ),
     ({"role": "user", "content": [{"type": "file", "file": {}}]}, "messages[1].content[0].type", "only text parts"),
     ({"role": "user", "content": "x", "images": ["aGk="]}, "messages[1].images", "only text is taken"),
     ({"role": "assistant", "content": "x", "prefix": True}, "messages[1].prefix", "set continue_final_message"),
     ({"role": "assistant", "content": "x", "partial": True}, "messages[1].partial", "set continue_final_message"),
     ({"role": "assistant", "audio": {"id": "a"}}, "messages[1].audio", "leave it out"),
-    ({"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}, "messages[1].function_call", "send tool_calls"),
+    (
+        {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+        "messages[1].function_call",
+        "send tool_calls",
+    ),
 ]
 
 
@@ -124,7 +157,11 @@ def test_arguments_are_what_was_said_of_them(said: str | None, taken: object) ->
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(st.characters(codec="utf-8")),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="utf-8")),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=8,
 )

@@ -19,7 +19,9 @@ from tests.unit.api.tiny_tokenizers import byte_level_files, sentencepiece_files
 
 def word_pieces() -> Tokenizer:
     """Drops blanks, and makes one token of a long word that it does not know."""
-    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2, "cat": 3}, unk_token="[UNK]", max_input_chars_per_word=20))
+    tokenizer = Tokenizer(
+        models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2, "cat": 3}, unk_token="[UNK]", max_input_chars_per_word=20)
+    )
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return tokenizer
@@ -37,7 +39,22 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "WordPiece": word_pieces,
 }
 TEXTS = st.lists(
-    st.sampled_from(["the quick brown fox ", "a", "    ", "\n\n", "n\u00e9 e", "<tool>", "\u65e5\u672c\u8a9e", "<|eos|>", "\U0001f642", "cat", "zz" * 15, "print"]),
+    st.sampled_from(
+        [
+            "the quick brown fox ",
+            "a",
+            "    ",
+            "\n\n",
+            "n\u00e9 e",
+            "<tool>",
+            "\u65e5\u672c\u8a9e",
+            "<|eos|>",
+            "\U0001f642",
+            "cat",
+            "zz" * 15,
+            "print",
+        ]
+    ),
     min_size=1,
     max_size=60,
 ).map("".join)
@@ -74,7 +91,12 @@ class Model:
     max_len, vocab_size = 100, 500
 
 
-LONG = {"words": "the quick brown fox jumps over it, ", "no words": "abcdefgh", "blanks": " \n", "characters": "\u65e5\u672c"}
+LONG = {
+    "words": "the quick brown fox jumps over it, ",
+    "no words": "abcdefgh",
+    "blanks": " \n",
+    "characters": "\u65e5\u672c",
+}
 
 
 @pytest.mark.parametrize("max_len", [100, 100_000])
@@ -84,7 +106,9 @@ def test_8_mb_of_text_are_refused_after_little_work(what: str, max_len: int) -> 
     bound = TextBound(counting, json.loads(byte_level_files()["tokenizer.json"]))  # type: ignore[arg-type]
     model, text = Model(), LONG[what] * (8 * 2**20 // len(LONG[what].encode()))
     model.max_len = max_len
-    with pytest.raises(ContextTooLong, match=f"^This model's maximum context length is {max_len} tokens.*However, prompt has [0-9]+ ") as refused:
+    with pytest.raises(
+        ContextTooLong, match=f"^This model's maximum context length is {max_len} tokens.*However, prompt has [0-9]+ "
+    ) as refused:
         check_text(text, bound, model, "prompt")
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
     assert counting.num_characters <= max(20 * max_len, 2**17)

@@ -32,13 +32,18 @@ class Showing(ScriptedDispatcher):
         ({"reasoning_effort": "minimal", "verbosity": "low"}, "minimal|low|"),
         ({"reasoning_effort": "none"}, "||False"),
         ({"reasoning_effort": None, "verbosity": None}, "||"),
-        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "mine", "enable_thinking": True}}, "mine||True"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "mine", "enable_thinking": True}},
+            "mine||True",
+        ),
     ],
 )
 async def test_hints_are_the_templates(fields: dict[str, object], shown: str) -> None:
     dispatcher = Showing()
     async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
-        reply = await client.post("/v1/chat/completions", json={"model": MODEL, "messages": [{"role": "user", "content": "x"}], **fields})
+        reply = await client.post(
+            "/v1/chat/completions", json={"model": MODEL, "messages": [{"role": "user", "content": "x"}], **fields}
+        )
     assert reply.status_code == 200, reply.text
     assert SHOWING.decode(dispatcher.started[0].token_ids) == shown + "|x"
 
@@ -58,6 +63,11 @@ CHAT_IDLE = {
 
 async def test_what_changes_nothing_passes() -> None:
     async with served(ScriptedDispatcher()) as url, httpx.AsyncClient(base_url=url) as client:
-        plain = await client.post("/v1/completions", json={"model": MODEL, "prompt": "x", "suffix": "", "echo": False, **IDLE})
-        chat = await client.post("/v1/chat/completions", json={"model": MODEL, "messages": [{"role": "user", "content": "x"}], **IDLE, **CHAT_IDLE})
+        plain = await client.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "x", "suffix": "", "echo": False, **IDLE}
+        )
+        chat = await client.post(
+            "/v1/chat/completions",
+            json={"model": MODEL, "messages": [{"role": "user", "content": "x"}], **IDLE, **CHAT_IDLE},
+        )
     assert (plain.status_code, chat.status_code) == (200, 200), (plain.text, chat.text)

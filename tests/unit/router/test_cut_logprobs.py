@@ -17,20 +17,35 @@ from pdcluster.api.stop import StopMatcher
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 
 
-async def answered(path: str, said: str, reason: str = "eos", **fields: object) -> tuple[str, list[str], list[Any], dict[str, Any]]:
+async def answered(
+    path: str, said: str, reason: str = "eos", **fields: object
+) -> tuple[str, list[str], list[Any], dict[str, Any]]:
     """Text, tokens that are listed, token ids, usage."""
-    prompt: dict[str, object] = {"messages": [{"role": "user", "content": "x"}], "logprobs": True} if path == CHAT else {"prompt": "x", "logprobs": 0}
+    prompt: dict[str, object] = (
+        {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
+        if path == CHAT
+        else {"prompt": "x", "logprobs": 0}
+    )
     options: dict[str, object] = {"stream_options": {"include_usage": True}} if fields.get("stream") else {}
     body = {"model": MODEL, "max_tokens": 60, "return_token_ids": True, **prompt, **fields, **options}
-    async with served(ScriptedDispatcher(lambda _: says(said, reason))) as url, httpx.AsyncClient(base_url=url) as client:  # type: ignore[arg-type]
+    async with (
+        served(ScriptedDispatcher(lambda _: says(said, reason))) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):  # type: ignore[arg-type]
         reply = await client.post(path, json=body)
     assert reply.status_code == 200, reply.text
     events = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line.startswith("data: {")] or [reply.json()]
     choices = [event["choices"][0] for event in events if event["choices"]]
-    text = "".join(c["text"] if path == PLAIN else (c.get("message") or c.get("delta")).get("content") or "" for c in choices)
+    text = "".join(
+        c["text"] if path == PLAIN else (c.get("message") or c.get("delta")).get("content") or "" for c in choices
+    )
     listed, seen = [], 0
     for choice in choices:
-        seen += len(choice["text"]) if path == PLAIN else len((choice.get("message") or choice.get("delta")).get("content") or "")
+        seen += (
+            len(choice["text"])
+            if path == PLAIN
+            else len((choice.get("message") or choice.get("delta")).get("content") or "")
+        )
         logprobs = choice["logprobs"] or {}
         own = logprobs.get("tokens", []) if path == PLAIN else [entry["token"] for entry in logprobs.get("content", [])]
         assert not logprobs.get("text_offset") or max(logprobs["text_offset"]) < seen or choice["finish_reason"]
@@ -53,7 +68,9 @@ CASES = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, PLAIN])
 @pytest.mark.parametrize(("said", "stops", "kept"), CASES)
-async def test_only_tokens_of_the_text_are_listed(path: str, stream: bool, said: str, stops: list[str], kept: str) -> None:
+async def test_only_tokens_of_the_text_are_listed(
+    path: str, stream: bool, said: str, stops: list[str], kept: str
+) -> None:
     text, listed, token_ids, usage = await answered(path, said, stop=stops, stream=stream)
     assert text == kept
     tokens = TEXT.encode(said, add_special_tokens=False).tolist()

@@ -33,18 +33,25 @@ async def asked(path: str, **fields: object) -> tuple[ScriptedDispatcher, httpx.
 async def test_a_prompt_is_scored_and_nothing_more_is_told(prompt: Any) -> None:
     dispatcher, reply = await asked(PLAIN, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
     answer = reply.json()
-    many = prompt if isinstance(prompt[0], list) or (isinstance(prompt, list) and isinstance(prompt[0], str)) else [prompt]
+    many = (
+        prompt if isinstance(prompt[0], list) or (isinstance(prompt, list) and isinstance(prompt[0], str)) else [prompt]
+    )
     ids = [TEXT.encode(each, add_special_tokens=True).tolist() if isinstance(each, str) else each for each in many]
     for choice, token_ids in zip(answer["choices"], ids, strict=True):
         logprobs = choice["logprobs"]
         assert choice["finish_reason"] == "length" and choice["text"] == TEXT.decode(token_ids)
         assert logprobs["token_logprobs"] == [None, *[-0.5] * (len(token_ids) - 1)]
-        assert len(logprobs["tokens"]) == len(logprobs["top_logprobs"]) == len(logprobs["text_offset"]) == len(token_ids)
+        assert (
+            len(logprobs["tokens"]) == len(logprobs["top_logprobs"]) == len(logprobs["text_offset"]) == len(token_ids)
+        )
     num_prompt = sum(map(len, ids))
     assert {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")} == {
         "prompt_tokens": num_prompt, "completion_tokens": 0, "total_tokens": num_prompt,
     }  # fmt: skip
-    assert all(generation.sampling.max_tokens == 1 and generation.sampling.prompt_logprobs == 1 for generation in dispatcher.started)
+    assert all(
+        generation.sampling.max_tokens == 1 and generation.sampling.prompt_logprobs == 1
+        for generation in dispatcher.started
+    )
 
 
 async def test_it_may_be_streamed_have_choices_and_come_without_logprobs() -> None:
@@ -58,13 +65,17 @@ async def test_it_may_be_streamed_have_choices_and_come_without_logprobs() -> No
 
 @pytest.mark.parametrize("path", [CHAT, PLAIN])
 async def test_prompt_logprobs_alone_are_a_score(path: str) -> None:
-    prompt: dict[str, object] = {"messages": [{"role": "user", "content": "a"}]} if path == CHAT else {"prompt": "a b c"}
+    prompt: dict[str, object] = (
+        {"messages": [{"role": "user", "content": "a"}]} if path == CHAT else {"prompt": "a b c"}
+    )
     _, reply = await asked(path, max_tokens=0, prompt_logprobs=2, **prompt)
     answer = reply.json()
     choice = answer["choices"][0]
     entries = answer["prompt_logprobs"] if path == CHAT else choice["prompt_logprobs"]
     assert entries[0] is None and len(entries) == answer["usage"]["prompt_tokens"] > 2
-    assert choice["finish_reason"] == "length" and (choice["message"]["content"] if path == CHAT else choice["text"]) == ""
+    assert (
+        choice["finish_reason"] == "length" and (choice["message"]["content"] if path == CHAT else choice["text"]) == ""
+    )
     assert logprobs_of(1, 2).top_ids == (1, 2) and VOCAB > 2
 
 
@@ -89,6 +100,11 @@ async def test_the_tokenizers_configuration_is_told() -> None:
 
 def test_special_tokens_are_text_and_a_template_may_be_a_file() -> None:
     info = TextModel(sentencepiece_files() | {"chat_template.jinja": b"{{ 1 }}"}).info
-    assert (info["bos_token"], info["eos_token"], info["unk_token"], info["chat_template"]) == ("<s>", "</s>", "<unk>", "{{ 1 }}")
+    assert (info["bos_token"], info["eos_token"], info["unk_token"], info["chat_template"]) == (
+        "<s>",
+        "</s>",
+        "<unk>",
+        "{{ 1 }}",
+    )
     bare = TextModel({"tokenizer.json": byte_level_files()["tokenizer.json"]}).info
     assert bare == {"tokenizer_class": None, "chat_template": None}
