@@ -176,11 +176,11 @@ def _advance(choice: Choice, chunk: Chunk) -> Piece:
     if choice.route is None:
         _open(choice, chunk, piece)
     choice.route = chunk.route
+    if not choice.generates:
+        return piece
     text = choice.text
     if text.num_tokens != chunk.position:
         raise IntegrityError(f"{choice.generation.request}: tokens at position {chunk.position} came after {text.num_tokens} tokens")
-    if not choice.generates:
-        return piece
     if choice.generation.sampling.logprobs is None:
         for token_id in token_ids:
             text.push(token_id, None, piece)
