@@ -34,7 +34,7 @@ test-full: lint test-clients ## lint, then every test, those of clients too
 
 # litellm asks for a list of prices in the net unless told not to.
 test-clients: setup .venv-clients/installed ## programs of users (openai, litellm, langchain, pydantic-ai) against a real cluster
-	LITELLM_LOCAL_MODEL_COST_MAP=True .venv-clients/bin/python -m pytest -c tests/clients/pytest.ini tests/clients
+	LITELLM_LOCAL_MODEL_COST_MAP=True .venv-clients/bin/python -m pytest -c tests/clients/clients.ini tests/clients
 
 .venv-clients/installed: tests/clients/requirements.txt | setup
 	$(BIN)/python -m venv .venv-clients

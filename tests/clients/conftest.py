@@ -32,7 +32,7 @@ class Served(NamedTuple):
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return None if config.inipath == HERE / "pytest.ini" else True
+    return None if config.inipath == HERE / "clients.ini" else True
 
 
 @pytest.fixture(scope="session")
