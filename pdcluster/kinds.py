@@ -143,6 +143,15 @@ def devices(raw: object) -> tuple[str, ...]:
     return tuple(found)
 
 
+def origins(raw: object) -> tuple[str, ...]:
+    """Of pages, as browsers name them: comma-separated text or a TOML list, or * for all."""
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    found = [str(part).strip().lower() for part in parts] if isinstance(parts, list | tuple) else []
+    if not found or not all(each == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", each) for each in found):
+        raise ValueError("must be origins such as https://app.example.com,http://localhost:3000 (no path), or *")
+    return tuple(found)
+
+
 def nearest(word: str, options: Sequence[str]) -> str:
     """The end of a message that says which of `options` was probably meant."""
     close = [option for option in options if word and option.startswith(word)] or difflib.get_close_matches(word, options, n=1, cutoff=0.4)

@@ -31,24 +31,33 @@ class Piece(msgspec.Struct):
     """What one event of a choice adds to its reply. finish is set on the last one.
 
     reasoning: what the model thought before its answer; calls: of tools; where a choice has a Speech, text is without them.
-    tokens: output only; echo: the prompt's, where they are repeated with logprobs; prompt_token_ids, prompt_logprobs: on the first piece, when
-    asked for.
+    tokens: output only; listed: those of them and of earlier ones whose logprobs are told now, None for all of
+    `tokens` (a stop string may take text away, and its tokens with it); echo: the prompt's, where they are repeated
+    with logprobs; prompt_token_ids, prompt_logprobs: on the first piece, when asked for.
     """
 
     text: str = ""
     reasoning: str = ""
     calls: list[CallDelta] = []
     tokens: list[Token] = []
+    listed: list[Token] | None = None
     echo: list[Token] = []
     finish: str | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[Token] | None = None
 
+    @property
+    def scored(self) -> list[Token]:
+        """Tokens whose logprobs are told with it."""
+        return self.tokens if self.listed is None else self.listed
+
 
 class ChoiceText:
     """`stopped` is set when a stop string matched: the generation may end there, and later tokens are not part of the reply."""
 
-    __slots__ = ("_detokenizer", "_offset", "_silent", "_speech", "_stops", "is_plain", "num_tokens", "stopped")
+    __slots__ = (
+        "_detokenizer", "_offset", "_silent", "_speech", "_stops", "_unlisted", "is_plain", "num_tokens", "stopped",
+    )  # fmt: skip
 
     def __init__(
         self, detokenizer: Detokenizer | ChainDetokenizer, stops: StopMatcher, silent: Set[int], offset: int = 0, speech: Speech | None = None
@@ -62,12 +71,14 @@ class ChoiceText:
         self._speech = speech
         self.is_plain = speech is None and stops.is_idle
         """Text goes on as it comes."""
+        self._unlisted: list[Token] = []
         self.num_tokens = 0
         self.stopped = False
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None, piece: Piece) -> None:
         """Adds the token, and the text that became certain, to the piece."""
-        piece.tokens.append(Token(token_id, self._offset, logprobs))
+        token = Token(token_id, self._offset, logprobs)
+        piece.tokens.append(token)
         self.num_tokens += 1
         if token_id not in self._silent:
             text = self._detokenizer.feed(token_id)
@@ -77,6 +88,15 @@ class ChoiceText:
                     piece.text += text
                 else:
                     self._release(self._certain(text), piece)
+        if logprobs is not None and not self._stops.is_idle:
+            self._unlisted.append(token)
+            self._list(piece, self._offset - self._stops.num_uncertain)
+
+    def _list(self, piece: Piece, end: int) -> None:
+        """Tokens that begin before this character are part of the answer."""
+        listed = [token for token in self._unlisted if token.offset < end]
+        del self._unlisted[: len(listed)]
+        piece.listed = [*(piece.listed or ()), *listed]
 
     def say(self, token_id: int) -> bytes:
         """The same where nobody asks for tokens, nor for their offsets, and the text is plain: what became certain of it, as JSON."""
@@ -94,7 +114,11 @@ class ChoiceText:
             piece.text += self._detokenizer.flush()
             return
         if not self.stopped:
-            self._release(self._certain(self._detokenizer.flush()), piece)
+            rest = self._detokenizer.flush()
+            self._release(self._certain(rest), piece)
+            if self._unlisted:
+                end = self._offset + len(rest)
+                self._list(piece, end - self._stops.num_uncertain if self.stopped else end + 1)
         if not self.stopped:
             self._release(self._stops.flush(), piece)
         if self._speech is not None:

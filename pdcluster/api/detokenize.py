@@ -14,11 +14,9 @@ import codecs
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-import msgspec
-
 from pdcluster.api.decoder_chain import BYTE_TOKEN, DecoderChain, Step, byte_level, steps_of
+from pdcluster.api.sse import text_json
 
-_encode = msgspec.json.Encoder().encode
 DECODER = codecs.getincrementaldecoder("utf-8")
 
 SPACE_MARK = "\u2581"
@@ -146,12 +144,12 @@ class Detokenizer:
         return self._feed_bytes(self._pieces.of(token_id))
 
     def say(self, token_id: int) -> bytes:
-        """The same as JSON."""
+        """The same as JSON, for a line of an event stream."""
         if not self._is_whole or token_id in self._skip:
-            return _encode(self.feed(token_id))
+            return text_json(self.feed(token_id))
         said = self._said.get((token_id,))
         if said is None:
-            said = _encode(self.feed(token_id))
+            said = text_json(self.feed(token_id))
             if 0 <= token_id < len(self._texts) and self._texts[token_id] is not None and token_id not in self._pieces.special:
                 self._said[token_id,] = said
         return said
@@ -194,7 +192,7 @@ class ChainDetokenizer:
         return "" if name is None else self._stream.push(name)
 
     def say(self, token_id: int) -> bytes:
-        return _encode(self.feed(token_id))
+        return text_json(self.feed(token_id))
 
     def flush(self) -> str:
         return self._stream.end()

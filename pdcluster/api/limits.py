@@ -10,7 +10,8 @@ import numpy as np
 
 from pdcluster.api.openai import Common
 from pdcluster.api.text import SamplingDefaults
-from pdcluster.errors import BadRequest
+from pdcluster.api.text_bound import TextBound
+from pdcluster.errors import BadRequest, ContextTooLong
 from pdcluster.grammar import Grammar
 from pdcluster.sampling import Sampling, Shaping
 
@@ -19,6 +20,8 @@ FEW = 32
 
 _largest = np.maximum.reduce
 """An array's own `max` is this behind a function of Python, which costs more than a thousand ids."""
+
+SHORTEN = "shorten it or serve with a higher --max-len"
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions; chat goes on to the end of the context."""
@@ -51,11 +54,22 @@ def check_prompt(num_tokens: int, limits: Limits, param: str) -> None:
     if num_tokens == 0:
         raise BadRequest(f"{param} has no tokens; send a prompt with at least one", param)
     if num_tokens >= limits.max_len:
-        raise BadRequest(
-            f"{param} has {num_tokens} tokens, this model takes {limits.max_len} including at least one of output; "
-            "shorten it or serve with a higher --max-len",
-            param,
-        )
+        raise ContextTooLong(limits.max_len, f"{param} has {num_tokens} tokens; {SHORTEN}", param)
+
+
+def check_bytes(text: str, bound: TextBound, limits: Limits, param: str) -> None:
+    """Before it is tokenized, whatever for."""
+    size = bound.excess_bytes(text, limits.max_len)
+    if size:
+        raise ContextTooLong(limits.max_len, f"{param} has {size} bytes of text, which makes more; {SHORTEN}", param)
+
+
+def check_text(text: str, bound: TextBound, limits: Limits, param: str) -> None:
+    """Before a prompt is tokenized: whether it can have so few tokens."""
+    check_bytes(text, bound, limits, param)
+    if bound.is_clearly_over(text, limits.max_len):
+        however = f"{param} has {len(text)} characters of text, which make more; {SHORTEN}"
+        raise ContextTooLong(limits.max_len, however, param)
 
 
 def check_output(num_tokens: int, limits: Limits, param: str) -> None:
@@ -70,11 +84,8 @@ def output_tokens(asked: int | None, default: int | None, num_prompt: int, limit
     if asked is None:
         return left if default is None else min(default, left)
     if asked > left:
-        raise BadRequest(
-            f"the prompt's {num_prompt} tokens and {param} {asked} make {num_prompt + asked}, this model takes {limits.max_len} together; "
-            f"lower {param} to at most {left} or shorten the prompt",
-            param,
-        )
+        however = f"the prompt's {num_prompt} tokens and {param} {asked} make {num_prompt + asked}"
+        raise ContextTooLong(limits.max_len, f"{however}; lower {param} to at most {left} or shorten the prompt", param)
     return asked
 
 

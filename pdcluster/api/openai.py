@@ -21,6 +21,7 @@ from pdcluster.api.bulk import check_bulk
 from pdcluster.api.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from pdcluster.api.template import RESERVED
 from pdcluster.api.token_list import LONG_BYTES, MARK, cut_list, token_list
+from pdcluster.api.tools.arguments import arguments_of
 from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, Tool
 from pdcluster.errors import BadRequest
 from pdcluster.sampling import LEAST_REPETITION, MAX_BAD_WORDS, MAX_LOGPROBS, MOST_REPETITION
@@ -32,12 +33,16 @@ MAX_STOP_TOKENS = 256
 """They go to the nodes with every choice of a request and every attempt at it."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Length: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""0: nothing is generated, see `_check_length`."""
 Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId: TypeAlias = int
+Hint: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -45,7 +50,7 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     """What chat and plain completions share. Fields typed `object` are looked at by `check_unsupported`, or by nobody."""
 
     model: str
-    max_tokens: Count | None = None
+    max_tokens: Length | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -80,47 +85,55 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: object = None
     prompt_cache_key: object = None
     prompt_cache_retention: object = None
+    request_id: object = None
+    cache_prompt: object = None
     # would change the output
     length_penalty: object = None
     best_of: object = None
     use_beam_search: object = None
     include_stop_str_in_output: object = None
     truncate_prompt_tokens: object = None
+    spaces_between_special_tokens: object = None
+    return_tokens_as_token_ids: object = None
+    allowed_token_ids: object = None
 
 
-class FunctionCall(Struct, forbid_unknown_fields=True):
+class FunctionCall(Struct):
+    """Parts of messages let unknown fields pass: clients and other servers keep things there that no template shows."""
+
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Struct, forbid_unknown_fields=True):
-    id: str
+class ToolCall(Struct):
     function: FunctionCall
-    type: Literal["function"] = "function"
+    id: str | None = None
+    type: Literal["function"] | None = "function"
 
 
-class ContentPart(Struct, forbid_unknown_fields=True):
+class ContentPart(Struct):
     type: str
     text: str | None = None
-    # named so that they can be refused with a reason
-    image_url: object = None
-    input_audio: object = None
-    file: object = None
-    refusal: object = None
+    refusal: str | None = None
 
 
-class ChatMessage(Struct, forbid_unknown_fields=True):
+class ChatMessage(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    # part of the messages OpenAI returns, so of the histories clients send back
+    # what others call reasoning_content, and content of a model that refused
+    reasoning: object = None
     refusal: object = None
-    annotations: object = None
+    # would change the output, see UNSUPPORTED_IN_MESSAGES
     audio: object = None
     function_call: object = None
+    images: object = None
+    videos: object = None
+    prefix: object = None
+    partial: object = None
 
 
 class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
@@ -128,12 +141,15 @@ class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Length | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
+    # hints that the template may know
+    reasoning_effort: Hint | None = None
+    verbosity: Hint | None = None
     # without effect here
     prediction: object = None
     # would change the output
@@ -142,9 +158,11 @@ class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
     function_call: object = None
     audio: object = None
     modalities: object = None
-    reasoning_effort: object = None
-    verbosity: object = None
     web_search_options: object = None
+    documents: object = None
+    echo: object = None
+    include_reasoning: object = None
+    separate_reasoning: object = None
 
 
 class CompletionRequest(Common, kw_only=True, forbid_unknown_fields=True):
@@ -206,15 +224,32 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "audio": (),
     "modalities": (["text"],),
-    "reasoning_effort": ("none",),
-    "verbosity": (),
     "web_search_options": (),
+    "documents": ([],),
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "allowed_token_ids": ([],),
     "suffix": ("",),
 }
 """Fields we know but cannot honour → the values, besides null, that ask for nothing."""
 
+UNSUPPORTED_IN_MESSAGES: Mapping[str, str] = {
+    "audio": "leave it out",
+    "function_call": "send tool_calls",
+    "images": "only text is taken",
+    "videos": "only text is taken",
+    "prefix": "set continue_final_message of the request",
+    "partial": "set continue_final_message of the request",
+}
+"""Of all that a message may carry, what other servers act on → the way out. Empty or false it asks for nothing."""
+
 _CHAT_UNSUPPORTED = tuple(name for name in ChatRequest.__struct_fields__ if name in UNSUPPORTED)
-_COMPLETION_UNSUPPORTED = tuple(name for name in CompletionRequest.__struct_fields__ if name in UNSUPPORTED)
+_COMPLETION_UNSUPPORTED = tuple(
+    name for name in CompletionRequest.__struct_fields__ if name in UNSUPPORTED and name != "echo"
+)
 
 _COMPLETION_SCHEMAS: Mapping[str, type[Struct]] = {"": CompletionRequest, **NESTED}
 
@@ -238,10 +273,12 @@ def chat_of(fields: Mapping[str, object]) -> ChatRequest:
 def _checked_chat(request: ChatRequest) -> ChatRequest:
     _check_unsupported(request, _CHAT_UNSUPPORTED, request.n)
     _check_common(request)
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise BadRequest(f"top_logprobs is {request.top_logprobs} but logprobs is not true; set logprobs to true", "top_logprobs")
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
         raise BadRequest("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
+    param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    _check_length(getattr(request, param), param, scores_prompt=request.prompt_logprobs is not None)
     return request
 
 
@@ -278,6 +315,8 @@ def completion_of(fields: Mapping[str, object]) -> CompletionRequest:
 def check_completion(request: CompletionRequest) -> CompletionRequest:
     _check_unsupported(request, _COMPLETION_UNSUPPORTED, request.n)
     _check_common(request)
+    scores_prompt = bool(request.echo) or request.prompt_logprobs is not None
+    _check_length(request.max_tokens, "max_tokens", scores_prompt=scores_prompt)
     return request
 
 
@@ -344,6 +383,12 @@ def _check_unsupported(request: Common, fields: Sequence[str], n: int | None) ->
         raise BadRequest(f"{name} is {validate.shown(value)}, but {name} is not supported yet; leave it out", name)
 
 
+def _check_length(max_tokens: int | None, param: str, *, scores_prompt: bool) -> None:
+    if max_tokens == 0 and not scores_prompt:
+        way_out = "to score a prompt without an output set echo or prompt_logprobs"
+        raise BadRequest(f"{param} must be at least 1, got 0; {way_out}", param)
+
+
 def _check_stops(stops: Sequence[str]) -> None:
     if len(stops) > MAX_STOPS:
         raise BadRequest(f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed", "stop")
@@ -364,6 +409,19 @@ def _check_common(request: Common) -> None:
         raise BadRequest("stream_options.include_obfuscation is not supported; leave it out", "stream_options.include_obfuscation")
 
 
+def template_kwargs_of(request: ChatRequest) -> dict[str, Any] | None:
+    """What a template gets besides the messages: what follows from hints, and over it the request's own words for it.
+    None for nothing."""
+    check_template_kwargs(request.chat_template_kwargs)
+    effort, verbosity = request.reasoning_effort, request.verbosity
+    if effort is None and verbosity is None:
+        return request.chat_template_kwargs
+    hints: dict[str, Any] = {} if verbosity is None else {"verbosity": verbosity}
+    if effort is not None:
+        hints |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return hints | (request.chat_template_kwargs or {})
+
+
 def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> None:
     clash = sorted(RESERVED & set(kwargs or ()))
     if clash:
@@ -371,11 +429,12 @@ def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> None:
 
 
 def _plain_message(message: ChatMessage, path: str) -> dict[str, object]:
-    for name, value in (("audio", message.audio), ("function_call", message.function_call)):
-        if value is not None:
-            raise BadRequest(f"{path}.{name} is not supported; leave it out", f"{path}.{name}")
+    for name, way_out in UNSUPPORTED_IN_MESSAGES.items():
+        if getattr(message, name):
+            raise BadRequest(f"{path}.{name} is not supported; {way_out}", f"{path}.{name}")
     plain: dict[str, object] = {"role": message.role, "content": _plain_content(message, path)}
-    for name, text in (("name", message.name), ("tool_call_id", message.tool_call_id), ("reasoning_content", message.reasoning_content)):
+    texts = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning_of(message)}
+    for name, text in texts.items():
         if text is not None:
             plain[name] = text
     if message.tool_calls:
@@ -383,17 +442,26 @@ def _plain_message(message: ChatMessage, path: str) -> dict[str, object]:
     return plain
 
 
+def reasoning_of(message: ChatMessage) -> str | None:
+    if message.reasoning_content is None and isinstance(message.reasoning, str):
+        return message.reasoning
+    return message.reasoning_content
+
+
 def _plain_content(message: ChatMessage, path: str) -> str:
-    """The text that the template gets: that of an assistant who only calls is empty, as templates that know no tools write None, or fail on it."""
+    """The text that the template gets. What an assistant or a tool did not say is empty: some templates would write
+    None, or fail on it."""
     content = message.content
     if isinstance(content, list):
         return "\n".join([_plain_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)])
-    if content is None and not (message.role == "assistant" and message.tool_calls):
+    if content is None and message.role not in ("assistant", "tool"):
         raise BadRequest(f"{path}.content is missing; a {message.role} message needs content (a string or a list of text parts)", f"{path}.content")
-    return content or ""
+    return content or (message.refusal if isinstance(message.refusal, str) else "")
 
 
 def _plain_part(part: ContentPart, path: str) -> str:
+    if part.type == "refusal":
+        return part.refusal or ""
     if part.type != "text":
         raise BadRequest(f"{path}.type is {validate.shown(part.type)}; only text parts are supported, no images, audio or files", f"{path}.type")
     if part.text is None:
@@ -402,10 +470,6 @@ def _plain_part(part: ContentPart, path: str) -> str:
 
 
 def _plain_call(call: ToolCall, path: str) -> dict[str, object]:
-    try:
-        arguments = msgspec.json.decode(call.function.arguments)
-    except RecursionError as error:
-        raise BadRequest(f"{path}.function.arguments is JSON nested too deeply; send a flatter object", path) from error
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"{path}.function.arguments is not JSON: {error}; send the arguments as a JSON object in a string", path) from error
-    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+    function = {"name": call.function.name, "arguments": arguments_of(call.function.arguments, path)}
+    named: dict[str, object] = {} if call.id is None else {"id": call.id}
+    return named | {"type": "function", "function": function}

@@ -66,6 +66,18 @@ class Usage(Struct):
     pdcluster: RouteReport
 
 
+class UsageSoFar(Struct):
+    """In chunks of a stream, where it is asked for: of all choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+    def add(self, num_output: int) -> None:
+        self.completion_tokens += num_output
+        self.total_tokens = self.prompt_tokens + self.completion_tokens
+
+
 # ---------------------------------------------------------------- chat
 
 
@@ -131,7 +143,7 @@ class ChatChunk(Struct):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: Usage | UsageSoFar | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -155,7 +167,7 @@ class CompletionReply(Struct):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: Usage | UsageSoFar | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
 
 
@@ -163,7 +175,8 @@ class CompletionReply(Struct):
 
 
 class Head(Struct, frozen=True):
-    """What all chunks of one reply share. pieces: for the text of tokens in logprobs."""
+    """What all chunks of one reply share. pieces: for the text of tokens in logprobs; so_far: what chunks say of usage,
+    None for nothing."""
 
     id: str
     created: int
@@ -172,11 +185,12 @@ class Head(Struct, frozen=True):
     logprobs: bool
     token_ids: bool
     include_usage: bool
+    so_far: UsageSoFar | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether chunks differ in nothing but text, so that they can be put together from prepared parts."""
-        return not (self.logprobs or self.token_ids)
+        return not (self.logprobs or self.token_ids or self.so_far is not None)
 
 
 class Format(Protocol):
@@ -208,6 +222,7 @@ class ChatFormat:
         if index == 0 and piece.finish is None and self._is_plain and not (piece.reasoning or piece.calls):
             return self._plain_chunks().event(piece.text)
         delta = _delta(piece)
+        _count(self._head, piece)
         return sse.event(self._encode_chunk(index, piece, delta))
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
@@ -234,10 +249,11 @@ class ChatFormat:
         logprobs = None if empty else self._logprobs(piece)
         token_ids = UNSET if empty else _token_ids(self._head, piece)
         choice = ChatChunkChoice(index, delta, piece.finish, logprobs, _prompt_ids(piece), token_ids)
-        return _encode(ChatChunk(self._head.id, self._head.created, self._head.model, [choice], _no_usage(self._head)))
+        head = self._head
+        return _encode(ChatChunk(head.id, head.created, head.model, [choice], _usage_in_chunks(head)))
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
-        return chat_logprobs(piece.tokens, self._head.pieces) if self._head.logprobs else None
+        return chat_logprobs(piece.scored, self._head.pieces) if self._head.logprobs else None
 
 
 def _delta(piece: Piece) -> ChatDelta:
@@ -289,6 +305,7 @@ class CompletionFormat:
     def chunk(self, index: int, piece: Piece) -> bytes:
         if index == 0 and piece.finish is None and self._is_plain:
             return self._plain_chunks().event(piece.text)
+        _count(self._head, piece)
         return sse.event(self._encode_chunk(index, piece))
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
@@ -307,12 +324,13 @@ class CompletionFormat:
         return _encode(CompletionReply(self._head.id, self._head.created, self._head.model, choices, usage))
 
     def _encode_chunk(self, index: int, piece: Piece) -> bytes:
-        return _encode(CompletionReply(self._head.id, self._head.created, self._head.model, [self._choice(index, piece)], _no_usage(self._head)))
+        head, choice = self._head, self._choice(index, piece)
+        return _encode(CompletionReply(head.id, head.created, head.model, [choice], _usage_in_chunks(head)))
 
     def _choice(self, index: int, piece: Piece) -> CompletionChoice:
         if self._is_plain and piece.prompt_token_ids is None and piece.prompt_logprobs is None:
             return CompletionChoice(index, piece.text, piece.finish, None)
-        logprobs = completion_logprobs([*piece.echo, *piece.tokens], self._head.pieces) if self._head.logprobs else None
+        logprobs = completion_logprobs([*piece.echo, *piece.scored], self._head.pieces) if self._head.logprobs else None
         of_prompt = _prompt_logprobs(self._head, piece)
         return CompletionChoice(index, piece.text, piece.finish, logprobs, _prompt_ids(piece), _token_ids(self._head, piece), of_prompt)
 
@@ -321,16 +339,24 @@ class _PlainChunks:
     """Chunks of the first choice that carry only text: everything around the text is encoded once."""
 
     def __init__(self, example: bytes, empty: bytes) -> None:
-        before, after = example.split(empty, 1)
+        before, after = sse.one_line(example).split(empty, 1)
         self.around = b"data: " + before + empty[:-2], after + b"\n\n"
 
     def event(self, text: str) -> bytes:
         before, after = self.around
-        return before + _encode(text) + after
+        return before + sse.text_json(text) + after
 
 
-def _no_usage(head: Head) -> UnsetType | None:
-    """With include_usage every chunk but the last says `usage: null`; without it the field is absent."""
+def _count(head: Head, piece: Piece) -> None:
+    if head.so_far is not None:
+        head.so_far.add(len(piece.tokens))
+
+
+def _usage_in_chunks(head: Head) -> UsageSoFar | UnsetType | None:
+    """With include_usage every chunk but the last says `usage: null`, or the usage so far. Without either the field is
+    absent."""
+    if head.so_far is not None:
+        return head.so_far
     return None if head.include_usage else UNSET
 
 

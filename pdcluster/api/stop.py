@@ -9,13 +9,15 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    __slots__ = ("_held", "_stops", "matched")
+    __slots__ = ("_held", "_stops", "matched", "num_uncertain")
 
     def __init__(self, stops: Sequence[str]) -> None:
         """stops: none of them empty."""
         self._stops = tuple(stops)
         self._held = ""
         self.matched: str | None = None
+        self.num_uncertain = 0
+        """Characters at the end of the text that are not released: held, or from the match on."""
 
     @property
     def is_idle(self) -> bool:
@@ -31,14 +33,15 @@ class StopMatcher:
         if found is not None:
             end, self.matched = found
             self._held = ""
+            self.num_uncertain = len(buffer) - end + len(self.matched)
             return buffer[: end - len(self.matched)]
-        keep = self._holdback(buffer)
+        keep = self.num_uncertain = self._holdback(buffer)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]
 
     def flush(self) -> str:
         """The held text, when the stream ended without a match."""
-        held, self._held = self._held, ""
+        held, self._held, self.num_uncertain = self._held, "", 0
         return held
 
     def _find(self, buffer: str) -> tuple[int, str] | None:

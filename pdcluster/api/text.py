@@ -20,6 +20,7 @@ from pdcluster.api.files import read_text_files
 from pdcluster.api.reasoning import knows_reasoning
 from pdcluster.api.segments import SHORT_CHARACTERS, SegmentedEncoder
 from pdcluster.api.template import ChatTemplate, Message
+from pdcluster.api.text_bound import TextBound
 from pdcluster.api.tools.formats import detect
 from pdcluster.api.tools.markers import MARKERS
 from pdcluster.errors import BadRequest, ModelError
@@ -40,7 +41,9 @@ class SamplingDefaults:
 
 
 class TextModel:
-    """Immutable after construction but for the segments of chats that are kept; may be used from several threads."""
+    """Immutable after construction but for the segments of chats that are kept; may be used from several threads.
+
+    info: the tokenizer's configuration as clients may read it, special tokens as text."""
 
     def __init__(self, files: Mapping[str, bytes], tool_format: str = "auto", reasoning: str = "auto") -> None:
         """files: contents by name, of those in files.TEXT_FILES that the model has; only tokenizer.json must be there. tool_format, reasoning: how
@@ -62,6 +65,7 @@ class TextModel:
         self._tokenizer = _load_tokenizer(files, config, special)
         content = _json_file(files, "tokenizer.json")
         self.segments = SegmentedEncoder(self._tokenizer, content)
+        self.bound = TextBound(self._tokenizer, content)
         self.pieces = build_pieces(
             self._tokenizer.get_vocab(with_added_tokens=True),
             [token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special],
@@ -69,6 +73,7 @@ class TextModel:
         )
         source = _template_source(files, config)
         self.template = None if source is None else ChatTemplate(source, special)
+        self.info = {"tokenizer_class": None, **config, **special, "chat_template": source}
         self._marks = frozenset(index for index in self.pieces.special if self.pieces.table[index].decode(errors="replace") in MARKERS)
         self.defaults = _sampling_defaults(generation)
         self.eos_token_ids = _eos_token_ids(generation, _json_file(files, "config.json"), self._tokenizer, special)

@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -33,7 +33,18 @@ LOOKED_AT_BYTES = 256 * 1024
 """Of a larger body that is wrong it is said where and what, but not shown what is there: a second look at it takes as long as 8 MiB take Python."""
 LONGEST_NAME = 128
 """That is compared to others."""
-UNSEEN = object()
+MOST_DIGITS = 400
+"""Of a whole number that is shown; no finite float has more."""
+
+
+class _Unseen:
+    """Stands for a value that is not shown."""
+
+    def __str__(self) -> str:
+        return "…"
+
+
+UNSEEN = _Unseen()
 NESTED_TOO_DEEPLY = "the body is JSON nested too deeply; send a flatter object"
 HALF_A_PAIR = "the body has a string with half a surrogate pair (such as \\ud800 alone), which is no character; send whole characters"
 
@@ -44,7 +55,10 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T], schemas: Mapping[str, 
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), _loads(body) if len(body) <= LOOKED_AT_BYTES else UNSEEN, schemas) from error
+        try:
+            return _with_whole_numbers(body, decoder.type, error)
+        except msgspec.ValidationError as wrong:
+            raise _invalid(str(wrong), _loads(body) if len(body) <= LOOKED_AT_BYTES else UNSEEN, schemas) from error
     except RecursionError as error:
         raise BadRequest(NESTED_TOO_DEEPLY) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -78,6 +92,37 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
 
 
+# ---------------------------------------------------------------- numbers
+
+_FLOAT_FOR_INT = re.compile(r"Expected `(?:[^`]* )?int(?: [^`]*)?`, got `float` - at `\$\.(\w+)")
+
+
+def _with_whole_numbers(body: bytes, kind: type[T], error: msgspec.ValidationError) -> T:
+    """The body with 5.0 read as 5 in those of its fields that are whole numbers, as OpenAI and vLLM read it. Raises
+    ValidationError for what is wrong besides; error: what is wrong with it as it stands."""
+    fields: Any = None
+    fixed: set[str] = set()
+    while (found := _FLOAT_FOR_INT.match(str(error))) is not None and found[1] not in fixed:
+        try:
+            fields = msgspec.json.decode(body) if fields is None else fields
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            break
+        fixed.add(found[1])
+        fields[found[1]] = _whole(fields[found[1]])
+        try:
+            return msgspec.convert(fields, kind)
+        except msgspec.ValidationError as wrong:
+            error = wrong
+    raise error
+
+
+def _whole(value: object) -> object:
+    """A number, or lists of them."""
+    if isinstance(value, list):
+        return [_whole(entry) for entry in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 # ---------------------------------------------------------------- not JSON at all
 
 
@@ -93,14 +138,16 @@ def _loads(body: bytes) -> object:
             f"the body is not valid UTF-8: byte 0x{body[error.start]:02x} at offset {error.start}; send JSON encoded as UTF-8"
         ) from error
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return json.loads(text, parse_constant=_no_constant, parse_int=_number)
     except json.JSONDecodeError as error:
         near = text[max(error.pos - 15, 0) : error.pos + 15]
         raise BadRequest(f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}, near {shown(near)}") from error
     except RecursionError as error:
         raise BadRequest(NESTED_TOO_DEEPLY) from error
-    except ValueError as error:  # a number of more digits than Python reads
-        raise BadRequest(f"the body is not valid JSON: {error}") from error
+
+
+def _number(digits: str) -> int | _Unseen:
+    return int(digits) if len(digits) <= MOST_DIGITS else UNSEEN
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -123,6 +170,8 @@ def _invalid(message: str, body: object, schemas: Mapping[str, type[msgspec.Stru
     value = _value_at(body, path)
     if what.startswith("Number out of range"):
         return BadRequest(f"{where} is out of range; send a finite number", path or None)
+    if what.startswith("Integer value out of range"):
+        return BadRequest(f"{where} is a number with too many digits; send one of at most 64 bits", path or None)
     if what.startswith("Invalid enum value"):
         found = "of another kind" if value is UNSEEN else shown(value)
         return BadRequest(f"{where} is {found}; it must be one of {', '.join(_options(path, schemas))}", path or None)

@@ -17,7 +17,7 @@ from typing import Any
 
 from pdcluster import bundled_model
 from pdcluster.config import Loaded, RouterConfig, UpConfig, load
-from pdcluster.errors import PdclusterError
+from pdcluster.errors import ConfigError, PdclusterError
 from pdcluster.launch import timeline
 from pdcluster.launch.up import Cluster, Output, Serving, make_output, on_signals, stop_all, unless
 
@@ -91,7 +91,16 @@ def _with_defaults(loaded: Loaded[UpConfig]) -> Loaded[UpConfig]:
     return load(UpConfig, {**wanted, **loaded.flags}, loaded.file)
 
 
+def check_open(loaded: Loaded[UpConfig]) -> None:
+    """The demo is a client without an API key."""
+    router = load(RouterConfig, loaded.flags, loaded.file)
+    if router.config.tenants is not None:
+        way_out = "leave it out, or use pdcluster up"
+        raise ConfigError(f"router.tenants is {router.config.tenants}, and the demo has no API key; {way_out}")
+
+
 async def _demo(loaded: Loaded[UpConfig]) -> int:
+    check_open(loaded)
     output, log_format = make_output(loaded)
     stop = on_signals()
     cluster = Cluster(loaded, output, log_format=log_format)

@@ -120,7 +120,8 @@ class Cluster:
         specs = [self._node_spec(plan, address) for plan in self._nodes] + [self._router_spec(address)]
         *nodes, router = await _all_or_nothing([self.supervisor.start(spec) for spec in specs])
         host, port = split_address(str(router["address"]))
-        model = await self._answers(host, port)
+        await self._wait_until_ready(host, port)
+        model = str(nodes[0]["model"])
         grpc, admin = (None if router.get(name) is None else str(router[name]) for name in ("grpc", "admin"))
         names = tuple(plan.name for plan in self._nodes)
         return Serving(host, port, model, names, _transfer(nodes), time.monotonic() - began, grpc, admin)
@@ -160,15 +161,14 @@ class Cluster:
     def _node_settings(self) -> Loaded[NodeConfig]:
         return load(NodeConfig, self._loaded.flags, self._loaded.file)
 
-    async def _answers(self, host: str, port: int) -> str:
-        """Wait until the router is ready and sees every node; returns the model's name."""
+    async def _wait_until_ready(self, host: str, port: int) -> None:
+        """Until the router sees every node. It is asked only what needs no API key."""
         deadline = time.monotonic() + self._config.ready_s
         while True:
             status, body = await asyncio.to_thread(_get, host, port, "/ready")
             seen = len(NODE_UP.findall((await asyncio.to_thread(_get, host, port, "/metrics"))[1]))
             if status == 200 and seen >= len(self._nodes):
-                models = json.loads((await asyncio.to_thread(_get, host, port, "/v1/models"))[1])["data"]
-                return str(models[0]["id"])
+                return
             if time.monotonic() > deadline:
                 what = f"sees {seen} of {len(self._nodes)} nodes and answers /ready with {status} {body.decode(errors='replace')[:300]}"
                 raise Unavailable(f"all processes started, but after {self._config.ready_s:g} s (up.ready_s) the router {what}")

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pdcluster import errors
 from pdcluster.grammar import Grammar
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import Failed, Finished, Prefill, Reserve, Reserved, Timings, Work
+from pdcluster.messages import Failed, Finished, Prefill, Reserve, Reserved, Scheduled, Timings, Work
 from pdcluster.node.legs import REFUSALS, Ended, EndedLegs, Output, check_newest, key_of, of_router, refusal, unawaited
 from pdcluster.node.line import Line
 from pdcluster.node.outbox import Outbox
 from pdcluster.scheduler.scheduler import Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
+from pdcluster.step import StepPlan
 from pdcluster.transfer.base import Peer
 from pdcluster.transfer.reader import Reader
 from pdcluster.transfer.session import Failed as TicketFailed
@@ -66,6 +67,8 @@ class DecodeSide:
         self._legs: dict[str, DecodeLeg] = {}
         self._by_key: dict[str, DecodeLeg] = {}
         self._by_nonce: dict[int, DecodeLeg] = {}
+        self._queued: dict[str, DecodeLeg] = {}
+        """Local legs of which no step has computed anything yet, by key."""
         self._forks: dict[str, list[DecodeLeg]] = {}
         """Legs in the queue that wait for the KV of another request's prompt, by that request."""
 
@@ -84,6 +87,7 @@ class DecodeSide:
             self._outbox.message(router, refusal(work, "prefill", error))
             return
         leg = self._enter(router, work, sequence)
+        self._queued[leg.key] = leg
         if leader is not None and sequence.leader is not None and not leader.output.tokens:
             self._scheduler.hold(sequence)
             self._forks.setdefault(leader.request, []).append(leg)
@@ -125,6 +129,13 @@ class DecodeSide:
 
     def owns(self, key: str) -> bool:
         return key in self._by_key
+
+    def on_launch(self, plan: StepPlan) -> None:
+        """After a step was planned: local legs that leave the queue say what they found cached, before their first
+        token. A router that ends one at a stop string hears no last word of it. Most found nothing and say nothing."""
+        for leg in [self._queued.pop(row.request) for row in plan.rows if row.request in self._queued]:
+            if leg.sequence.num_cached:
+                self._outbox.message(leg.router, Scheduled(leg.request, leg.attempt, leg.sequence.num_cached))
 
     def on_update(self, update: Update) -> None:
         """The scheduler's report on one of our rows: tokens for the router, and perhaps the row's end."""
@@ -238,6 +249,7 @@ class DecodeSide:
 
     def _forget(self, leg: DecodeLeg) -> None:
         del self._legs[leg.request], self._by_key[leg.key]
+        self._queued.pop(leg.key, None)
         for forks in self._forks.values():
             if leg in forks:
                 forks.remove(leg)

@@ -379,6 +379,7 @@ class NodeLoop:
             self._parts.engine.launch(replace(plan, bells=self._parts.prefill.bells(plan)))
             self._in_flight.append(plan)
             self._parts.prefill.on_launch(plan)
+            self._parts.decode.on_launch(plan)
 
     def _launch_ahead(self) -> None:
         """Behind the step that runs. It has no prefill rows, and so no bells, and nobody leaves the queue for it."""

@@ -69,7 +69,7 @@ def check_fits(num_tokens: int, view: ClusterView) -> None:
         raise errors.Unavailable("none of 0 known nodes takes work now; see that nodes are up, not cordoned and not draining")
     longest = max(node.max_len for node in view.nodes)
     if num_tokens > longest:
-        raise errors.BadRequest(f"the request has {num_tokens} tokens, the largest node takes {longest}; shorten it or start a larger node")
+        raise errors.ContextTooLong(longest, f"the request has {num_tokens} tokens; shorten it or start a larger node")
 
 
 class DrainRate:

@@ -261,6 +261,9 @@ class _Collected(msgspec.Struct):
             whole.calls += piece.calls
         if piece.tokens:
             whole.tokens += piece.tokens
+        if piece.listed:
+            whole.listed = [] if whole.listed is None else whole.listed
+            whole.listed += piece.listed
         whole.finish = piece.finish
 
     def whole(self) -> Piece:

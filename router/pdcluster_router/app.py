@@ -22,9 +22,19 @@ from pdcluster.api.validate import closest
 from pdcluster.errors import DeadlineExceeded, PdclusterError, Unavailable, UnknownName
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.answer import answer
+from pdcluster_router.cors import ORIGIN, Cors
 from pdcluster_router.generation import Dispatcher, ModelInfo
 from pdcluster_router.http_connection import DISCARD_FACTOR
-from pdcluster_router.http_errors import ClientLeft, MethodNotAllowed, SlowRequest, UnsupportedMediaType, answer_error, fail, too_large
+from pdcluster_router.http_errors import (
+    ClientLeft,
+    MethodNotAllowed,
+    SlowRequest,
+    UnsupportedMediaType,
+    allow,
+    answer_error,
+    fail,
+    too_large,
+)
 from pdcluster_router.http_exchange import Exchange
 from pdcluster_router.places import Places
 from pdcluster_router.plain import Plain
@@ -34,13 +44,12 @@ from pdcluster_router.prepare import (
     Prepared,
     Terms,
     deadline_of,
-    encode,
-    encode_chat,
     find_model,
     is_long,
     mode_of,
     prepare_chat,
     prepare_completion,
+    tokenize,
 )
 
 Handler = Callable[[Exchange], None]
@@ -52,12 +61,19 @@ MANY_TOKENS = 4096
 """More of them are made text in a thread."""
 MODELS_PREFIX = "/v1/models/"
 AUTHORIZATION = b"authorization"
+SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+NOT_SERVED = (
+    "/v1/responses", "/v1/embeddings", "/v1/conversations", "/v1/messages", "/v1/rerank", "/v1/score", "/v1/images",
+    "/v1/audio", "/v1/videos", "/v1/files", "/v1/uploads", "/v1/batches", "/v1/moderations", "/v1/assistants",
+    "/v1/threads", "/v1/vector_stores", "/v1/fine_tuning", "/v1/evals", "/v1/containers", "/v1/realtime",
+)  # fmt: skip
+"""How paths begin that clients of OpenAI's API, and of servers like it, may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
     """body_s: longest time for a body to arrive; stall_s: longest time for a client to read what it was sent;
-    id_prefix: begins the ids of requests."""
+    id_prefix: begins the ids of requests; cors_origins: of pages that may use the API, "*" for all."""
 
     max_requests: int = 1024
     max_body_bytes: int = 8 * 2**20
@@ -66,6 +82,7 @@ class HttpSettings:
     body_s: float = 30.0
     stall_s: float = 60.0
     id_prefix: str = ""
+    cors_origins: tuple[str, ...] = ()
 
 
 def create_app(
@@ -100,11 +117,13 @@ class App:
         self._metrics = metrics
         self._places = places
         self._preparing: set[asyncio.Task[None]] = set()
+        self._cors = Cors(settings.cors_origins)
         self._get: Mapping[str, Handler] = {
             "/health": self._health,
             "/ready": self._ready,
             "/metrics": self._exposition,
             "/v1/models": self._models,
+            "/tokenizer_info": self._tokenizer_info,
         }
         self._post: Mapping[str, Handler] = {
             "/v1/chat/completions": self._chat,
@@ -120,12 +139,16 @@ class App:
         self._metrics.http_requests_open.value += 1
         try:
             asked = exchange.asked
+            if self._cors.is_on:
+                exchange.extra = self._cors.lines(exchange.headers.get(ORIGIN))
             if asked.tenant is not None:  # a head like that was looked at before
                 exchange.tenant = self._places.take_for(asked.tenant)
                 return
             is_work = exchange.path in self._post
             if not is_work or exchange.method != "POST":
                 self._check_method(exchange)
+            if exchange.method == "OPTIONS":
+                return
             if is_work:
                 headers = exchange.headers
                 exchange.tenant = self._places.take(exchange.header(AUTHORIZATION) if AUTHORIZATION in headers else None)
@@ -140,12 +163,16 @@ class App:
     def _check_method(self, exchange: Exchange) -> None:
         _, methods = self._route(exchange.path)
         if exchange.method not in methods:
-            raise MethodNotAllowed(f"{exchange.method} {exchange.path} is not possible; use {' or '.join(methods)}")
+            way_out = f"use {' or '.join(methods[:-1])}"
+            raise MethodNotAllowed(f"{exchange.method} {exchange.path} is not possible; {way_out}", methods)
 
     def complete(self, exchange: Exchange) -> None:
         try:
             if exchange.is_too_large:
                 raise too_large(exchange.body_bytes, self.settings.max_body_bytes)
+            if exchange.method == "OPTIONS":
+                self._options(exchange)
+                return
             handler = self._post.get(exchange.path) or self._route(exchange.path)[0]
             handler(exchange)
         except Exception as error:  # the top of a request: a bug of ours must not take the others with it
@@ -193,12 +220,19 @@ class App:
 
     def _route(self, path: str) -> tuple[Handler, tuple[str, ...]]:
         if path in self._post:
-            return self._post[path], ("POST",)
+            return self._post[path], ("POST", "OPTIONS")
         if path in self._get:
-            return self._get[path], ("GET", "HEAD")
+            return self._get[path], ("GET", "HEAD", "OPTIONS")
         if path.startswith(MODELS_PREFIX):
-            return self._model, ("GET", "HEAD")
+            return self._model, ("GET", "HEAD", "OPTIONS")
+        if path.startswith(NOT_SERVED):
+            raise UnknownName(f"{path[:200]} is not served here; of OpenAI's API there are {', '.join(SERVED)}")
         raise UnknownName(f"there is no {path[:200]}{closest(path, self._paths())}")
+
+    def _options(self, exchange: Exchange) -> None:
+        """A page's browser asks what it may send, without a key; others may know what there is, too."""
+        methods = self._route(exchange.path)[1]
+        exchange.reply(200, b"", allow(methods) + self._cors.preflight(exchange.headers, methods))
 
     def _paths(self) -> tuple[str, ...]:
         return (*self._post, *self._get)
@@ -280,15 +314,16 @@ class App:
 
     def _tokens(self, request: openai.TokenizeRequest) -> bytes:
         model = find_model(self._dispatcher, request.model)
-        if request.prompt is not None:
-            token_ids = encode(model.text, request.prompt, add_special_tokens=request.add_special_tokens is not False)
-        else:
-            openai.check_template_kwargs(request.chat_template_kwargs)
-            token_ids = encode_chat(model.text, request, bool(request.add_special_tokens))
+        token_ids = tokenize(request, model)
         reply = TokenizeReply(len(token_ids), model.info.max_len, token_ids.tolist())
         if request.return_token_strs:
             reply.token_strs = [model.text.pieces.of(token_id).decode(errors="replace") for token_id in token_ids]
         return msgspec.json.encode(reply)
+
+    def _tokenizer_info(self, exchange: Exchange) -> None:
+        """As vLLM has it, for lm-eval's remote tokenizer."""
+        self._places.identify(exchange.header(AUTHORIZATION))
+        exchange.reply(200, msgspec.json.encode(find_model(self._dispatcher, None).text.info))
 
     def _detokenize(self, exchange: Exchange) -> None:
         request = openai.decode_detokenize(exchange.take_body())

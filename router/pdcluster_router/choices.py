@@ -75,6 +75,8 @@ class Choice(msgspec.Struct):
     attempts: int | None = None
     timeline: Timeline | None = None
     finish: str | None = None
+    generates: bool = True
+    """False: only the prompt is told of; the token that a node gives all the same is dropped."""
     grammar_param: str | None = None
     """Which field of the request the generation's grammar was made from."""
 
@@ -158,7 +160,8 @@ def advance(choice: Choice, event: Chunk | Done) -> Piece:
     if text.stopped:
         _finish(choice, piece, "stop")
         choice.timeline = choice.clock.timeline(choice.text.num_tokens)
-        choice.cached_tokens, choice.attempts = event.route.cached_tokens, event.route.attempts
+        choice.cached_tokens = event.route.cached_tokens or 0  # a node that found nothing says nothing
+        choice.attempts = event.route.attempts
     return piece
 
 
@@ -173,6 +176,8 @@ def _advance(choice: Choice, chunk: Chunk) -> Piece:
     if choice.route is None:
         _open(choice, chunk, piece)
     choice.route = chunk.route
+    if not choice.generates:
+        return piece
     text = choice.text
     if text.num_tokens != chunk.position:
         raise IntegrityError(f"{choice.generation.request}: tokens at position {chunk.position} came after {text.num_tokens} tokens")
@@ -232,7 +237,7 @@ def _finished(choice: Choice, done: Done) -> Piece:
     choice.cached_tokens = done.cached_tokens
     choice.attempts = done.attempts
     choice.timeline = _with_clock(done.timeline, choice.clock)
-    _finish(choice, piece, FINISH_REASONS[done.reason])
+    _finish(choice, piece, FINISH_REASONS[done.reason] if choice.generates else "length")
     return piece
 
 

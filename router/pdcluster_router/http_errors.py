@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 
 from pdcluster.api import sse
 from pdcluster.api.replies import error_body
@@ -21,8 +22,14 @@ class UnsupportedMediaType(BadRequest):
 
 
 class MethodNotAllowed(BadRequest):
+    """methods: that the path takes."""
+
     code = "method_not_allowed"
     http_status = 405
+
+    def __init__(self, message: str, methods: Sequence[str]) -> None:
+        super().__init__(message)
+        self.methods = methods
 
 
 class SlowRequest(BadRequest):
@@ -67,6 +74,11 @@ def too_large(size: int, limit: int) -> RequestTooLarge:
     return RequestTooLarge(f"the body has {size} bytes or more, at most {limit} are taken; send a shorter prompt or raise --max-body-bytes")
 
 
+def allow(methods: Sequence[str]) -> bytes:
+    """The line of a head that says what a path takes."""
+    return b"allow: %b\r\n" % ", ".join(methods).encode()
+
+
 def _headers(error: PdclusterError) -> bytes:
     headers = b""
     if error.http_status in (429, 503):
@@ -76,4 +88,6 @@ def _headers(error: PdclusterError) -> bytes:
         headers += b"x-pdcluster-predicted-wait-s: %.3f\r\n" % error.retry_after_s
     if isinstance(error, Unauthorized):
         headers += b"www-authenticate: Bearer\r\n"
+    if isinstance(error, MethodNotAllowed):
+        headers += allow(error.methods)
     return headers

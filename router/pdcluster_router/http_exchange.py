@@ -85,10 +85,12 @@ class Befores(dict[int, bytes]):
 
 class Exchange:
     """Owned by its connection, in the server's loop. tenant: in whose name it holds a place, None while it holds none; on_gone, on_resume: called
-    when it is over before its time (with what it ends by), and when the client reads again."""
+    when it is over before its time (with what it ends by), and when the client reads again. extra: lines of the head of
+    its answer, whatever that is."""
 
     # What most requests never change stands here, so that nothing of it is made for each of them.
     tenant: Tenant | None = None
+    extra = b""
     status = body_bytes = 0
     started = finished = is_complete = is_too_large = _is_chunked = _is_named = False
     on_gone: Callable[[PdclusterError], object] | None = None
@@ -151,8 +153,9 @@ class Exchange:
         line, asked = self.line, self.asked
         self.status, self.started, self.finished = status, True, True
         end = b"\r\n" if self.keeps_alive and not asked.is_http_1_0 else self._ending()
-        head = STATUS_LINES[status], _date.line(), len(body), self.trace, headers, end, b"" if asked.method == "HEAD" else body
-        line.send(b"%b%bcontent-length: %d\r\nx-request-id: %b\r\n%b%b%b" % head)
+        shown = b"" if asked.method == "HEAD" else body
+        head = STATUS_LINES[status], _date.line(), len(body), self.trace, headers, self.extra, end, shown
+        line.send(b"%b%bcontent-length: %d\r\nx-request-id: %b\r\n%b%b%b%b" % head)
         if then is not None:
             then()
         line.end(self)
@@ -165,7 +168,8 @@ class Exchange:
             self._is_chunked = True
         self.status, self.started = status, True
         framing = b"transfer-encoding: chunked\r\n" if self._is_chunked else b""
-        self.line.post(b"%b%b%bx-request-id: %b\r\n%b%b" % (STATUS_LINES[status], _date.line(), framing, self.trace, headers, self._ending()))
+        head = STATUS_LINES[status], _date.line(), framing, self.trace, headers, self.extra, self._ending()
+        self.line.post(b"%b%b%bx-request-id: %b\r\n%b%b%b" % head)
 
     def write(self, data: bytes, *, last: bool = False) -> None:
         if self._is_chunked:

@@ -50,6 +50,8 @@ class Plain:
             return False
         if options is not None and (not kind.is_stream or options.include_obfuscation):
             return False
+        if options is not None and options.continuous_usage_stats:
+            return False
         found = packed(request, kind)
         if found is None or (sampling := sampling_of(request, kind, len(found[0]))) is None:
             return False

@@ -129,6 +129,6 @@ def sampling_of(request: CompletionRequest, kind: Kind, num_prompt: int) -> Samp
     left, max_tokens, planned, seed = kind.max_len - num_prompt, request.max_tokens, kind.sampling, request.seed
     if max_tokens is None:
         max_tokens = DEFAULT_COMPLETION_TOKENS if left > DEFAULT_COMPLETION_TOKENS else left
-    if max_tokens > left or max_tokens < planned.min_tokens:
+    if max_tokens > left or max_tokens < (planned.min_tokens or 1):
         return None
     return msgspec.structs.replace(planned, max_tokens=max_tokens, seed=draw_bits(SEED_BITS) if seed is None else wire_seed(seed))

@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
 from pdcluster.api import limits, openai, structured
 from pdcluster.api.choice import ChoiceText
 from pdcluster.api.dialogue import Dialogue, dialogue_of, marking_of, offered
-from pdcluster.api.replies import ChatFormat, CompletionFormat, Format, Head
+from pdcluster.api.replies import ChatFormat, CompletionFormat, Format, Head, UsageSoFar
 from pdcluster.api.segments import SHORT_CHARACTERS
 from pdcluster.api.shaping import shaping_of
 from pdcluster.api.stop import StopMatcher
@@ -155,10 +155,15 @@ def _num_characters(message: openai.ChatMessage) -> int:
     """Of all that a template may show."""
     content = message.content or ""
     shown = sum(len(part.text or "") + PART_CHARACTERS for part in content) if isinstance(content, list) else len(content)
-    shown += len(message.reasoning_content or "") + len(message.name or "") + len(message.tool_call_id or "")
+    shown += len(openai.reasoning_of(message) or "") + len(message.name or "") + len(message.tool_call_id or "")
     for call in message.tool_calls or ():
-        shown += len(call.id) + len(call.function.name) + len(call.function.arguments) + PART_CHARACTERS
+        shown += len(call.id or "") + len(call.function.name) + PART_CHARACTERS
+        shown += _num_of_arguments(call.function.arguments)
     return shown
+
+
+def _num_of_arguments(arguments: str | dict[str, object] | None) -> int:
+    return len(arguments) if isinstance(arguments, str) else len(msgspec.json.encode(arguments))
 
 
 def _has_long_arguments(request: openai.ChatRequest | openai.TokenizeRequest) -> bool:
@@ -169,10 +174,11 @@ def _has_long_arguments(request: openai.ChatRequest | openai.TokenizeRequest) ->
 
 def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
     model = find_model(dispatcher, request.model)
-    openai.check_template_kwargs(request.chat_template_kwargs)
+    kwargs = openai.template_kwargs_of(request)
     marking = marking_of(model.text)
     offer = offered(request, marking)
-    rendered = render_chat(model.text, request, offer)
+    rendered = render_chat(model.text, request, offer, kwargs)
+    limits.check_text(rendered, model.text.bound, model.info, "messages")
     token_ids = encode_rendered(model.text, rendered, bool(request.add_special_tokens))
     dialogue = dialogue_of(request, offer, marking, rendered)
     build = _Builder(request, model, terms, at_start=not request.continue_final_message, dialogue=dialogue)
@@ -181,7 +187,7 @@ def prepare_chat(request: openai.ChatRequest, dispatcher: Dispatcher, terms: Ter
     limits.check_prompt(len(token_ids), model.info, "messages")
     max_tokens = limits.output_tokens(asked, None, len(token_ids), model.info, param)
     sampling = build.sampling(max_tokens, (request.top_logprobs or 0) if request.logprobs else None, dialogue.grammar)
-    head = _head(request, "chatcmpl-" + terms.request_id, model, logprobs=bool(request.logprobs))
+    head = _head(request, "chatcmpl-" + terms.request_id, model, len(token_ids), logprobs=bool(request.logprobs))
     build.check_number(1)
     return build.prepared([Prompt(token_ids)], [sampling], ChatFormat(head))
 
@@ -198,39 +204,47 @@ def prepare_completion(request: openai.CompletionRequest, dispatcher: Dispatcher
         num_prompt = len(prompts[-1].token_ids)
         max_tokens = limits.output_tokens(request.max_tokens, limits.DEFAULT_COMPLETION_TOKENS, num_prompt, model.info, "max_tokens")
         samplings.append(build.sampling(max_tokens, request.logprobs, grammar))
-    head = _head(request, "cmpl-" + terms.request_id, model, logprobs=request.logprobs is not None)
+    num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
+    head = _head(request, "cmpl-" + terms.request_id, model, num_prompt, logprobs=request.logprobs is not None)
     return build.prepared(prompts, samplings, CompletionFormat(head))
 
 
-def encode_chat(text: TextModel, request: openai.ChatRequest | openai.TokenizeRequest, add_special_tokens: bool) -> array[int]:
-    """The template writes the special tokens itself, so none are added unless the request insists."""
-    return encode_rendered(text, render_chat(text, request, offer_of(request.tools, None, None)), add_special_tokens)
+def tokenize(request: openai.TokenizeRequest, model: Model) -> array[int]:
+    if request.prompt is not None:
+        limits.check_bytes(request.prompt, model.text.bound, model.info, "prompt")
+        return model.text.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+    openai.check_template_kwargs(request.chat_template_kwargs)
+    rendered = render_chat(model.text, request, offer_of(request.tools, None, None), request.chat_template_kwargs)
+    limits.check_bytes(rendered, model.text.bound, model.info, "messages")
+    return encode_rendered(model.text, rendered, bool(request.add_special_tokens))
 
 
 def encode_rendered(text: TextModel, rendered: str, add_special_tokens: bool) -> array[int]:
+    """The template writes the special tokens itself, so none are added unless the request insists."""
     return text.encode(rendered, add_special_tokens=True) if add_special_tokens else text.encode_chat(rendered)
 
 
-def render_chat(text: TextModel, request: openai.ChatRequest | openai.TokenizeRequest, offer: Offer | None) -> str:
+def render_chat(
+    text: TextModel,
+    request: openai.ChatRequest | openai.TokenizeRequest,
+    offer: Offer | None,
+    kwargs: Mapping[str, Any] | None,
+) -> str:
     messages: Sequence[Message] = openai.messages_of(request.messages or [])
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise BadRequest("add_generation_prompt and continue_final_message contradict each other; set one of them", "continue_final_message")
     generation_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    kwargs = request.chat_template_kwargs
     tools = None if offer is None else offer.for_template()
     return text.render_chat(messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=kwargs, tools=tools)
-
-
-def encode(text: TextModel, prompt: str, *, add_special_tokens: bool) -> array[int]:
-    return text.encode(prompt, add_special_tokens=add_special_tokens)
 
 
 def _encode_prompt(prompt: str | Sequence[int], request: openai.CompletionRequest, model: Model, param: str) -> Prompt:
     if isinstance(prompt, str):
         if not prompt:
             raise BadRequest(f"{param} is empty; send at least one character", param)
-        token_ids = encode(model.text, prompt, add_special_tokens=request.add_special_tokens is not False)
+        limits.check_text(prompt, model.text.bound, model.info, param)
+        token_ids = model.text.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
         limits.check_prompt(len(token_ids), model.info, param)
         return Prompt(token_ids, prompt if request.echo else None)
     limits.check_prompt(len(prompt), model.info, param)  # before looking at what may be millions of ids
@@ -294,8 +308,12 @@ def find_plan(request: openai.Common, model: Model) -> Plan:
     return _plans.of(request, model)
 
 
-def _head(request: openai.Common, reply_id: str, model: Model, *, logprobs: bool) -> Head:
-    return Head(reply_id, int(time.time()), model.info.id, model.text.pieces, logprobs, bool(request.return_token_ids), _wants_usage(request))
+def _head(request: openai.Common, reply_id: str, model: Model, num_prompt: int, *, logprobs: bool) -> Head:
+    """num_prompt: tokens of all prompts."""
+    options, wants_ids = request.stream_options, bool(request.return_token_ids)
+    so_far = UsageSoFar(num_prompt, 0, num_prompt) if options is not None and options.continuous_usage_stats else None
+    created, wants_usage = int(time.time()), _wants_usage(request)
+    return Head(reply_id, created, model.info.id, model.text.pieces, logprobs, wants_ids, wants_usage, so_far)
 
 
 def _wants_usage(request: openai.Common) -> bool:
@@ -312,6 +330,7 @@ class _Builder:
         self._at_start = at_start
         self._dialogue = dialogue
         self._num = request.n or 1
+        self._generates = True
         self._plan = find_plan(request, model)
         self._standing = terms.tenant.standing(request.priority)
 
@@ -321,11 +340,14 @@ class _Builder:
             raise BadRequest(f"{what}, at most {self._terms.max_choices} are allowed; send several requests", "n")
 
     def sampling(self, max_tokens: int, logprobs: int | None, grammar: Grammar | None) -> Sampling:
-        """Of one prompt, with a seed of its own unless one was given."""
+        """Of one prompt, with a seed of its own unless one was given. A node gives at least one token; where none is
+        asked for it is not told."""
         planned, asked = self._plan.sampling, self._request.seed
         limits.check_least(planned.min_tokens, max_tokens)
         seed = draw_bits(SEED_BITS) if asked is None else limits.wire_seed(asked)
-        return msgspec.structs.replace(planned, max_tokens=max_tokens, seed=seed, logprobs=logprobs, grammar=grammar)
+        self._generates = max_tokens > 0
+        length = max_tokens or 1
+        return msgspec.structs.replace(planned, max_tokens=length, seed=seed, logprobs=logprobs, grammar=grammar)
 
     def prepared(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], reply_format: Format) -> Prepared:
         """Whose number was checked."""
@@ -368,6 +390,7 @@ class _Builder:
         text = ChoiceText(detokenizer, StopMatcher(self._plan.stops), self._plan.silent, len(prompt.echo or ""), speech)
         wants_ids = bool(request.return_token_ids)
         choice = Choice(generation, text, Clock(terms.arrived), model.info.vocab_size, echo, wants_ids, num_prompt_logprobs)
+        choice.generates = self._generates
         if sampling.grammar is not None:
             choice.grammar_param = structured.param_of(request.structured_outputs) if self._dialogue is None else self._dialogue.param
         return choice

@@ -26,7 +26,12 @@ LAST_WORD_S = 1.0
 
 
 def http_settings(config: RouterConfig) -> HttpSettings:
-    return HttpSettings(max_requests=config.max_requests, max_body_bytes=config.max_body_bytes, deadline_s=config.deadline_s)
+    return HttpSettings(
+        max_requests=config.max_requests,
+        max_body_bytes=config.max_body_bytes,
+        deadline_s=config.deadline_s,
+        cors_origins=config.cors_origins,
+    )
 
 
 def router_metrics() -> RouterMetrics:

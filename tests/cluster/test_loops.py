@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections.abc import Callable
+from contextlib import aclosing
 
 import pytest
 from local_cluster import LocalCluster
@@ -13,8 +15,10 @@ from oracle import VOCAB, reference
 from write_faults import each_write_fault
 
 from pdcluster import errors
+from pdcluster.messages import Role, Sampling
 from pdcluster.transfer.base import Stamp, WriteStatus
 from pdcluster.transfer.fake import Fault
+from pdcluster_router.generation import Chunk, Generation
 
 PAIR = {"p0": "prefill", "d0": "decode"}
 TWO_PAIRS = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
@@ -67,6 +71,19 @@ async def test_a_cached_prefix_is_not_sent_again() -> None:
         assert tokens == reference(prompt, 3)
         assert first.cached_tokens == 0 and second.cached_tokens >= 32
         assert second.timeline.transfer_bytes < first.timeline.transfer_bytes
+        await cluster.until_idle()
+
+
+@pytest.mark.parametrize("nodes", [PAIR, {"m0": "mixed"}])
+async def test_what_was_cached_is_known_with_the_first_token(nodes: dict[str, Role]) -> None:
+    """So that a stop string in it leaves the right usage."""
+    async with LocalCluster(nodes) as cluster:
+        for cached in (0, 32, 32):
+            name, prompt, sampling = f"r{next(cluster.versions)}", array("i", prompt_of(36)), Sampling(max_tokens=4, seed=1)
+            generation = Generation(name, "model", prompt, sampling, 20.0)
+            async with aclosing(cluster.dispatch.generate(generation)) as events:
+                first = await anext(events)
+            assert isinstance(first, Chunk) and (first.route.cached_tokens or 0) == cached
         await cluster.until_idle()
 
 

@@ -6,7 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.kinds import address, addresses, boolean, choice, cores, devices, duration, integer, label, nearest, path, size, split_address, text
+from pdcluster.kinds import (
+    address,
+    addresses,
+    boolean,
+    choice,
+    cores,
+    devices,
+    duration,
+    integer,
+    label,
+    nearest,
+    origins,
+    path,
+    size,
+    split_address,
+    text,
+)
 
 
 @pytest.mark.parametrize(("raw", "value"), [("512KiB", 524288), ("2GiB", 2**31), ("1.5MB", 1500000), ("7", 7), (7, 7), ("64 M", 64 * 2**20)])
@@ -53,6 +69,14 @@ def test_an_address_splits_into_host_and_port(raw: str, parts: tuple[str, int]) 
 def test_what_is_no_address_is_refused(raw: object) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
         address(raw)
+
+
+def test_origins_are_schemes_with_hosts_or_all() -> None:
+    assert origins("https://A.example, http://localhost:3000") == origins(["https://a.example", "http://localhost:3000"])
+    assert origins("*") == ("*",) and origins("app://x") == ("app://x",)
+    for raw in ("", "a.example", "https://a.example/", "https://a/b", [], 5, None):
+        with pytest.raises(ValueError, match="must be origins"):
+            origins(raw)
 
 
 def test_devices_are_names_with_a_port_or_without_each_once() -> None:

@@ -1,5 +1,6 @@
 """What `up` decides: names, cores, command lines, refusals; and what it prints. Whole clusters are in tests/cluster."""
 
+import asyncio
 import io
 import json
 import socket
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from pdcluster.config import Loaded, UpConfig, load
 from pdcluster.errors import ConfigError
+from pdcluster.launch.demo import check_open
+from pdcluster.launch.supervisor import Spec
 from pdcluster.launch.up import BUNDLED_KV_BYTES, Cluster, Output, Serving, check_free, model_directory, plan_nodes
 
 
@@ -188,3 +191,44 @@ def test_json_stays_json() -> None:
     output.forward("decode-0", '{"event": "a"}')
     output.forward("decode-0", "a library's print")
     assert [json.loads(line) for line in err.getvalue().splitlines()] == [{"event": "a"}, {"process": "decode-0", "event": "a library's print"}]
+
+
+# ---------------------------------------------------------------- a router that asks for keys
+
+
+class Announced:
+    """In the supervisor's place: each process has announced itself already."""
+
+    def __init__(self, router: str) -> None:
+        self._router = router
+
+    async def start(self, spec: Spec) -> dict[str, object]:
+        address = self._router if spec.name == "router" else "127.0.0.1:1"
+        return {"ready": True, "address": address, "model": "some-model", "transfer": ["shm"]}
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """As a router with tenants: only its state is told without a key."""
+    path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1]
+    nodes = b'pdcluster_node_up{node="a"} 1\npdcluster_node_up{node="b"} 1\n'
+    body = {b"/ready": b"{}", b"/metrics": nodes}.get(path)
+    status = b"401 Unauthorized" if body is None else b"200 OK"
+    writer.write(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body or b""), body or b""))
+    await writer.drain()
+    writer.close()
+
+
+async def test_a_cluster_with_tenants_comes_up_without_a_key(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text('[acme]\nkeys = ["some-key-1"]\n')
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        found = cluster({"router.tenants": str(tenants), "up.http": "127.0.0.1:0", "up.grpc": "none"})
+        found.supervisor = Announced(f"{host}:{port}")  # type: ignore[assignment]
+        serving = await found.start()
+    assert (serving.model, serving.port, serving.transfer) == ("some-model", port, "shm")
+
+
+def test_the_demo_says_at_once_that_it_has_no_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the demo has no API key; leave it out, or use pdcluster up"):
+        check_open(loaded({"router.tenants": str(tmp_path / "tenants.toml")}))

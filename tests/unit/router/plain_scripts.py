@@ -44,8 +44,11 @@ FIELDS = st.sampled_from(
         {"prompt": PROMPT, "stream": True},
         {"messages": TALK, "max_tokens": 30},
         {"prompt": PROMPT, "echo": True},
+        {"prompt": PROMPT, "echo": True, "max_tokens": 0},
         {"messages": TALK, "stream": True, "stream_options": {"include_usage": True}, "pdcluster_mode": "auto", "priority": 3},
         {"messages": TALK, "stream": True, "return_token_ids": True, "stop": ["t"]},
+        {"prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"messages": TALK, "stream": True, "stream_options": {"continuous_usage_stats": True}},
         {"prompt": "hello", "stream": True, "stop_token_ids": LETTERS[:1], "stream_options": {"include_usage": True}},
         {"prompt": PROMPT[:1], "frequency_penalty": 0.5, "top_k": 3, "top_p": 0.5, "min_tokens": 1, "n": 1},
     ]

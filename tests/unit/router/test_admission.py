@@ -42,7 +42,7 @@ def test_a_prompt_that_is_too_long_for_the_level_is_measured_by_its_own_length()
 def test_what_can_never_fit_and_what_has_no_node_are_told_apart() -> None:
     view = ClusterView((make_node("p0", "prefill"), make_node("d0", "decode")))
     check_fits(4096, view)
-    with pytest.raises(errors.BadRequest, match=r"has 4097 tokens, the largest node takes 4096"):
+    with pytest.raises(errors.BadRequest, match=r"length is 4096 tokens.*has 4097 tokens; shorten it"):
         check_fits(4097, view)
     with pytest.raises(errors.Unavailable, match=r"none of 0"):
         check_fits(1, ClusterView(()))

@@ -107,7 +107,7 @@ async def test_a_stop_string_cuts_the_text_and_cancels_the_generation(client: As
     assert dispatcher.cancelled == [dispatcher.started[0].request]
     assert reply.usage is not None
     assert reply.usage.completion_tokens < len(says("one two three four", "length"))
-    assert reply.usage.prompt_tokens_details is None, "no node has said so far"
+    assert reply.usage.prompt_tokens_details is not None and reply.usage.prompt_tokens_details.cached_tokens == 0
 
 
 async def test_an_answer_that_a_stop_string_ended_reports_what_was_cached_and_how_often_it_was_tried(

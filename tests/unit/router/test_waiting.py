@@ -251,7 +251,7 @@ async def test_when_the_last_node_goes_those_that_wait_are_told_at_once() -> Non
 async def test_a_prompt_that_no_node_can_take_is_the_callers_mistake() -> None:
     bench = Bench()
     bench.cluster.nodes[0] = replace(bench.cluster.nodes[0], max_len=9)
-    with pytest.raises(errors.BadRequest, match="the largest node takes 9"):
+    with pytest.raises(errors.BadRequest, match="maximum context length is 9 tokens"):
         await bench.start("r1")
 
 

@@ -1,0 +1,69 @@
+"""Arguments of a call that comes back in a history, as chat templates want them: an object, as far as it was said."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Mapping
+
+import jiter
+import msgspec
+
+from pdcluster.errors import BadRequest
+
+LOOKED_AT_CHARACTERS = 64 * 1024
+"""Of longer text that is no JSON it is not looked up to where it is some."""
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+def arguments_of(given: str | Mapping[str, object] | None, path: str) -> object:
+    """None, or nothing but blanks, is no arguments. Text is read as models write it: it may end anywhere (max_tokens
+    cut it), and have line breaks in strings. Of an object with something wrong in it the part before that is taken.
+    Other text that is no JSON stays text.
+
+    path: of the call, for errors. Raises BadRequest where it is nested too deeply."""
+    if given is None or isinstance(given, Mapping):
+        return given or {}
+    if not given.strip():
+        return {}
+    try:
+        return msgspec.json.decode(given)
+    except RecursionError as error:
+        raise _too_deep(path) from error
+    except msgspec.DecodeError:
+        return _said_so_far(_STRING.sub(_with_escapes, given), given, path)
+
+
+def _said_so_far(text: str, given: str, path: str) -> object:
+    try:
+        return _part_of(text)
+    except ValueError as error:
+        if "recursion" in str(error):
+            raise _too_deep(path) from error
+    if not text.lstrip().startswith("{") or len(text) > LOOKED_AT_CHARACTERS:
+        return given
+    wrong_from = bisect_left(range(len(text)), True, key=lambda size: not _begins_json(text[: size + 1]))
+    return _part_of(text[:wrong_from])
+
+
+def _begins_json(text: str) -> bool:
+    try:
+        _part_of(text)
+    except ValueError:
+        return not text.strip()
+    return True
+
+
+def _part_of(text: str) -> object:
+    return jiter.from_json(text.encode(), allow_inf_nan=False, partial_mode="trailing-strings")
+
+
+def _with_escapes(string: re.Match[str]) -> str:
+    return _CONTROL.sub(lambda control: json.dumps(control[0])[1:-1], string[0])
+
+
+def _too_deep(path: str) -> BadRequest:
+    return BadRequest(f"{path}.function.arguments is JSON nested too deeply; send a flatter object", path)
