@@ -111,6 +111,9 @@ class PacedCluster:
         self._nodes = {f"m{number}-boot": PacedNode(f"m{number}", pace, self.ledger) for number in range(num_nodes)}
         self._text = TextModel(read_text_files(bundled_path()))
 
+    def refusal(self) -> str | None:
+        return None
+
     def view(self) -> ClusterView:
         return ClusterView(tuple(node.view() for node in self._nodes.values()))
 

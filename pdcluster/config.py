@@ -151,9 +151,9 @@ class NodeConfig(Section):
     bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
     listen: str = key("127.0.0.1:0", address, "HOST:PORT the node listens on; port 0 takes a free one")
     advertise: str | None = key(None, text, "host that others reach this node by; default: the host of --listen")
-    model: Path | None = key(None, path, "Hugging Face model directory; default: the bundled model")
+    model: Path | None = key(None, path, "Hugging Face model directory or GGUF file; default: the bundled model")
     served_model_name: str | None = key(None, label, "the model's name in the API; default: the directory's name")
-    dtype: Literal["auto", "float32", "bfloat16"] = key("auto", choice("auto", "float32", "bfloat16"), "computing type; auto: the stored one")
+    dtype: Literal["auto", "float32", "bfloat16"] = key("auto", choice("auto", "float32", "bfloat16"), "auto: the stored type; bfloat16 for float16")
     quantization: Literal["none", "int8", "w8a8_int8"] = key("none", choice("none", "int8", "w8a8_int8"), "8-bit weights, or w8a8: activations too")
     device: Literal["cpu", "cuda"] = key("cpu", choice("cpu", "cuda"), "cpu or cuda")
     tp: int = key(1, integer(1, 64), "ranks that share the model's heads (tensor parallel), each a process of its own")
@@ -288,7 +288,7 @@ class BootstrapConfig(Section):
 class UpConfig(Section):
     """A whole cluster on this machine. What only a child knows is set in the sections node, router and bootstrap."""
 
-    model: Path | None = key(None, path, "Hugging Face model directory; default: the bundled model")
+    model: Path | None = key(None, path, "Hugging Face model directory or GGUF file; default: the bundled model")
     prefill: int = key(1, integer(0, 64), "prefill nodes")
     decode: int = key(1, integer(0, 64), "decode nodes")
     mixed: int = key(0, integer(0, 64), "nodes that do both")
@@ -300,6 +300,7 @@ class UpConfig(Section):
     http: str = key("127.0.0.1:8000", address, "HOST:PORT of the OpenAI API")
     grpc: str | None = key(cast("str | None", "127.0.0.1:50051"), address_or_none, "HOST:PORT of the gRPC API; none: no gRPC")
     device: Literal["cpu", "cuda"] = key("cpu", choice("cpu", "cuda"), "cpu or cuda")
+    dtype: Literal["auto", "float32", "bfloat16"] = key("auto", choice("auto", "float32", "bfloat16"), "what nodes compute in; auto: node.dtype")
     pin: bool = key(True, boolean, "pin each node to a share of the cores when there are enough")
     ready_s: float = key(300.0, duration(0.1), "longest time for a process to become ready; the first one compiles kernels")
     drain_s: float = key(10.0, duration(), "on Ctrl-C or SIGTERM: longest time for open requests to finish")

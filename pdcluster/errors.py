@@ -114,6 +114,12 @@ class ConfigError(PdclusterError):
     code = "bad_config"
 
 
+class Unservable(Unavailable):
+    """What waiting does not mend: the model that the nodes have can never be served."""
+
+    code = "unsupported_model"
+
+
 class ModelError(PdclusterError):
     code = "unsupported_model"
 

@@ -5,6 +5,7 @@ Built from the model's files (bytes, whoever brought them), never from the netwo
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from pdcluster.api.detokenize import ChainDetokenizer, Detokenizer, build_pieces, detokenize
+from pdcluster.api.ends import eos_token_ids
 from pdcluster.api.files import read_text_files
 from pdcluster.api.reasoning import knows_reasoning
 from pdcluster.api.segments import SHORT_CHARACTERS, SegmentedEncoder
@@ -76,7 +78,7 @@ class TextModel:
         self.info = {"tokenizer_class": None, **config, **special, "chat_template": source}
         self._marks = frozenset(index for index in self.pieces.special if self.pieces.table[index].decode(errors="replace") in MARKERS)
         self.defaults = _sampling_defaults(generation)
-        self.eos_token_ids = _eos_token_ids(generation, _json_file(files, "config.json"), self._tokenizer, special)
+        self.eos_token_ids = eos_token_ids(files)
 
     @classmethod
     def from_dir(cls, directory: Path) -> TextModel:
@@ -204,28 +206,23 @@ def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> s
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
+    temperature, top_p = _number(generation, "temperature", 0.0, 100.0), _number(generation, "top_p", 1e-6, 1.0)
+    top_k = _number(generation, "top_k", -1, math.inf)
     return SamplingDefaults(
-        temperature=1.0 if generation.get("temperature") is None else float(generation["temperature"]),
-        top_p=None if generation.get("top_p") in (None, 1.0) else float(generation["top_p"]),
-        top_k=None if generation.get("top_k") in (None, 0) else int(generation["top_k"]),
-        min_p=None if generation.get("min_p") in (None, 0.0) else float(generation["min_p"]),
-        repetition_penalty=_repetition_penalty(generation.get("repetition_penalty")),
+        temperature=1.0 if temperature is None else temperature,
+        top_p=None if top_p == 1.0 else top_p,
+        top_k=None if top_k is None or top_k < 1 else int(top_k),
+        min_p=_number(generation, "min_p", 0.0, 1.0) or None,
+        repetition_penalty=_number(generation, "repetition_penalty", LEAST_REPETITION, MOST_REPETITION) or 1.0,
     )
 
 
-def _repetition_penalty(given: object) -> float:
+def _number(generation: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
+    """None where the file does not say it."""
+    given = generation.get(name)
     if given is None:
-        return 1.0
-    if not isinstance(given, int | float) or not LEAST_REPETITION <= given <= MOST_REPETITION:
-        allowed = f"{LEAST_REPETITION:g} to {MOST_REPETITION:g}"
-        raise ModelError(f"generation_config.json: repetition_penalty is {given!r}; it must be a number from {allowed}")
+        return None
+    if isinstance(given, bool) or not isinstance(given, int | float) or not least <= given <= most:
+        allowed = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+        raise ModelError(f"generation_config.json: {name} is {given!r}; it must be a number {allowed}")
     return float(given)
-
-
-def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
-    for source in (generation, config):
-        ids = source.get("eos_token_id")
-        if ids is not None:
-            return tuple(map(int, ids)) if isinstance(ids, list) else (int(ids),)
-    named = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    return () if named is None else (named,)

@@ -1,15 +1,22 @@
-"""Reads a checkpoint's config.json strictly: every key that changes the result is honoured or refused by name, and keys we do not know are refused.
+"""Reads a checkpoint's config.json by what matters: keys that change a forward pass are honoured or refused by name, all others are passed over.
 
-It does not read weights, and it never imports transformers (slow, and lenient where we must not be).
+What matters is what the class of transformers reads for an architecture (`models/*/configuration_*.py`, `modeling_*.py`, `modeling_rope_utils.py`,
+5.23), and what other engines read of configs that transformers would compute differently. A missing key means what it means there. This reader
+knows no weights and never imports transformers, which is slow.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Set
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
+from pdcluster.api.ends import eos_token_ids
+from pdcluster.api.files import read_text_files
 from pdcluster.api.gguf_file import is_gguf, open_gguf
 from pdcluster.engine.rope import RopeConfig
 from pdcluster.errors import ModelError
@@ -26,26 +33,42 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": "mistral",
 }
 
-# fmt: off
-HARMLESS = frozenset({
-    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attention_dropout", "bad_words_ids", "bos_token_id",
-    "chunk_size_feed_forward", "decoder_start_token_id", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label",
-    "initializer_range", "is_decoder", "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "prefix", "pretraining_tp",
-    "problem_type", "return_dict", "sep_token_id", "task_specific_params", "tie_encoder_decoder", "tokenizer_class", "torchscript",
-    "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
-})
-# fmt: on
-"""Keys that do not change what a forward computes at inference."""
+DEFAULT_THETA = 10000.0
+ALIASES = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 
-MUST_BE = {
-    "quantization_config": None,
-    "partial_rotary_factor": 1.0,
-    "rope_interleaved": False,
-    "use_mrope": False,
-    "is_encoder_decoder": False,
-    "add_cross_attention": False,
+REQUIRED_VALUES: dict[str, tuple[object, str]] = {
+    "partial_rotary_factor": (1.0, "only some dimensions of a head are rotated"),
+    "rope_interleaved": (False, "neighbouring dimensions are rotated instead of halves"),
+    "use_mrope": (False, "positions have several dimensions"),
+    "is_encoder_decoder": (False, "only decoders are served"),
+    "add_cross_attention": (False, "only decoders are served"),
+    "dual_chunk_attention_config": (None, "positions are changed beyond a length; remove the key to serve plain attention"),
 }
-"""Keys that are fine at one value only (absent counts as that value)."""
+"""Keys that change a forward pass unless they have this value, or none, and what they change."""
+
+QUANTIZED = ("quantization_config", "quantization", "compression_config", "quant_config")
+"""Where tools say that weights are stored in another form: transformers, MLX, compressed-tensors, older AWQ."""
+
+LAYER_KINDS = ("full_attention", "sliding_attention")
+READ_ELSEWHERE = frozenset({"eos_token_id", "model_type", "architectures"})
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a family's keys mean where they are missing. num_kv_heads None: as many as heads; head_dim None: hidden_size / heads."""
+
+    num_kv_heads: int | None
+    max_position_embeddings: int
+    head_dim: int | None = None
+
+
+DEFAULTS: dict[Family, Defaults] = {
+    "llama": Defaults(None, 2048),
+    "mistral": Defaults(8, 4096 * 32),
+    "qwen2": Defaults(32, 32768),
+    "qwen3": Defaults(32, 32768, head_dim=128),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +103,26 @@ class ModelConfig:
 
 
 def read_config(model_dir: Path) -> ModelConfig:
-    """Parse config.json and generation_config.json of a Hugging Face directory, or what a GGUF file says; raises ModelError."""
+    """The config of a Hugging Face directory, or what a GGUF file says; raises ModelError."""
     if is_gguf(model_dir):
-        raw = open_gguf(model_dir).config
-        return parse_config(raw, raw["eos_token_id"])
+        return parse_config(open_gguf(model_dir).config, eos_token_ids(read_text_files(model_dir)))
     raw = _load_json(model_dir / "config.json")
-    generation = model_dir / "generation_config.json"
-    source = _load_json(generation) if generation.exists() else {}
-    eos = source.get("eos_token_id", raw.get("eos_token_id"))
-    return parse_config(raw, eos)
+    return parse_config(raw, eos_token_ids(read_text_files(model_dir)))
 
 
 def parse_config(raw: Json, eos: object = None) -> ModelConfig:
     """The config from its JSON object; `eos` is the end-of-sequence id or ids that apply."""
     keys = _Keys(raw)
     architecture, family = _family(keys)
-    for name, value in MUST_BE.items():
-        keys.require(name, value)
-    if keys.take("hidden_act", str) != "silu":
+    defaults = DEFAULTS[family]
+    _refuse_quantized(keys)
+    for name, (value, change) in REQUIRED_VALUES.items():
+        keys.require(name, value, change)
+    if keys.take("hidden_act", str, "silu") not in ("silu", "swish"):
         raise ModelError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
     hidden_size, num_heads = keys.take("hidden_size", int), keys.take("num_attention_heads", int)
     num_layers = keys.take("num_hidden_layers", int)
-    max_len = keys.take("max_position_embeddings", int)
+    max_len = keys.take("max_position_embeddings", int, defaults.max_position_embeddings)
     vocab_size = keys.take("vocab_size", int)
     bias = _biases(keys, family)
     config = ModelConfig(
@@ -112,9 +133,9 @@ def parse_config(raw: Json, eos: object = None) -> ModelConfig:
         intermediate_size=keys.take("intermediate_size", int),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=keys.take("num_key_value_heads", int, num_heads) if family == "llama" else keys.take("num_key_value_heads", int),
-        head_dim=_head_dim(keys, family, hidden_size, num_heads),
-        rms_norm_eps=keys.take("rms_norm_eps", float),
+        num_kv_heads=keys.take("num_key_value_heads", int, defaults.num_kv_heads or num_heads),
+        head_dim=_head_dim(keys, defaults.head_dim, hidden_size, num_heads),
+        rms_norm_eps=keys.take("rms_norm_eps", float, 1e-6),
         rope=_rope(keys, max_len),
         max_position_embeddings=max_len,
         tie_word_embeddings=keys.take("tie_word_embeddings", bool, False),
@@ -126,19 +147,30 @@ def parse_config(raw: Json, eos: object = None) -> ModelConfig:
         eos_token_ids=_token_ids(eos, vocab_size),
         stored_dtype=_stored_dtype(keys),
     )
-    keys.ignore("eos_token_id", "model_type")
-    keys.finish()
+    _tell_passed_over(keys.left - READ_ELSEWHERE)
     _check_shape(config)
     return config
 
 
+@lru_cache(maxsize=64)
+def _tell(names: str) -> None:
+    """Once for each set of names: a process reads a config several times."""
+    log.info("config.json: passed over, as they change no forward pass: %s", names)
+
+
+def _tell_passed_over(names: Set[str]) -> None:
+    if names:
+        _tell(", ".join(sorted(names)))
+
+
 class _Keys:
-    """The keys of a JSON object, each taken once with its type, so that what nobody took can be refused."""
+    """The keys of a JSON object, each taken once with its type, so that what nobody took can be told."""
 
     def __init__(self, raw: Json, where: str = "config.json") -> None:
         self._raw = raw
         self._where = where
-        self._left = set(raw)
+        self.left = set(raw)
+        """What nobody took."""
 
     def take(self, name: str, kind: type[T], default: T | None = None) -> T:
         """The value of a key that is there, else the default; None counts as absent. No default: the key is required."""
@@ -150,10 +182,12 @@ class _Keys:
         return value
 
     def optional(self, name: str, kind: type[T]) -> T | None:
-        self._left.discard(name)
+        self.left.discard(name)
         value = self._raw.get(name)
         if value is None:
             return None
+        if kind is int and isinstance(value, float) and value.is_integer():
+            value = int(value)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -163,49 +197,74 @@ class _Keys:
     def has(self, name: str) -> bool:
         return name in self._raw
 
-    def require(self, name: str, value: object) -> None:
-        self._left.discard(name)
-        found = self._raw.get(name)
+    def get(self, name: str) -> object:
+        """The value of a key of any type; None counts as absent."""
+        self.left.discard(name)
+        return self._raw.get(name)
+
+    def require(self, name: str, value: object, change: str) -> None:
+        found = self.get(name)
         if found is not None and found != value:
-            raise ModelError(f"{self._where}: {name} {found!r} is not supported; only {value!r} is")
+            raise ModelError(f"{self._where}: {name} {_short(found)} is not supported ({change}); only {value!r} is")
 
-    def ignore(self, *names: str) -> None:
-        self._left.difference_update(names)
 
-    def finish(self, harmless: frozenset[str] = HARMLESS) -> None:
-        unknown = sorted(self._left - harmless)
-        if unknown:
-            raise ModelError(f"{self._where}: unknown key {unknown[0]!r} = {self._raw[unknown[0]]!r}; it may change the result, so it is not ignored")
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _family(keys: _Keys) -> tuple[str, Family]:
-    names = keys.take("architectures", list)
-    if len(names) != 1 or names[0] not in FAMILIES:
-        raise ModelError(f"config.json: architectures {names!r} is not supported; supported are {', '.join(FAMILIES)}")
-    return names[0], FAMILIES[names[0]]
+    """By the architecture, as other engines do; by model_type where a config names none, as transformers does."""
+    names, kind = keys.take("architectures", list, []), keys.optional("model_type", str)
+    known = [name for name in map(_alias, names) if name in FAMILIES]
+    if not names and kind in FAMILIES.values():
+        known = [name for name, family in FAMILIES.items() if family == kind]
+    if len(known) != 1 or len(names) > 1:
+        what = f"architectures {names!r}" if names else f"model_type {kind!r} without architectures"
+        raise ModelError(f"config.json: {what} is not supported; supported are {', '.join(FAMILIES)}{_hint(keys, names)}")
+    family = FAMILIES[known[0]]
+    if kind in FAMILIES.values() and kind != family:
+        raise ModelError(f"config.json: architectures {names!r} and model_type {kind!r} name two models; correct one of them")
+    return known[0], family
+
+
+def _alias(name: object) -> str:
+    return ALIASES.get(str(name), str(name))
+
+
+def _hint(keys: _Keys, names: list[object]) -> str:
+    if keys.get("text_config") is not None or keys.get("vision_config") is not None:
+        return "; models that see or hear are not served yet"
+    if any(str(name).endswith("Model") for name in names):
+        return "; this one has no head that gives tokens: take the causal language model"
+    return ""
+
+
+def _refuse_quantized(keys: _Keys) -> None:
+    for name in QUANTIZED:
+        found = keys.get(name)
+        if found is not None:
+            method = found.get("quant_method") or found.get("quant_algo") or found.get("bits") if isinstance(found, dict) else found
+            way_out = "take the model's bfloat16 release, or a GGUF file; --quantization int8 quantises when it is loaded"
+            raise ModelError(f"config.json: {name} says that the weights are quantised ({_short(method)}), which is not supported; {way_out}")
 
 
 def _biases(keys: _Keys, family: Family) -> tuple[bool, bool, bool]:
-    """Biases of (q, k and v), (attention output), (MLP). A family that fixes them refuses a config that says otherwise."""
+    """Biases of (q, k and v), (attention output), (MLP). Qwen2 and Mistral fix them, whatever a config says."""
     if family == "llama":
         attention = keys.take("attention_bias", bool, False)
         return attention, attention, keys.take("mlp_bias", bool, False)
     if family == "qwen3":
         attention = keys.take("attention_bias", bool, False)
-        keys.require("mlp_bias", False)
         return attention, attention, False
-    keys.require("attention_bias", family == "qwen2")
-    keys.require("mlp_bias", False)
     return family == "qwen2", False, False
 
 
-def _head_dim(keys: _Keys, family: Family, hidden_size: int, num_heads: int) -> int:
-    given = keys.optional("head_dim", int)
+def _head_dim(keys: _Keys, default: int | None, hidden_size: int, num_heads: int) -> int:
+    given = keys.optional("head_dim", int) or default
     if given is not None:
         return given
-    if family == "qwen3":
-        return 128
-    if hidden_size % num_heads:
+    if num_heads < 1 or hidden_size % num_heads:
         raise ModelError(f"config.json: hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads} and head_dim is not given")
     return hidden_size // num_heads
 
@@ -213,13 +272,13 @@ def _head_dim(keys: _Keys, family: Family, hidden_size: int, num_heads: int) -> 
 def _sliding_window(keys: _Keys, family: Family, num_layers: int) -> int | None:
     window = keys.optional("sliding_window", int)
     types = keys.take("layer_types", list, [])
-    if unknown := set(types) - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"config.json: layer_types has {sorted(map(str, unknown))[0]!r}; only full_attention is supported")
+    if unknown := {str(kind) for kind in types}.difference(LAYER_KINDS):
+        raise ModelError(f"config.json: layer_types has {min(unknown)!r}; only full_attention is supported")
     if types and len(types) != num_layers:
         raise ModelError(f"config.json: layer_types names {len(types)} layers, num_hidden_layers is {num_layers}")
-    if family == "llama":
-        if window is not None or "sliding_attention" in types:
-            raise ModelError(f"config.json: sliding_window {window} is not supported for LlamaForCausalLM; it must be null")
+    if family == "llama":  # whose class knows no window
+        if "sliding_attention" in types:
+            raise ModelError("config.json: layer_types has 'sliding_attention', which is not supported for LlamaForCausalLM")
         return None
     if family == "mistral":
         return window if keys.has("sliding_window") else 4096
@@ -232,16 +291,33 @@ def _sliding_window(keys: _Keys, family: Family, num_layers: int) -> int | None:
 
 
 def _rope(keys: _Keys, max_len: int) -> RopeConfig:
+    """From rope_scaling (old) or rope_parameters (new); both may be there if they say the same, in whatever spelling."""
     theta = keys.optional("rope_theta", float)
+    original = keys.optional("original_max_position_embeddings", int) or max_len
     old, new = keys.optional("rope_scaling", dict), keys.optional("rope_parameters", dict)
-    if old and new and old != new:
-        raise ModelError("config.json: rope_scaling and rope_parameters are both given and differ; keep one")
-    raw = cast(Json, new or old or {})
-    rope = _Keys(raw, "config.json: " + ("rope_parameters" if new else "rope_scaling"))
+    found = [
+        (name, raw, _rope_of(cast(Json, raw), name, theta, original))
+        for name, raw in (("rope_scaling", old), ("rope_parameters", _of_full_attention(new)))
+        if raw
+    ]
+    if len(found) == 2 and found[0][2] != found[1][2]:
+        raise ModelError(f"config.json: rope_scaling {_short(old)} and rope_parameters {_short(new)} differ; keep one")
+    return found[-1][2] if found else RopeConfig(theta or DEFAULT_THETA)
+
+
+def _of_full_attention(raw: dict[str, object] | None) -> dict[str, object] | None:
+    """Some configs have parameters for each kind of layer."""
+    if raw and set(raw) <= set(LAYER_KINDS):
+        return cast("dict[str, object] | None", raw.get("full_attention"))
+    return raw
+
+
+def _rope_of(raw: Json, name: str, theta: float | None, max_len: int) -> RopeConfig:
+    rope = _Keys(raw, f"config.json: {name}")
     kind = rope.optional("rope_type", str) or rope.optional("type", str) or "default"
-    rope.ignore("type")
-    theta = rope.take("rope_theta", float, theta or 10000.0)
-    rope.require("partial_rotary_factor", 1.0)
+    rope.left.discard("type")
+    theta = rope.take("rope_theta", float, theta or DEFAULT_THETA)
+    rope.require("partial_rotary_factor", 1.0, "only some dimensions of a head are rotated")
     match kind:
         case "default":
             config = RopeConfig(theta)
@@ -251,11 +327,13 @@ def _rope(keys: _Keys, max_len: int) -> RopeConfig:
             config = _llama3(rope, theta, max_len)
         case "yarn":
             config = _yarn(rope, theta, max_len)
-        case "dynamic" | "longrope":
+        case "dynamic" | "longrope" | "su":
             raise ModelError(f"config.json: rope type {kind!r} is not supported: its keys depend on the total length, so pages cannot hold them")
         case _:
             raise ModelError(f"config.json: rope type {kind!r} is not supported; default, linear, llama3 and yarn are")
-    rope.finish(frozenset())
+    if config.type != "default" and config.factor <= 0:
+        raise ModelError(f"config.json: {name} has the factor {config.factor}; it must be greater than 0")
+    _tell_passed_over({f"{name}.{key}" for key in rope.left})
     return config
 
 
@@ -289,12 +367,14 @@ def _yarn(rope: _Keys, theta: float, max_len: int) -> RopeConfig:
 
 
 def _stored_dtype(keys: _Keys) -> str | None:
+    """"auto" leaves it to the weights."""
     old, new = keys.optional("torch_dtype", str), keys.optional("dtype", str)
-    return new or old
+    said = (new or old or "auto").removeprefix("torch.")
+    return None if said == "auto" else said
 
 
 def _token_ids(value: object, vocab_size: int) -> tuple[int, ...]:
-    ids = [] if value is None else value if isinstance(value, list) else [value]
+    ids = [] if value is None else value if isinstance(value, list | tuple) else [value]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise ModelError(f"eos_token_id {token!r} is no token id of a vocabulary of {vocab_size}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,17 @@ from pdcluster.kv.layout import DType
 from pdcluster.kv.pool import TORCH_DTYPE
 
 DTypeChoice = Literal["auto", "float32", "bfloat16"]
+
+SERVED_AS: dict[str, DType] = {
+    "bfloat16": "bfloat16",
+    "float32": "float32",
+    "float16": "bfloat16",
+    "half": "bfloat16",
+    "float": "float32",
+    "float64": "float32",
+}
+"""What each stored type is computed in unless somebody says otherwise."""
+log = logging.getLogger(__name__)
 
 _SAMPLED_BLOCKS = 64
 _BLOCK_BYTES = 4096
@@ -140,9 +152,12 @@ def _choose_dtype(choice: DTypeChoice, config: ModelConfig, stored: dict[str, Te
     declared = config.stored_dtype
     if declared is None:
         declared = str(next((tensor.dtype for tensor in stored.values()), torch.float32)).removeprefix("torch.")
-    if declared not in TORCH_DTYPE:
+    served = SERVED_AS.get(declared)
+    if served is None:
         raise ModelError(f"the checkpoint's type {declared!r} is not served; choose --dtype float32 or --dtype bfloat16")
-    return declared
+    if served != declared:
+        log.info("the checkpoint is %s and is served as %s; --dtype float32 serves it without rounding", declared, served)
+    return served
 
 
 class _Taker:

@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import TextIO, TypeVar, cast
 
 from pdcluster import bundled_model
-from pdcluster.api.gguf_file import is_gguf
+from pdcluster.api.text import TextModel
 from pdcluster.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, UpConfig, keys, load, section_of
-from pdcluster.errors import ConfigError, PdclusterError, Unavailable
+from pdcluster.errors import ConfigError, ModelError, PdclusterError, Unavailable, Unservable
 from pdcluster.keys import Section
 from pdcluster.kinds import split_address
 from pdcluster.launch.supervisor import Facts, Spec, Supervisor
 from pdcluster.log import resolve_format
 from pdcluster.messages import Role
+from pdcluster.model_files import check_model_files
 
 NODE_STOP_S = 5.0
 BOOTSTRAP_STOP_S = 3.0
@@ -38,6 +39,7 @@ KILL_GRACE_S = 6.0
 BUNDLED_KV_BYTES = 2**28
 """KV pool of a node with the bundled model unless told otherwise: 100 thousand tokens, and memory that a laptop can spare."""
 READY_POLL_S = 0.03
+NEVER_READY = f'"code":"{Unservable.code}"'.encode()
 NODE_UP = re.compile(rb"^pdcluster_node_up\{", re.MULTILINE)
 T = TypeVar("T")
 ROUTER = "router"
@@ -118,7 +120,7 @@ class Cluster:
         bootstrap = await self.supervisor.start(self._bootstrap_spec())
         address = str(bootstrap["address"])
         specs = [self._node_spec(plan, address) for plan in self._nodes] + [self._router_spec(address)]
-        *nodes, router = await _all_or_nothing([self.supervisor.start(spec) for spec in specs])
+        *nodes, router, _ = await _all_or_nothing([*(self.supervisor.start(spec) for spec in specs), self._read_text()])
         host, port = split_address(str(router["address"]))
         await self._wait_until_ready(host, port)
         model = str(nodes[0]["model"])
@@ -138,13 +140,26 @@ class Cluster:
         if router.security.key_bytes() != self._node_settings.config.security.key_bytes():
             raise ConfigError("node.security and router.security hold different cluster keys, so they could not talk; set both to the same")
         if self._config.model is not None:
-            model_directory(self._config.model)
+            self._check_model(self._config.model)
         elif self._node_settings.config.model is None:
             bundled_model.path()
+        else:
+            self._check_model(self._node_settings.config.model)
         for name in ("http", "grpc"):
             path, address = self._listens(name)
             if address is not None:
                 check_free(path, address)
+
+    def _check_model(self, model: Path) -> None:
+        """What is not there, or not whole, ends here and not after the nodes have started."""
+        tokenizer = self._router_settings.config.tokenizer
+        check_model_files(model, needs_tokenizer=tokenizer is None)
+
+    async def _read_text(self) -> Facts:
+        """Beside the nodes' start: a tokenizer or template that the router could never read ends it at once."""
+        model = self._router_settings.config.tokenizer or self._config.model or self._node_settings.config.model or bundled_model.path()
+        await asyncio.to_thread(TextModel.from_dir, model)
+        return {}
 
     def _listens(self, name: str) -> tuple[str, str | None]:
         """The setting that says where the router listens for `name`, and what it says: up's own, unless only the router's section has one."""
@@ -169,6 +184,8 @@ class Cluster:
             seen = len(NODE_UP.findall((await asyncio.to_thread(_get, host, port, "/metrics"))[1]))
             if status == 200 and seen >= len(self._nodes):
                 return
+            if NEVER_READY in body:
+                raise ModelError(json.loads(body)["error"]["message"])
             if time.monotonic() > deadline:
                 what = f"sees {seen} of {len(self._nodes)} nodes and answers /ready with {status} {body.decode(errors='replace')[:300]}"
                 raise Unavailable(f"all processes started, but after {self._config.ready_s:g} s (up.ready_s) the router {what}")
@@ -193,10 +210,12 @@ class Cluster:
             own["node.tp"] = plan.tp
         if self._is_set("up.device"):
             own["node.device"] = self._config.device
+        if self._is_set("up.dtype"):
+            own["node.dtype"] = self._config.dtype
         if self._is_set("up.transfer"):
             own["node.transfer.backend"] = self._config.transfer
         if self._config.model is not None:
-            own["node.model"] = model_directory(self._config.model)
+            own["node.model"] = self._config.model.absolute()
         elif self._node_settings.origins["node.model"] == self._node_settings.origins["node.kv.memory_bytes"] == "default":
             own["node.kv.memory_bytes"] = BUNDLED_KV_BYTES
         argv = self._argv(NodeConfig, ("pdcluster.cli", "node"), own)
@@ -252,7 +271,7 @@ async def _serve(loaded: Loaded[UpConfig]) -> int:
         output.say("stopping; once more to stop without waiting")
     except PdclusterError as error:
         output.say(f"error: {error}")
-        code = 2 if isinstance(error, ConfigError) else 1
+        code = 2 if isinstance(error, ConfigError | ModelError) else 1
     finally:
         clean = await stop_all(cluster, stop)
     if code != 2:  # otherwise nothing was started
@@ -312,17 +331,6 @@ def plan_nodes(config: UpConfig, available: set[int]) -> tuple[NodePlan, ...]:
     cores = sorted(available)
     share = len(cores) // len(named) if config.pin and config.device == "cpu" else 0
     return tuple(NodePlan(name, role, tuple(cores[i * share : (i + 1) * share]), tp) for i, (name, role, tp) in enumerate(named))
-
-
-def model_directory(model: Path) -> Path:
-    """`model` as an absolute path, refused when it holds no model."""
-    model = model.absolute()
-    if is_gguf(model):
-        return model
-    if not (model / "config.json").is_file():
-        what = "has no config.json" if model.is_dir() else "does not exist"
-        raise ConfigError(f"up.model is {model}, which {what}; give a Hugging Face model directory, or leave it out to use the bundled model")
-    return model
 
 
 def check_free(path: str, address: str) -> None:

@@ -29,6 +29,7 @@ from pdcluster.errors import ConfigError
 from pdcluster.garbage import collect_seldom
 from pdcluster.kv.layout import DEFAULT_ARITHMETIC, Fingerprint
 from pdcluster.messages import PROTOCOL_VERSION
+from pdcluster.model_files import check_model_files
 from pdcluster.node.assembly import KV_REGION, Shape, Wiring, assemble
 from pdcluster.node.engines import NodeEngine, start_engine
 from pdcluster.node.files import ModelFiles
@@ -54,6 +55,7 @@ def run(config: NodeConfig) -> int:
     clock = time.monotonic
     with ExitStack() as stack:
         model_dir = config.model or bundled_model()
+        check_model_files(model_dir, needs_tokenizer=False)  # a router may have its own
         me = Peer(config.name or f"{config.role}-{secrets.token_hex(3)}", secrets.token_hex(8))
         engine = start_engine(config, model_dir, me, KV_REGION)
         stack.push(partial(leave_last, engine.local))

@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pdcluster.api import limits, openai
 from pdcluster.api.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
 from pdcluster.api.validate import closest
-from pdcluster.errors import DeadlineExceeded, PdclusterError, Unavailable, UnknownName
+from pdcluster.errors import DeadlineExceeded, PdclusterError, Unavailable, UnknownName, Unservable
 from pdcluster.metrics import RouterMetrics
 from pdcluster_router.answer import answer
 from pdcluster_router.cors import ORIGIN, Cors
@@ -348,6 +348,8 @@ class App:
     def _ready(self, exchange: Exchange) -> None:
         if self._dispatcher.is_ready():
             exchange.reply(200, b'{"status":"ready"}')
+        elif (refusal := self._dispatcher.refusal()) is not None:
+            answer_error(exchange, Unservable(f"not ready: {refusal}"))
         else:  # answered here: a probe that waits is no failed request
             answer_error(exchange, Unavailable("not ready: no route exists yet; it needs a prefill and a decode node, or a mixed one"))
 

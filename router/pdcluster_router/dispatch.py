@@ -73,6 +73,9 @@ class Dispatch:
     def is_ready(self) -> bool:
         return bool(self.models()) and any(node.accepts_work for node in self.shared.cluster.view().nodes)
 
+    def refusal(self) -> str | None:
+        return self.shared.models.refusal()
+
     def start(self, generation: Generation, sink: Sink) -> Running:
         """Run one request to its one answer; see the contract in `generation`."""
         try:

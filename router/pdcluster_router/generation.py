@@ -150,3 +150,7 @@ class Dispatcher(Protocol):
     def is_ready(self) -> bool:
         """Whether some route could take a request now."""
         ...
+
+    def refusal(self) -> str | None:
+        """Why no request can ever be served while the nodes are those there are; None where there may be one."""
+        ...

@@ -59,6 +59,8 @@ class Models:
         self._tokenizer = tokenizer
         self._marks = tool_format, reasoning
         self._loaded: dict[str, Loaded] = {}
+        self._refused: dict[tuple[str, str], str] = {}
+        """Why the text files of a model, by name and digest, can never be read."""
         self._infos: tuple[ModelInfo, ...] = ()
         self._chains: dict[tuple[str, bytes], HashChain] = {}
         """As long as the nodes are at the version that was seen."""
@@ -95,31 +97,47 @@ class Models:
             raise Unavailable("no model is served yet; wait until /ready answers 200")
         raise UnknownModel(f"the model {model!r} does not exist here; use one of: {', '.join(self._loaded)}", "model")
 
+    def refusal(self) -> str | None:
+        """Why nothing is served and nothing will be, as long as the nodes are those there are."""
+        cards = [(card.model, card.tokenizer_hash) for card in self._nodes.cards()]
+        if self._loaded or not cards or not all(card in self._refused for card in cards):
+            return None
+        return self._refused[cards[0]]
+
     # ------------------------------------------------------------ loading
 
     async def keep_loaded(self) -> None:
         """Load the text of every model that appears, until cancelled. A node that goes away meanwhile is no error: another one is asked."""
         while True:
             seen = self._nodes.version
+            is_settled = True
             for card in list(self._nodes.cards()):
-                if card.model not in self._loaded:
-                    await self._try_load(card)
-            await self._nodes.wait_for_change(seen)
+                if card.model not in self._loaded and (card.model, card.tokenizer_hash) not in self._refused:
+                    is_settled &= await self._try_load(card)
+            if is_settled:
+                await self._nodes.wait_for_change(seen)
 
-    async def _try_load(self, card: NodeCard) -> None:
+    async def _try_load(self, card: NodeCard) -> bool:
+        """False where it is worth another try."""
         try:
             files = await self._files(card)
             if self._tokenizer is None and files_digest(files) != card.tokenizer_hash:
                 raise ModelError(f"the files of node {card.node} have digest {files_digest(files)}, its card says {card.tokenizer_hash}")
-            text = await asyncio.to_thread(TextModel, files, *self._marks)
         except (NodeLost, TimeoutError, ModelError, OSError) as error:
             logger.warning("the tokenizer of %s cannot be loaded from %s: %s", card.model, self._tokenizer or card.node, error)
             await asyncio.sleep(RETRY_S)
-            return
+            return False
+        try:
+            text = await asyncio.to_thread(TextModel, files, *self._marks)
+        except ModelError as error:  # of the files themselves, which no other node has otherwise
+            self._refused[card.model, card.tokenizer_hash] = f"the model {card.model} cannot be served: {error}"
+            logger.error(self._refused[card.model, card.tokenizer_hash])
+            return True
         info = ModelInfo(card.model, int(time.time()), card.max_len, card.vocab_size, card.eos_ids)
         self._loaded[card.model] = Loaded(info, text)
         self._infos = tuple(loaded.info for loaded in self._loaded.values())
         logger.info("serving model %s", card.model)
+        return True
 
     async def _files(self, card: NodeCard) -> dict[str, bytes]:
         if self._tokenizer is not None:

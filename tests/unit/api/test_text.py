@@ -127,9 +127,13 @@ def test_tokens_named_only_in_the_config_are_added_under_their_ids() -> None:
         (with_config(byte_level_files(), added_tokens_decoder={"x": {"content": "a"}}), "not as expected: ValueError"),
         (with_config(byte_level_files(), added_tokens_decoder=["x"]), "not as expected: AttributeError"),
         (byte_level_files() | {"chat_template.jinja": b"\xff\xfe"}, "not as expected: UnicodeDecodeError"),
-        (byte_level_files() | {"generation_config.json": b'{"eos_token_id": "</s>"}'}, "not as expected: ValueError"),
-        (byte_level_files() | {"generation_config.json": b'{"eos_token_id": ["</s>"]}'}, "not as expected: ValueError"),
-        (byte_level_files() | {"generation_config.json": b'{"temperature": "0.7x"}'}, "not as expected: ValueError"),
+        (byte_level_files() | {"generation_config.json": b'{"eos_token_id": "</s>"}'}, "eos_token_id .* is no token id"),
+        (byte_level_files() | {"generation_config.json": b'{"eos_token_id": ["</s>"]}'}, "eos_token_id .* is no token id"),
+        (byte_level_files() | {"generation_config.json": b'{"temperature": "0.7x"}'}, "temperature is '0.7x'"),
+        (byte_level_files() | {"generation_config.json": b'{"temperature": -1}'}, "temperature is -1"),
+        (byte_level_files() | {"generation_config.json": b'{"top_p": 1.5}'}, "top_p is 1.5; it must be a number from 1e-06 to 1"),
+        (byte_level_files() | {"generation_config.json": b'{"top_k": true}'}, "top_k is True"),
+        (byte_level_files() | {"generation_config.json": b'{"repetition_penalty": 0}'}, "repetition_penalty is 0"),
     ],
 )
 def test_broken_files_are_refused_by_name(files: dict[str, bytes], message: str) -> None:

@@ -66,9 +66,7 @@ def test_qwen3_heads_have_128_dimensions_unless_told() -> None:
     assert parse_config(raw("qwen3", head_dim=32)).head_dim == 32
 
 
-@pytest.mark.parametrize(
-    "name", ["hidden_size", "num_hidden_layers", "rms_norm_eps", "vocab_size", "architectures", "hidden_act", "max_position_embeddings"]
-)
+@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
 def test_a_key_the_model_cannot_be_computed_without_is_missed_by_name(name: str) -> None:
     with pytest.raises(ModelError, match=f"{name} is missing"):
         parse_config(without(name))
@@ -85,9 +83,11 @@ def test_llama_without_kv_heads_has_as_many_as_heads() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"sliding_window": 128}, "sliding_window 128"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"quantization": {"bits": 4}}, "quantization says that the weights are quantised"),
+        ({"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
         ({"rope_interleaved": True}, "rope_interleaved"),
-        ({"attention_multiplier": 0.1}, "unknown key 'attention_multiplier'"),
+        ({"model_type": "qwen2"}, "name two models"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"layer_types": ["full_attention"]}, "names 1 layers"),
         ({"hidden_size": "64"}, "hidden_size is '64'; expected int"),
@@ -106,9 +106,16 @@ def test_what_would_change_the_result_is_refused_by_name(changes: Json, message:
 @pytest.mark.parametrize(
     ("family", "changes"), [("qwen2", {"attention_bias": False}), ("mistral", {"attention_bias": True}), ("qwen3", {"mlp_bias": True})]
 )
-def test_a_bias_the_family_does_not_have_is_refused(family: str, changes: Json) -> None:
-    with pytest.raises(ModelError, match="bias"):
-        parse_config(raw(family, **changes))
+def test_a_bias_that_the_family_fixes_is_not_read(family: str, changes: Json) -> None:
+    assert parse_config(raw(family, **changes)) == parse_config(raw(family))
+
+
+def test_what_is_passed_over_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        parse_config(raw(unsloth_version="2025.1", _attn_implementation="sdpa", some_key_of_a_library={"a": 1}))
+    assert [record.getMessage() for record in caplog.records] == [
+        "config.json: passed over, as they change no forward pass: _attn_implementation, some_key_of_a_library, unsloth_version"
+    ]
 
 
 def test_keys_without_effect_at_inference_are_accepted() -> None:
@@ -166,7 +173,8 @@ def test_the_oldest_spelling_of_the_rope_type_is_read() -> None:
     [
         ({"rope_type": "su"}, "rope type 'su'"),
         ({"rope_type": "linear"}, "factor is missing"),
-        ({"rope_type": "yarn", "factor": 2.0, "mrope_section": [1]}, "unknown key 'mrope_section'"),
+        ({"rope_type": "mrope", "mrope_section": [1]}, "rope type 'mrope'"),
+        ({"rope_type": "linear", "factor": 0.0}, "factor 0.0"),
         ({"rope_type": "default", "partial_rotary_factor": 0.25}, "partial_rotary_factor"),
         ({"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}, "must differ"),
     ],
@@ -177,7 +185,7 @@ def test_rope_parameters_are_read_strictly(rope: Json, message: str) -> None:
 
 
 def test_two_ropes_that_differ_are_refused() -> None:
-    with pytest.raises(ModelError, match="both given and differ"):
+    with pytest.raises(ModelError, match=r"rope_scaling .*2\.0.* and rope_parameters .*4\.0.* differ"):
         parse_config(raw(rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "linear", "factor": 4.0}))
 
 
@@ -187,11 +195,24 @@ def test_an_end_token_outside_the_vocabulary_is_refused(eos: object) -> None:
         parse_config(raw(), eos=eos)
 
 
-def test_generation_config_overrides_the_end_tokens(tmp_path: Path) -> None:
+def test_end_tokens_of_all_files_count(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw(eos_token_id=3)))
     assert read_config(tmp_path).eos_token_ids == (3,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 5], "temperature": 0.6}))
-    assert read_config(tmp_path).eos_token_ids == (4, 5)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 3], "temperature": 0.6}))
+    assert read_config(tmp_path).eos_token_ids == (4, 3)
+    tokenizer = {"added_tokens": [{"id": 9, "content": "<|end|>"}], "model": {"type": "BPE", "vocab": {"a": 0, "</s>": 2}}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for token, expected in (("<|end|>", (4, 3, 9)), ({"content": "</s>"}, (4, 3, 2)), ("<none>", (4, 3)), (None, (4, 3))):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+        assert read_config(tmp_path).eos_token_ids == expected
+
+
+def test_an_end_that_the_model_cannot_say_is_none(tmp_path: Path) -> None:
+    """A fine-tuned tokenizer may have more tokens than the model."""
+    (tmp_path / "config.json").write_text(json.dumps(raw(eos_token_id=3)))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 100, "content": "<|end|>"}]}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    assert read_config(tmp_path).eos_token_ids == (3,)
 
 
 def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:

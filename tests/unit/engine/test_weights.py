@@ -113,12 +113,18 @@ def test_a_tied_head_is_the_embedding_itself_and_a_stored_copy_must_agree(tmp_pa
         load(directory)
 
 
-def test_weights_are_cast_when_asked_and_half_precision_is_not_served_unasked(model_dir: Path) -> None:
+def test_weights_are_cast_when_asked_and_half_precision_is_served_as_bfloat16(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = read_config(model_dir)
     assert load_weights(model_dir, config, "bfloat16").layers[0].q.dtype == torch.bfloat16
     rewrite(model_dir, lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}))
-    checkpoints.edit_config(model_dir, dtype="float16")
-    with pytest.raises(ModelError, match=r"float16.*--dtype float32"):
+    for said in ("float16", "torch.float16", "auto", None):
+        checkpoints.edit_config(model_dir, dtype=said)
+        with caplog.at_level("INFO"):
+            assert load(model_dir).norm.dtype == torch.bfloat16
+        assert "the checkpoint is float16 and is served as bfloat16" in caplog.text
+        caplog.clear()
+    checkpoints.edit_config(model_dir, dtype="float8_e4m3fn")
+    with pytest.raises(ModelError, match=r"float8_e4m3fn.*--dtype float32"):
         load(model_dir)
     assert load_weights(model_dir, config, "float32").norm.dtype == torch.float32
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcluster.config import Loaded, UpConfig, load
-from pdcluster.errors import ConfigError
+from pdcluster.errors import ConfigError, ModelError
 from pdcluster.launch.demo import check_open
 from pdcluster.launch.supervisor import Spec
-from pdcluster.launch.up import BUNDLED_KV_BYTES, Cluster, Output, Serving, check_free, model_directory, plan_nodes
+from pdcluster.launch.up import BUNDLED_KV_BYTES, Cluster, Output, Serving, check_free, plan_nodes
 
 
 def loaded(values: dict[str, object] | None = None, file: Path | None = None) -> Loaded[UpConfig]:
@@ -147,13 +147,19 @@ def test_a_host_that_is_not_ours_is_refused() -> None:
         check_free("up.http", "192.0.2.1:0")
 
 
-def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no config\.json"):
-        model_directory(tmp_path)
-    with pytest.raises(ConfigError, match="does not exist"):
-        model_directory(tmp_path / "gone")
-    (tmp_path / "config.json").write_text("{}")
-    assert model_directory(tmp_path) == tmp_path
+@pytest.mark.parametrize("setting", ["up.model", "node.model"])
+async def test_a_model_that_is_not_there_or_not_whole_is_refused_before_anything_starts(setting: str, tmp_path: Path) -> None:
+    for path, error in ((tmp_path, "is empty"), (tmp_path / "gone", "does not exist")):
+        found = cluster({setting: str(path), "up.http": "127.0.0.1:0"})
+        with pytest.raises(ModelError, match=error):
+            await found.start()
+        assert await found.stop()
+
+
+async def test_the_type_to_compute_in_goes_to_every_node() -> None:
+    found = cluster({"up.dtype": "float32"})
+    assert option(found._node_spec(found._nodes[0], "127.0.0.1:1").argv, "--dtype") == "float32"
+    assert "--dtype" not in cluster()._node_spec(found._nodes[0], "127.0.0.1:1").argv
 
 
 async def test_bad_settings_of_a_child_are_told_before_anything_starts() -> None:

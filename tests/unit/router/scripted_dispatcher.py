@@ -135,6 +135,9 @@ class ScriptedDispatcher:
             raise UnknownModel(f"no model {model}", "model")
         return TEXT
 
+    def refusal(self) -> str | None:
+        return None
+
     def is_ready(self) -> bool:
         return self.is_up
 
