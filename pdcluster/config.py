@@ -31,6 +31,7 @@ from pdcluster.kinds import (
     duration,
     integer,
     label,
+    model_names,
     nearest,
     origins,
     path,
@@ -151,8 +152,8 @@ class NodeConfig(Section):
     bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
     listen: str = key("127.0.0.1:0", address, "HOST:PORT the node listens on; port 0 takes a free one")
     advertise: str | None = key(None, text, "host that others reach this node by; default: the host of --listen")
-    model: Path | None = key(None, path, "Hugging Face model directory or GGUF file; default: the bundled model")
-    served_model_name: str | None = key(None, label, "the model's name in the API; default: the directory's name")
+    model: Path | None = key(None, path, "Hugging Face model directory, GGUF file or ORG/NAME[@REVISION]; default: the bundled model")
+    served_model_name: tuple[str, ...] | None = key(None, model_names, "the model's names in the API, the first one first; default: its own")
     dtype: Literal["auto", "float32", "bfloat16"] = key("auto", choice("auto", "float32", "bfloat16"), "auto: the stored type; bfloat16 for float16")
     quantization: Literal["none", "int8", "w8a8_int8"] = key("none", choice("none", "int8", "w8a8_int8"), "8-bit weights, or w8a8: activations too")
     device: Literal["cpu", "cuda"] = key("cpu", choice("cpu", "cuda"), "cpu or cuda")
@@ -288,7 +289,8 @@ class BootstrapConfig(Section):
 class UpConfig(Section):
     """A whole cluster on this machine. What only a child knows is set in the sections node, router and bootstrap."""
 
-    model: Path | None = key(None, path, "Hugging Face model directory or GGUF file; default: the bundled model")
+    model: Path | None = key(None, path, "Hugging Face model directory, GGUF file or ORG/NAME[@REVISION]; default: the bundled model")
+    served_model_name: tuple[str, ...] | None = key(None, model_names, "the model's names in the API; default: node.served_model_name")
     prefill: int = key(1, integer(0, 64), "prefill nodes")
     decode: int = key(1, integer(0, 64), "decode nodes")
     mixed: int = key(0, integer(0, 64), "nodes that do both")

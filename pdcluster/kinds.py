@@ -143,6 +143,15 @@ def devices(raw: object) -> tuple[str, ...]:
     return tuple(found)
 
 
+def model_names(raw: object) -> tuple[str, ...]:
+    """What requests may call a model: comma-separated text or a TOML list."""
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    found = [str(part).strip() for part in parts] if isinstance(parts, list | tuple) else []
+    if not 1 <= len(found) <= 16 or len(set(found)) != len(found) or not all(each.isprintable() and 0 < len(each) <= 256 for each in found):
+        raise ValueError("must be 1 to 16 names, each once and of at most 256 printable characters, such as ORG/NAME,my-model")
+    return tuple(found)
+
+
 def origins(raw: object) -> tuple[str, ...]:
     """Of pages, as browsers name them: comma-separated text or a TOML list, or * for all."""
     parts = raw.split(",") if isinstance(raw, str) else raw

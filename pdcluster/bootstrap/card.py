@@ -14,6 +14,7 @@ from pdcluster.transfer.base import Peer
 MAX_NAME_CHARS = 128
 MAX_TEXT_CHARS = 1024
 MAX_LIST_ITEMS = 256
+MAX_ALIASES = 16
 INT31 = (1 << 31) - 1
 
 
@@ -40,6 +41,13 @@ class NodeCard:
     device: str = "cpu"
     draining: bool = False
     pid: int | None = None
+    model_aliases: tuple[str, ...] = ()
+    """More names that requests may use."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Every name that requests may use, the first one first."""
+        return self.model, *self.model_aliases
 
     @property
     def peer(self) -> Peer:
@@ -99,6 +107,10 @@ def check_card(card: NodeCard) -> None:
         _check_text(name, value, MAX_TEXT_CHARS, required=name != "fingerprint.weights")
     for name, value in (("tokenizer_hash", card.tokenizer_hash), ("device", card.device), ("arithmetic", card.fingerprint.arithmetic)):
         _check_text(name, value, MAX_NAME_CHARS, required=False)
+    if len(card.model_aliases) > MAX_ALIASES:
+        raise BadRequest(f"model_aliases has {len(card.model_aliases)} names; at most {MAX_ALIASES} are allowed", "model_aliases")
+    for alias in card.model_aliases:
+        _check_text("model_aliases", alias, MAX_TEXT_CHARS, required=True)
     if card.role not in get_args(Role):
         raise BadRequest(f"role is {card.role!r}, allowed are {', '.join(get_args(Role))}", "role")
     if layout.dtype not in get_args(DType):

@@ -14,8 +14,9 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,7 @@ from pdcluster import bundled_model
 from pdcluster.api.text import TextModel
 from pdcluster.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, UpConfig, keys, load, section_of
 from pdcluster.errors import ConfigError, ModelError, PdclusterError, Unavailable, Unservable
+from pdcluster.hub import is_repository, local_model
 from pdcluster.keys import Section
 from pdcluster.kinds import split_address
 from pdcluster.launch.supervisor import Facts, Spec, Supervisor
@@ -111,11 +113,14 @@ class Cluster:
         self._say = output.say
         self._log_format = log_format
         self._nodes = plan_nodes(self._config, os.sched_getaffinity(0))
+        self._found_model: Path | None = None
+        """Where the model lies, from the start on."""
         self.supervisor = Supervisor(output.say, output.forward, self._config.ready_s, self._config.restarts)
 
     async def start(self) -> Serving:
         began = time.monotonic()
         self._check()
+        self._found_model = await self._find_model()
         self._say(f"starting {' '.join(plan.name for plan in self._nodes)} router bootstrap")
         bootstrap = await self.supervisor.start(self._bootstrap_spec())
         address = str(bootstrap["address"])
@@ -139,25 +144,23 @@ class Cluster:
         router = self._router_settings.config
         if router.security.key_bytes() != self._node_settings.config.security.key_bytes():
             raise ConfigError("node.security and router.security hold different cluster keys, so they could not talk; set both to the same")
-        if self._config.model is not None:
-            self._check_model(self._config.model)
-        elif self._node_settings.config.model is None:
-            bundled_model.path()
-        else:
-            self._check_model(self._node_settings.config.model)
         for name in ("http", "grpc"):
             path, address = self._listens(name)
             if address is not None:
                 check_free(path, address)
 
-    def _check_model(self, model: Path) -> None:
-        """What is not there, or not whole, ends here and not after the nodes have started."""
-        tokenizer = self._router_settings.config.tokenizer
-        check_model_files(model, needs_tokenizer=tokenizer is None)
+    async def _find_model(self) -> Path:
+        """Where the model lies, downloaded if need be. What is not there, or not whole, ends here and not after the nodes have started."""
+        model = self._given_model or bundled_model.path()
+        if is_repository(model):
+            self._say(f"looking for {model}")
+            model = await in_daemon(lambda: local_model(model))
+        check_model_files(model, needs_tokenizer=self._router_settings.config.tokenizer is None)
+        return model
 
     async def _read_text(self) -> Facts:
         """Beside the nodes' start: a tokenizer or template that the router could never read ends it at once."""
-        model = self._router_settings.config.tokenizer or self._config.model or self._node_settings.config.model or bundled_model.path()
+        model = self._router_settings.config.tokenizer or self._found_model or bundled_model.path()
         await asyncio.to_thread(TextModel.from_dir, model)
         return {}
 
@@ -175,6 +178,11 @@ class Cluster:
     @cached_property
     def _node_settings(self) -> Loaded[NodeConfig]:
         return load(NodeConfig, self._loaded.flags, self._loaded.file)
+
+    @property
+    def _given_model(self) -> Path | None:
+        """None: the bundled one."""
+        return self._config.model or self._node_settings.config.model
 
     async def _wait_until_ready(self, host: str, port: int) -> None:
         """Until the router sees every node. It is asked only what needs no API key."""
@@ -210,12 +218,14 @@ class Cluster:
             own["node.tp"] = plan.tp
         if self._is_set("up.device"):
             own["node.device"] = self._config.device
+        if self._is_set("up.served_model_name") and self._config.served_model_name is not None:
+            own["node.served_model_name"] = ",".join(self._config.served_model_name)
         if self._is_set("up.dtype"):
             own["node.dtype"] = self._config.dtype
         if self._is_set("up.transfer"):
             own["node.transfer.backend"] = self._config.transfer
-        if self._config.model is not None:
-            own["node.model"] = self._config.model.absolute()
+        if self._given_model is not None:
+            own["node.model"] = (self._found_model or self._given_model).absolute()
         elif self._node_settings.origins["node.model"] == self._node_settings.origins["node.kv.memory_bytes"] == "default":
             own["node.kv.memory_bytes"] = BUNDLED_KV_BYTES
         argv = self._argv(NodeConfig, ("pdcluster.cli", "node"), own)
@@ -331,6 +341,23 @@ def plan_nodes(config: UpConfig, available: set[int]) -> tuple[NodePlan, ...]:
     cores = sorted(available)
     share = len(cores) // len(named) if config.pin and config.device == "cpu" else 0
     return tuple(NodePlan(name, role, tuple(cores[i * share : (i + 1) * share]), tp) for i, (name, role, tp) in enumerate(named))
+
+
+async def in_daemon(work: Callable[[], T]) -> T:
+    """What `work` returns, in a thread that does not keep this process when it is told to end meanwhile."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def run() -> None:
+        try:
+            told, value = done.set_result, work()
+        except BaseException as error:  # passed on to who waits
+            told, value = done.set_exception, error  # type: ignore[assignment]
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(lambda: None if done.done() else told(value))
+
+    threading.Thread(target=run, name="download", daemon=True).start()
+    found: T = await done
+    return found
 
 
 def check_free(path: str, address: str) -> None:

@@ -17,7 +17,6 @@ from typing import Protocol
 
 import zmq
 
-from pdcluster.api.gguf_file import is_gguf
 from pdcluster.bootstrap.agent import NodeAgent
 from pdcluster.bootstrap.card import NodeCard
 from pdcluster.bundled_model import path as bundled_model
@@ -27,6 +26,7 @@ from pdcluster.engine.int8 import int8_arithmetic
 from pdcluster.engine.invariant import invariant_arithmetic
 from pdcluster.errors import ConfigError
 from pdcluster.garbage import collect_seldom
+from pdcluster.hub import local_model, served_name
 from pdcluster.kv.layout import DEFAULT_ARITHMETIC, Fingerprint
 from pdcluster.messages import PROTOCOL_VERSION
 from pdcluster.model_files import check_model_files
@@ -54,7 +54,7 @@ def run(config: NodeConfig) -> int:
         os.sched_setaffinity(0, config.cores)
     clock = time.monotonic
     with ExitStack() as stack:
-        model_dir = config.model or bundled_model()
+        model_dir = local_model(config.model or bundled_model())
         check_model_files(model_dir, needs_tokenizer=False)  # a router may have its own
         me = Peer(config.name or f"{config.role}-{secrets.token_hex(3)}", secrets.token_hex(8))
         engine = start_engine(config, model_dir, me, KV_REGION)
@@ -202,7 +202,7 @@ def card_of(
     config: NodeConfig, me: Peer, engine: Engine, parts: NodeParts, files: ModelFiles, backends: tuple[str, ...], model_dir: Path
 ) -> NodeCard:
     """What the node says of itself to the cluster."""
-    model = config.served_model_name or (model_dir.stem if is_gguf(model_dir) else model_dir.resolve().name)
+    model, *aliases = config.served_model_name or (served_name(model_dir),)
     return NodeCard(
         node=me.node,
         incarnation=me.incarnation,
@@ -220,6 +220,7 @@ def card_of(
         backends=backends,
         device=config.device,
         pid=os.getpid(),
+        model_aliases=tuple(aliases),
     )
 
 

@@ -33,6 +33,7 @@ def card_to_proto(card: NodeCard) -> pb.NodeCard:
         fingerprint=_fingerprint_to_proto(card.fingerprint), fingerprint_digest=card.fingerprint.digest(),
         max_len=card.max_len, vocab_size=card.vocab_size, num_pages=card.num_pages, eos_ids=card.eos_ids,
         tokenizer_hash=card.tokenizer_hash, backends=card.backends, device=card.device, draining=card.draining, pid=card.pid,
+        model_aliases=card.model_aliases,
     )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ def card_from_proto(card: pb.NodeCard) -> NodeCard:
         node=card.node, incarnation=card.incarnation, role=role_from_proto(card.role), address=card.address, model=card.model,
         fingerprint=fingerprint, max_len=card.max_len, vocab_size=card.vocab_size, num_pages=card.num_pages, eos_ids=tuple(card.eos_ids),
         tokenizer_hash=card.tokenizer_hash, backends=tuple(card.backends), device=card.device, draining=card.draining,
-        pid=card.pid if card.HasField("pid") else None,
+        pid=card.pid if card.HasField("pid") else None, model_aliases=tuple(card.model_aliases),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import TypeVar
+from urllib.parse import unquote
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -366,7 +367,7 @@ class App:
 
     def _model(self, exchange: Exchange) -> None:
         self._places.identify(exchange.header(AUTHORIZATION))
-        model = find_model(self._dispatcher, exchange.path.removeprefix(MODELS_PREFIX))
+        model = find_model(self._dispatcher, unquote(exchange.path.removeprefix(MODELS_PREFIX)))
         exchange.reply(200, msgspec.json.encode(_card(model.info)))
 
 

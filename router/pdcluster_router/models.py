@@ -86,7 +86,7 @@ class Models:
     def _chain_of(self, model: str, salt: bytes) -> HashChain:
         self._find(model)
         for card in self._nodes.cards():
-            if card.model == model:
+            if model in card.models:
                 return _chain(card.hash_block_tokens, salt, card.weights)
         raise Unavailable(f"no node that serves {model} is connected now; retry later")
 
@@ -112,7 +112,7 @@ class Models:
             seen = self._nodes.version
             is_settled = True
             for card in list(self._nodes.cards()):
-                if card.model not in self._loaded and (card.model, card.tokenizer_hash) not in self._refused:
+                if not self._loaded.keys() >= set(card.models) and (card.model, card.tokenizer_hash) not in self._refused:
                     is_settled &= await self._try_load(card)
             if is_settled:
                 await self._nodes.wait_for_change(seen)
@@ -133,10 +133,10 @@ class Models:
             self._refused[card.model, card.tokenizer_hash] = f"the model {card.model} cannot be served: {error}"
             logger.error(self._refused[card.model, card.tokenizer_hash])
             return True
-        info = ModelInfo(card.model, int(time.time()), card.max_len, card.vocab_size, card.eos_ids)
-        self._loaded[card.model] = Loaded(info, text)
+        for name in card.models:
+            self._loaded[name] = Loaded(ModelInfo(name, int(time.time()), card.max_len, card.vocab_size, card.eos_ids), text)
         self._infos = tuple(loaded.info for loaded in self._loaded.values())
-        logger.info("serving model %s", card.model)
+        logger.info("serving model %s", ", ".join(card.models))
         return True
 
     async def _files(self, card: NodeCard) -> dict[str, bytes]:

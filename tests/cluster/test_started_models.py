@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import checkpoints
+import fake_hub
 import gguf_files
 import pytest
 import torch
 from checkpoints import Shape
+from fake_hub import FakeHub
 from safetensors.torch import load_file, save_file
 
 from tests.unit.api.tiny_tokenizers import byte_level_files
@@ -66,15 +69,17 @@ def served_url(process: subprocess.Popen[str]) -> str:
     raise AssertionError("".join(said))
 
 
-def completes(url: str) -> str:
-    """The name of the model that answers."""
-    with urlopen(f"{url}/v1/models", timeout=STOP_S) as reply:
-        name = json.load(reply)["data"][0]["id"]
+def completes(url: str, name: str | None = None) -> str:
+    """The name of the model that answers, as it says: of the first one, or of that name."""
+    if name is None:
+        with urlopen(f"{url}/v1/models", timeout=STOP_S) as reply:
+            name = json.load(reply)["data"][0]["id"]
     body = {"model": name, "prompt": "The dog", "max_tokens": 4, "temperature": 0}
     request = Request(f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
     with urlopen(request, timeout=STOP_S) as reply:
-        assert json.load(reply)["usage"]["completion_tokens"] >= 1
-    return str(name)
+        answer = json.load(reply)
+    assert answer["usage"]["completion_tokens"] >= 1
+    return str(answer["model"])
 
 
 def as_float16(model: Path) -> Path:
@@ -130,6 +135,33 @@ def test_a_directory_as_users_have_it_serves(name: str, model: Path) -> None:
     change, flags = GOOD[name]
     with started("--model", str(change(model)), *flags) as process:
         completes(served_url(process))
+
+
+@pytest.mark.timeout(200)
+def test_a_model_of_the_hub_is_served_under_its_name_and_others(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {file.name: file.read_bytes() for file in model.iterdir()}
+    with fake_hub.serving(FakeHub(files)) as hub:
+        settings = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        for name, value in settings.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        with started("--model", fake_hub.NAME) as process:
+            url = served_url(process)
+            assert completes(url) == fake_hub.NAME
+            for path in ("org/tiny", "org%2Ftiny"):
+                with urlopen(f"{url}/v1/models/{path}", timeout=STOP_S) as reply:
+                    assert json.load(reply)["id"] == fake_hub.NAME
+            with pytest.raises(HTTPError) as refused:
+                urlopen(f"{url}/v1/models/org/other", timeout=STOP_S)
+            told = json.load(refused.value)
+            assert refused.value.code == 404 and told["error"]["code"] == "model_not_found" and "org/tiny" in told["error"]["message"]
+    (snapshot,) = (tmp_path / "hub").glob("hub/models--*/snapshots/*")
+    with started("--model", str(snapshot), "--served-model-name", "mine,org/alias") as process:  # the hub is gone
+        url = served_url(process)
+        with urlopen(f"{url}/v1/models", timeout=STOP_S) as reply:
+            assert [each["id"] for each in json.load(reply)["data"]] == ["mine", "org/alias"]
+        for name in ("mine", "org/alias"):
+            assert completes(url, name) == name
 
 
 def put(name: str, content: str) -> Change:

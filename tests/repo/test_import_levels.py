@@ -29,7 +29,8 @@ LEVELS: dict[str, float] = {
     "pdcluster.metrics": 1.5,
     "pdcluster.garbage": 1,
     "pdcluster.tally": 1,
-    "pdcluster.model_files": 1.5,
+    "pdcluster.hub": 1.8,
+    "pdcluster.model_files": 1.6,
     "pdcluster.ready": 1.5,
     "pdcluster.api": 1.5,
     # 2: pure logic, no torch and no I/O
