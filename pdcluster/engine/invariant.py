@@ -38,7 +38,7 @@ def invariant_arithmetic(ranks: int) -> str:
     """What two nodes must have in common, beside the model, for equal bits: their CPUs' product of pairs, and how many parts a sum has."""
     from pdcluster.engine.vectors import has_pair_product
 
-    return f"invariant, {'bf16 pairs' if has_pair_product() else 'float32'}, {ranks} rank{'s' if ranks > 1 else ''}"
+    return f"invariant, float32 residual, {'bf16 pairs' if has_pair_product() else 'float32'}, {ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def invariant_ops(device: str, dtype: DType, threads: int, cache_dir: Path) -> InvariantOps:

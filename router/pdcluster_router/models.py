@@ -120,15 +120,15 @@ class Models:
     async def _try_load(self, card: NodeCard) -> bool:
         """False where it is worth another try."""
         try:
-            files = await self._files(card)
-            if self._tokenizer is None and files_digest(files) != card.tokenizer_hash:
+            files = {} if self._tokenizer is not None else await self._files(card)
+            if files and files_digest(files) != card.tokenizer_hash:
                 raise ModelError(f"the files of node {card.node} have digest {files_digest(files)}, its card says {card.tokenizer_hash}")
         except (NodeLost, TimeoutError, ModelError, OSError) as error:
-            logger.warning("the tokenizer of %s cannot be loaded from %s: %s", card.model, self._tokenizer or card.node, error)
+            logger.warning("the tokenizer of %s cannot be loaded from %s: %s", card.model, card.node, error)
             await asyncio.sleep(RETRY_S)
             return False
         try:
-            text = await asyncio.to_thread(TextModel, files, *self._marks)
+            text = await asyncio.to_thread(self._read, files)
         except ModelError as error:  # of the files themselves, which no other node has otherwise
             self._refused[card.model, card.tokenizer_hash] = f"the model {card.model} cannot be served: {error}"
             logger.error(self._refused[card.model, card.tokenizer_hash])
@@ -139,9 +139,11 @@ class Models:
         logger.info("serving model %s", ", ".join(card.models))
         return True
 
+    def _read(self, files: dict[str, bytes]) -> TextModel:
+        """files: a node's, none where the router has its own."""
+        return TextModel(files if self._tokenizer is None else read_text_files(self._tokenizer), *self._marks)
+
     async def _files(self, card: NodeCard) -> dict[str, bytes]:
-        if self._tokenizer is not None:
-            return await asyncio.to_thread(read_text_files, self._tokenizer)
         files = {name: await self._fetch(card.incarnation, name) for name in TEXT_FILES}
         return {name: data for name, data in files.items() if data}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +88,14 @@ async def test_a_node_that_is_lost_meanwhile_is_asked_again(monkeypatch: pytest.
     loading = asyncio.create_task(models.keep_loaded())
     await until(models.models)
     assert nodes.failures == 0 and models.refusal() is None
+    loading.cancel()
+
+
+async def test_a_tokenizer_of_its_own_that_is_not_there_is_told(tmp_path: Path) -> None:
+    models = Models(Nodes(byte_level_files(), "a"), tmp_path / "gone")
+    loading = asyncio.create_task(models.keep_loaded())
+    await until(models.refusal)
+    assert "gone holds none of tokenizer.json" in str(models.refusal())
     loading.cancel()
 
 
