@@ -131,7 +131,8 @@ def test_no_decoder_is_left_out(every: dict[str, Decoder]) -> None:
         "bootstrap/server.py", "bootstrap/agent.py",  # use rpc/cards.py
         "node/rank_link.py", "node/rank_endpoint.py", "node/rank_messages.py",  # tables of the same node's ranks: a bad one ends the node
         "transfer/pidfd.py", "transfer/shm.py",  # what the kernel says
-        "engine/model_config.py", "engine/weights.py", "api/text.py",  # a model's files
+        "engine/model_config.py", "engine/weights.py", "api/text.py", "api/ends.py", "model_files.py", "hub.py",  # a model's files
+        "api/tools/arguments.py",  # of calls that a client sends back: tests/unit/api/test_histories.py
         "api/openai.py", "api/validate.py", "api/structured.py",  # HTTP bodies: tests/unit/router/test_http_fuzz.py
         "api/tools/calls.py",  # what a model says: tests/unit/api/tools
         "launch/demo.py", "launch/up.py",  # our own router's answers
