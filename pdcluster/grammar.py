@@ -11,7 +11,8 @@ from msgspec import Meta
 PARAM = "grammar"
 """How a node names it in what it refuses. Which of the client's fields it was made from is known where the request was read."""
 
-MAX_CHARS = 128 << 10
+MAX_CHARS = 512 << 10
+"""As 128 tools need it."""
 MAX_DEPTH = 64
 """Of brackets within each other: compilers recurse, and a stack that is exhausted ends the process."""
 

@@ -1,4 +1,6 @@
-"""The text of one choice while its tokens come: detokenised, cut at a stop string, without the text of a stop token.
+"""The text of one choice while its tokens come: detokenised, without the text of a stop token, taken apart, and the answer cut at a stop string.
+
+Stop strings act on the text of the answer alone: not on thoughts, marks and the arguments of calls.
 
 Pure: tokens in, text out. Who generates them, and how the reply looks, is elsewhere.
 """
@@ -56,7 +58,7 @@ class ChoiceText:
     """`stopped` is set when a stop string matched: the generation may end there, and later tokens are not part of the reply."""
 
     __slots__ = (
-        "_detokenizer", "_offset", "_silent", "_speech", "_stops", "_unlisted", "is_plain", "num_tokens", "stopped",
+        "_detokenizer", "_offset", "_silent", "_speech", "_stops", "_unlisted", "is_plain", "num_calls", "num_tokens", "stopped",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +75,8 @@ class ChoiceText:
         """Text goes on as it comes."""
         self._unlisted: list[Token] = []
         self.num_tokens = 0
+        self.num_calls = 0
+        """Calls of tools that were given away."""
         self.stopped = False
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None, piece: Piece) -> None:
@@ -87,7 +91,7 @@ class ChoiceText:
                 if self.is_plain:
                     piece.text += text
                 else:
-                    self._release(self._certain(text), piece)
+                    self._release(text, piece)
         if logprobs is not None and not self._stops.is_idle:
             self._unlisted.append(token)
             self._list(piece, self._offset - self._stops.num_uncertain)
@@ -108,39 +112,42 @@ class ChoiceText:
         self._detokenizer.ask_for(self._silent, vocab_size)
         return self._detokenizer
 
-    def finish(self, piece: Piece) -> None:
-        """The generation ended: releases what was held back. An incomplete character may still complete a stop string."""
+    def finish(self, piece: Piece, *, is_cut: bool = False) -> None:
+        """The generation ended: releases what was held back. An incomplete character may still complete a stop string. is_cut: its tokens ran out."""
         if self.is_plain:
             piece.text += self._detokenizer.flush()
             return
         if not self.stopped:
             rest = self._detokenizer.flush()
-            self._release(self._certain(rest), piece)
+            self._release(rest, piece)
+            if self._speech is not None and not self.stopped:
+                self._put(self._speech.flush(is_cut=is_cut), piece)
             if self._unlisted:
                 end = self._offset + len(rest)
                 self._list(piece, end - self._stops.num_uncertain if self.stopped else end + 1)
         if not self.stopped:
-            self._release(self._stops.flush(), piece)
-        if self._speech is not None:
-            self._put(self._speech.flush(), piece)
-
-    @property
-    def num_calls(self) -> int:
-        """Calls of tools that were given away."""
-        return 0 if self._speech is None else self._speech.num_calls
-
-    def _certain(self, text: str) -> str:
-        certain = self._stops.feed(text)
-        self.stopped = self._stops.matched is not None
-        return certain
+            piece.text += self._stops.flush()
 
     def _release(self, text: str, piece: Piece) -> None:
         if self._speech is None:
-            piece.text += text
+            piece.text += self._certain(text)
         elif text:
             self._put(self._speech.feed(text), piece)
 
     def _put(self, said: Said, piece: Piece) -> None:
+        """Nothing behind a stop string is part of the reply."""
         piece.reasoning += said.reasoning
-        piece.text += said.text
-        piece.calls = [*piece.calls, *said.calls] if said.calls else piece.calls
+        for part in said.parts:
+            if isinstance(part, str):
+                piece.text += self._certain(part)
+            else:
+                piece.calls = [*piece.calls, part]
+                self.num_calls += part.id is not None
+            if self.stopped:
+                return
+
+    def _certain(self, text: str) -> str:
+        """Of the answer's text."""
+        certain = self._stops.feed(text)
+        self.stopped = self._stops.matched is not None
+        return certain

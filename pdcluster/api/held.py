@@ -14,3 +14,11 @@ def keep_for(text: str, *marks: str) -> int:
         if any(mark.startswith(text[-size:]) for mark in marks):
             return len(text) - len(text[:-size].rstrip())
     return len(text) - len(text.rstrip())
+
+
+def without_mark(text: str, *marks: str) -> str:
+    """Text without the beginning of a mark at its end, nor white space before that."""
+    for size in range(min(len(text), max(map(len, marks)) - 1), 0, -1):
+        if any(mark.startswith(text[-size:]) for mark in marks):
+            return text[:-size].rstrip()
+    return text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pdcluster.api.held import begins, keep_for
+from pdcluster.api.held import begins, keep_for, without_mark
 from pdcluster.api.tools.markers import END_THINK, THINK
 
 
@@ -44,11 +44,13 @@ class ReasoningSplitter:
             if self._state == state:
                 return Split(reasoning, content)
 
-    def flush(self) -> Split:
-        """The end: what was held back is what it looks like."""
+    def flush(self, *, is_cut: bool = False) -> Split:
+        """The end: what was held back is what it looks like. is_cut: a mark that had begun would have become one."""
         held, self._held = self._held, ""
         if self._state in ("start", "answer"):
-            return Split("", held)
+            return Split("", "" if is_cut and self._state == "start" and held.strip() else held)
+        if is_cut:
+            held = without_mark(held, END_THINK)
         return Split(held.rstrip() if self._state == "thinking" else "", "")
 
     def _start(self) -> None:

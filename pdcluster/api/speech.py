@@ -11,9 +11,18 @@ from pdcluster.api.tools.parsers import Parser
 
 
 class Said(NamedTuple):
+    """parts: text of the answer and calls, in the order in which they came."""
+
     reasoning: str = ""
-    text: str = ""
-    calls: tuple[CallDelta, ...] = ()
+    parts: Sequence[Part] = ()
+
+    @property
+    def text(self) -> str:
+        return "".join([part for part in self.parts if isinstance(part, str)])
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        return [part for part in self.parts if isinstance(part, CallDelta)]
 
 
 class Speech:
@@ -25,33 +34,22 @@ class Speech:
         self._reasoning = reasoning
         self._tools = tools
 
-    @property
-    def num_calls(self) -> int:
-        return 0 if self._tools is None else self._tools.num_calls
-
     def feed(self, text: str) -> Said:
         """What is certain now."""
         reasoning = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.feed(text)
-        return self._said(reasoning, text)
+        return Said(reasoning, self._parts(text))
 
-    def flush(self) -> Said:
-        """The text ended."""
+    def flush(self, *, is_cut: bool = False) -> Said:
+        """The text ended. is_cut: not by itself, so that a mark that had begun is no text."""
         reasoning = text = ""
         if self._reasoning is not None:
-            reasoning, text = self._reasoning.flush()
-        said = self._said(reasoning, text)
+            reasoning, text = self._reasoning.flush(is_cut=is_cut)
+        parts = self._parts(text)
+        return Said(reasoning, parts if self._tools is None else [*parts, *self._tools.flush(is_cut=is_cut)])
+
+    def _parts(self, text: str) -> list[Part]:
         if self._tools is None:
-            return said
-        return _joined(said.reasoning, [said.text, *said.calls, *self._tools.flush()])
-
-    def _said(self, reasoning: str, text: str) -> Said:
-        if self._tools is None:
-            return Said(reasoning, text)
-        return _joined(reasoning, self._tools.feed(text) if text else [])
-
-
-def _joined(reasoning: str, parts: Sequence[Part]) -> Said:
-    text = "".join([part for part in parts if isinstance(part, str)])
-    return Said(reasoning, text, tuple(part for part in parts if isinstance(part, CallDelta)))
+            return [text] if text else []
+        return self._tools.feed(text) if text else []

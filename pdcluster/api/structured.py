@@ -1,26 +1,26 @@
 """`response_format` and `structured_outputs` of a request: their shapes, what they may ask, and the form of grammar they mean. What only a compiler
-can tell (a regular expression's syntax, a type that does not exist) is told by the node."""
+can tell (what a client's own grammar is made of) is told by the node."""
 
 from __future__ import annotations
 
 import json
+from functools import cache, lru_cache
 from typing import Any, Literal, Protocol, cast
 
 import msgspec
 from msgspec import Struct
 
 from pdcluster.api.bulk import check_bulk
-from pdcluster.api.patterns import check_ebnf, check_regex
-from pdcluster.api.schemas import check_schema
+from pdcluster.api.json_grammar.schema import grammar_of_schema
+from pdcluster.api.patterns import ebnf, regex
 from pdcluster.errors import BadRequest
 from pdcluster.grammar import MAX_CHARS, MAX_DEPTH, Grammar, depth_of
 
 Form = dict[str, Any]
 
 MAX_CHOICES = 1024
-MAX_WHITESPACE = 16
-"""In a row between two parts of JSON: a model that likes line breaks would never end."""
-
+KEPT_CHARS = 8 << 10
+"""Of schemas whose grammars are remembered."""
 
 class Asking(Protocol):
     """A request, as far as it is looked at here."""
@@ -108,16 +108,28 @@ def param_of(structured: StructuredOutputs | None) -> str:
 
 def json_form(schema: object, param: str) -> Form:
     """Raises BadRequest for what is no schema, or has keywords that would not be kept."""
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict | bool):
         raise BadRequest(f'{param} must be a JSON schema, an object such as {{"type": "object"}}', param)
-    check_schema(schema, param)
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
+    return {"type": "grammar", "grammar": _rules_of(schema, param)}
 
 
+def _rules_of(schema: object, param: str) -> str:
+    """Requests often bring the schemas of those before them."""
+    try:
+        text = json.dumps(schema)
+    except (RecursionError, ValueError):  # nested too deeply, or a number of more digits than Python writes
+        return grammar_of_schema(schema, param)
+    return _rules_of_text(text, param) if len(text) <= KEPT_CHARS else grammar_of_schema(schema, param)
+
+
+@lru_cache(maxsize=1024)
+def _rules_of_text(text: str, param: str) -> str:
+    return grammar_of_schema(json.loads(text), param)
+
+
+@cache
 def any_object() -> Form:
-    return {"type": "json_schema", "json_schema": {"type": "object", "additionalProperties": True}, "max_whitespace_cnt": MAX_WHITESPACE}
+    return json_form({"type": "object"}, "")
 
 
 def _response(wanted: ResponseFormat) -> Form | None:
@@ -150,10 +162,8 @@ def _structured(asked: StructuredOutputs) -> Form:
     if not text:
         raise BadRequest(f"{name} is empty; leave it out or say what the output must look like", name)
     if given[0] == "regex":
-        check_regex(text, name)
-        return {"type": "regex", "pattern": text}
-    check_ebnf(text, name)
-    return {"type": "grammar", "grammar": text}
+        return {"type": "grammar", "grammar": regex(text, name)}
+    return {"type": "grammar", "grammar": ebnf(text, name)}
 
 
 def parsed(schema: object, param: str) -> object:

@@ -24,6 +24,7 @@ import numpy as np
 from pdcluster.api.text import TextModel
 from pdcluster.api.tools.markers import MARKERS
 from pdcluster.engine.aside import yield_to_others
+from pdcluster.engine.grammar_ends import endless_rule
 from pdcluster.errors import BadRequest, Overloaded, PdclusterError
 from pdcluster.grammar import MAX_DEPTH, Grammar, depth_of
 
@@ -248,6 +249,7 @@ class Grammars:
             with self._lock:
                 self._began[grammar] = self._clock()
             compiled = self._compiler.compile_structural_tag(f'{{"type":"structural_tag","format":{grammar.source}}}')
+            _check_ends(grammar)
             _try(compiled)
         except PdclusterError as error:
             return error
@@ -270,6 +272,17 @@ class Grammars:
         self._refused[grammar] = error
         if len(self._refused) > self._limits.refusals:
             self._refused.popitem(last=False)
+
+
+def _check_ends(grammar: Grammar) -> None:
+    """Raises BadRequest for a client's own grammar that an output may enter and never leave. Those that the router wrote have no such part."""
+    from xgrammar import Grammar as Parsed
+
+    form = json.loads(grammar.source)
+    if isinstance(form, dict) and form.get("type") == "grammar":
+        rule = endless_rule(Parsed.from_ebnf(str(form["grammar"])).serialize_json())
+        if rule is not None:
+            raise BadRequest(f"the grammar's rule {rule} never ends, as it always needs itself; give it a way out")
 
 
 def _words(error: Exception) -> str:
@@ -299,7 +312,7 @@ def parts_of(grammar: Grammar) -> Iterator[tuple[str, object]]:
         if not isinstance(form, dict):
             continue
         content = form.get("content")
-        if form.get("type") == "tag" and isinstance(content, dict) and content.get("type") == "json_schema":
+        if form.get("type") == "tag" and isinstance(content, dict) and content.get("type") in ("json_schema", "grammar"):
             yield str(form.get("begin", ""))[:MOST_BEFORE], content
         lists = [form.get(name) for name in ("elements", "tags")]
         found += reversed([content, *(part for parts in lists if isinstance(parts, list) for part in parts)])

@@ -251,7 +251,7 @@ def _with_clock(timeline: Timeline, clock: Clock) -> Timeline:
 
 
 def _finish(choice: Choice, piece: Piece, reason: str) -> None:
-    choice.text.finish(piece)
+    choice.text.finish(piece, is_cut=reason == "length")
     choice.finish = "stop" if choice.text.stopped else reason
     if choice.finish == "stop" and choice.text.num_calls:
         choice.finish = "tool_calls"

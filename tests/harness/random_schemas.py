@@ -10,7 +10,7 @@ def random_schema(seed: int) -> dict:
 
 
 def _object(generator: random.Random, depth: int) -> dict:
-    names = generator.sample(string.ascii_lowercase, generator.randint(1, 4))
+    names = generator.sample([*string.ascii_lowercase, 'quo"te', "back\\slash", "line\nbreak"], generator.randint(1, 4))
     schema = {"type": "object", "properties": {name: _value(generator, depth + 1) for name in names}, "additionalProperties": False}
     required = [name for name in names if generator.random() < 0.7]
     if required:
@@ -31,13 +31,17 @@ def _string(generator: random.Random, depth: int) -> dict:
         {"type": "string", "minLength": low, "maxLength": low + generator.randint(0, 6)},
         {"type": "string", "pattern": "^[a-z]{2,5}$"},
         {"type": "string", "pattern": r"^\d{3}-[A-F]{1,4}$"},
-        {"type": "string", "format": "date"},
+        {"type": "string", "pattern": '^"[a-z]{1,3}"$'},
+        {"type": "string", "pattern": r"^\\\\[^a-z\x00-\x08]{1,3}\t$"},
+        {"type": "string", "pattern": "^[A-Z][a-z]*$", "minLength": 2, "maxLength": 5},
+        {"type": "string", "format": generator.choice(["date", "time", "ipv4", "uuid", "date-time"])},
     ])  # fmt: skip
 
 
 def _number(generator: random.Random, depth: int) -> dict:
-    low = generator.randint(-1000, 1000)
-    return {"type": "integer", "minimum": low, "maximum": low + generator.randint(0, 5000)}
+    low = generator.choice([generator.randint(-1000, 1000), 2**64 - 3, -(10**22), generator.randint(-100, 100) / 8])
+    high = low + generator.randint(1, 5000)
+    return {"type": generator.choice(["integer", "number"]), "minimum": low, "maximum": high}
 
 
 def _bounded(generator: random.Random, depth: int) -> dict:
@@ -45,7 +49,8 @@ def _bounded(generator: random.Random, depth: int) -> dict:
 
 
 def _enum(generator: random.Random, depth: int) -> dict:
-    values = [generator.choice(["red", "größe", 'quo"te', 1, -2.5, None, True]) for _ in range(generator.randint(1, 4))]
+    known = ["red", "größe", 'quo"te', "a\\b\n", 1, -2.5, 2**64 - 1, -(10**30), None, True]
+    values = [generator.choice(known) for _ in range(generator.randint(1, 4))]
     return generator.choice([{"enum": values}, {"const": values[0]}])
 
 

@@ -7,7 +7,7 @@ A call is said (its name given away) when its arguments begin: until then it may
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -30,10 +30,11 @@ Part = str | CallDelta
 
 
 class Rules(NamedTuple):
-    """new_id: ids for calls, each used once; knows: whether a tool of that name was offered."""
+    """new_id: ids for calls, each used once; knows: whether a tool of that name was offered; names: of those that were."""
 
     new_id: Callable[[], str]
     knows: Callable[[str], bool]
+    names: Sequence[str] = ()
 
 
 class Balanced:

@@ -6,16 +6,16 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pdcluster.api.structured import MAX_WHITESPACE, Form
+from pdcluster.api.structured import Form, any_object, json_form
 from pdcluster.api.tools.calls import Rules
 from pdcluster.api.tools.markers import ARGS, CALL_ID, END_THINK, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS
 from pdcluster.api.tools.offered import Function, Offer, parameters_of
 from pdcluster.api.tools.parsers import HermesParser, LlamaParser, MistralParser, Parser
 
-Schema = dict[str, Any]
-SchemaOf = Callable[[Function], Schema]
+FormOf = Callable[[Function], Form]
+"""Of a function's arguments."""
 
 SPACES = r"[ \t\r\n]*"
 SOME_SPACE = r"[ \n]{0,4}"
@@ -51,7 +51,7 @@ class Format(NamedTuple):
     named: str = ""
 
     def parse(self, offer: Offer) -> Parser:
-        return self.parser(Rules(self.new_id, offer.knows))
+        return self.parser(Rules(self.new_id, offer.knows, [tool.name for tool in offer.tools]))
 
     def form(self, offer: Offer) -> Form:
         """Of an answer that is calls and nothing else."""
@@ -69,23 +69,23 @@ class Format(NamedTuple):
             tags = [_tag(self.opening, self._calls(offer, _strict), self.closing), *self._named(offer)]
         return {"type": "triggered_tags", "triggers": [self.trigger], "tags": tags, "at_least_one": False, "stop_after_first": not offer.parallel}
 
-    def _calls(self, offer: Offer, schema_of: SchemaOf) -> Form:
+    def _calls(self, offer: Offer, form_of: FormOf) -> Form:
         return {
             "type": "tags_with_separator",
-            "tags": self._tags(offer, schema_of),
+            "tags": self._tags(offer, form_of),
             "separator": self.separator,
             "at_least_one": True,
             "stop_after_first": not offer.parallel,
         }
 
-    def _tags(self, offer: Offer, schema_of: SchemaOf) -> list[Form]:
-        return [_tag(self.begin.replace("{name}", tool.name), _json(schema_of(tool)), self.end) for tool in offer.tools]
+    def _tags(self, offer: Offer, form_of: FormOf) -> list[Form]:
+        return [_tag(self.begin.replace("{name}", tool.name), form_of(tool), self.end) for tool in offer.tools]
 
     def _named(self, offer: Offer) -> list[Form]:
         """Each call by itself, its arguments behind a mark."""
         marks = _regex(f"({_escaped(CALL_ID)}[a-zA-Z0-9]{{9}})?{_escaped(ARGS)}")
         return [
-            _tag(self.named.replace("{name}", tool.name), {"type": "sequence", "elements": [marks, _json(_strict(tool))]}, "") for tool in offer.tools
+            _tag(self.named.replace("{name}", tool.name), {"type": "sequence", "elements": [marks, _strict(tool)]}, "") for tool in offer.tools
         ]
 
 
@@ -110,13 +110,14 @@ def detect(template: str) -> str | None:
     return next((name for sign, name in SIGNS if sign in template), None)
 
 
-def _checked(tool: Function) -> Schema:
-    return parameters_of(tool, f"tools.{tool.name}.parameters")
+def _checked(tool: Function) -> Form:
+    param = f"tools.{tool.name}.parameters"
+    return json_form(parameters_of(tool, param), param)
 
 
-def _strict(tool: Function) -> Schema:
+def _strict(tool: Function) -> Form:
     """Of one that is not strict arguments are an object, as its model likes it."""
-    return _checked(tool) if tool.strict else {"type": "object", "additionalProperties": True}
+    return _checked(tool) if tool.strict else any_object()
 
 
 def _no_call(banned: str | None) -> list[Form]:
@@ -135,10 +136,6 @@ def _escaped(text: str) -> str:
 
 def _tag(begin: str, content: Form, end: str) -> Form:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
-
-
-def _json(schema: Schema) -> Form:
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
 
 
 def _regex(pattern: str) -> Form:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from pdcluster.api.schemas import check_schema
 from pdcluster.api.validate import shown
 from pdcluster.errors import BadRequest
 
@@ -96,7 +95,6 @@ def _check(tools: Sequence[Tool]) -> None:
 def parameters_of(function: Function, param: str) -> dict[str, Any]:
     """The schema of its arguments, for a grammar. None given means that it takes none."""
     schema = {"type": "object", **(function.parameters or {"properties": {}})}
-    check_schema(schema, param)
     if schema["type"] != "object":
         raise BadRequest(f"{param} has type {shown(schema['type'])}; arguments of a function are an object", param)
     return schema

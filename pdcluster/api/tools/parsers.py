@@ -4,14 +4,15 @@
     llama     {…}; {…}   or   <|python_tag|>{…}                                 Llama 3: the whole answer is calls, or none of it
     mistral   text [TOOL_CALLS][{…}, {…}]   or   [TOOL_CALLS]name[ARGS]{…}      Mistral, before and since tokenizer 11
 
-White space around calls belongs to nothing. A first call that breaks off before its arguments, or what is none, is text.
+White space around calls belongs to nothing. What is no call is text as it was written, white space included. So is a first call that breaks off
+before its arguments, unless the tokens ran out: then what begins like a call is neither text nor a call.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from pdcluster.api.held import begins, keep_for
+from pdcluster.api.held import begins, keep_for, without_mark
 from pdcluster.api.tools.calls import SPACE, CallReader, NamedReader, Part, Rules
 from pdcluster.api.tools.markers import ARGS, CALL_ID, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS
 
@@ -26,13 +27,16 @@ class Parser(Protocol):
         """What is certain now."""
         ...
 
-    def flush(self) -> list[Part]:
-        """The text ended."""
+    def flush(self, *, is_cut: bool = False) -> list[Part]:
+        """The text ended; is_cut: not by itself."""
         ...
 
 
 class _Machine:
     """A buffer, and states that each take from its front what they understand. A state that takes nothing and stays waits for more."""
+
+    marks: tuple[str, ...] = ()
+    """With which calls begin."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -40,7 +44,7 @@ class _Machine:
         self._state = self._start
         self._call: CallReader | None = None
         self._lead = ""
-        """Before a call that may turn out to be none: its mark."""
+        """Before a call that may turn out to be none: white space and its mark."""
         self._parts: list[Part] = []
         self.num_calls = 0
 
@@ -54,17 +58,24 @@ class _Machine:
         parts, self._parts = self._parts, []
         return parts
 
-    def flush(self) -> list[Part]:
+    def flush(self, *, is_cut: bool = False) -> list[Part]:
         """Of a call that was said its arguments are what came of them. The beginning of another behind it is nothing: no text, and no call yet."""
         call, text = self._call, self._buffer
-        if call is not None and not call.is_said:
-            text = "" if self.num_calls else self._lead + call.raw + text
-        elif call is None:
-            text = "" if self._lead and self.num_calls else self._lead + text
+        if call is not None and call.is_said:
+            pass  # what is behind it was not read yet
+        elif call is not None or self._lead:
+            is_nothing = self.num_calls or (is_cut and self._is_marked(self._lead, "" if call is None else call.raw))
+            text = "" if is_nothing else self._lead + ("" if call is None else call.raw) + text
+        elif is_cut:
+            text = without_mark(text, *self.marks)
         self._buffer = self._lead = ""
         if self.num_calls and not text.strip():
             text = ""
         return [text] if text else []
+
+    def _is_marked(self, lead: str, raw: str) -> bool:
+        """Whether what began can be nothing but a call."""
+        return bool(lead.strip())
 
     def _start(self) -> None:
         raise NotImplementedError
@@ -106,22 +117,23 @@ class _Machine:
         self._buffer = ""
 
     def _up_to(self, mark: str) -> bool:
-        """Release the text before a mark, and take the mark; False while it is not there."""
+        """Release the text before a mark, and take the mark and the white space before it as the lead of a call; False while it is not there."""
         before, found, after = self._buffer.partition(mark)
-        if found:
-            self._say(before.rstrip())
-            self._buffer = after
-            return True
-        text = before[: len(before) - keep_for(before, mark)]
+        text = before.rstrip() if found else before[: len(before) - keep_for(before, mark)]
         self._say(text)
-        self._buffer = before[len(text) :]
-        return False
+        if found:
+            self._lead, self._buffer = before[len(text) :] + mark, after
+        else:
+            self._buffer = before[len(text) :]
+        return bool(found)
 
 
 class HermesParser(_Machine):
+    marks = (TOOL_CALL,)
+
     def _start(self) -> None:
         if self._up_to(TOOL_CALL):
-            self._begin(TOOL_CALL, CallReader(self.num_calls, self._rules))
+            self._begin(self._lead, CallReader(self.num_calls, self._rules))
 
     def _not_a_call(self) -> None:
         self._state = self._start
@@ -137,6 +149,8 @@ class HermesParser(_Machine):
 
 
 class LlamaParser(_Machine):
+    marks = (PYTHON_TAG,)
+
     def _start(self) -> None:
         text = self._buffer.lstrip(SPACE)
         space = self._buffer[: len(self._buffer) - len(text)]
@@ -162,32 +176,41 @@ class LlamaParser(_Machine):
         elif text and not begins(PYTHON_TAG, text):
             self._state = self._text
 
-    def flush(self) -> list[Part]:
+    def flush(self, *, is_cut: bool = False) -> list[Part]:
         if self.num_calls and not self._buffer.strip(SPACE + ";"):
             self._buffer = ""
-        return super().flush()
+        return super().flush(is_cut=is_cut)
+
+    def _is_marked(self, lead: str, raw: str) -> bool:
+        """An object without a mark may be an answer in JSON: it is a call as far as it begins like one."""
+        bare = "".join(raw.split())
+        return super()._is_marked(lead, raw) or any(
+            begun.startswith(bare) or bare.startswith(begun) for begun in (f'{{"name":"{name}"' for name in self._rules.names)
+        )
 
 
 class MistralParser(_Machine):
+    marks = (TOOL_CALLS,)
+
     def _start(self) -> None:
         if self._up_to(TOOL_CALLS):
-            self._lead, self._state = TOOL_CALLS, self._opened
+            self._state = self._opened
 
     def _opened(self) -> None:
         """Behind the mark: a list of calls, or a name."""
-        if not self._skip_space():
-            return
-        if self._buffer.startswith("["):
-            self._buffer = self._buffer[1:]
-            self._begin(TOOL_CALLS + "[", CallReader(self.num_calls, self._rules))
+        text = self._buffer.lstrip(SPACE)
+        if text.startswith("["):
+            self._lead += self._buffer[: len(self._buffer) - len(text) + 1]
+            self._buffer = text[1:]
+            self._begin(self._lead, CallReader(self.num_calls, self._rules))
             return
         name, found, _ = self._buffer.partition("{")
         if found and len(name) <= MAX_NAME:
             self._buffer = self._buffer[len(name) :]
-            reader = NamedReader(self.num_calls, self._rules, name.partition(CALL_ID)[0].removesuffix(ARGS).strip())
-            self._begin(TOOL_CALLS + name, reader)
+            reader = NamedReader(self.num_calls, self._rules, name.partition(CALL_ID)[0].strip().removesuffix(ARGS).strip())
+            self._begin(self._lead + name, reader)
         elif len(name) > MAX_NAME:
-            self._say(TOOL_CALLS)
+            self._say(self._lead)
             self._lead, self._state = "", self._start
 
     def _not_a_call(self) -> None:
@@ -195,9 +218,10 @@ class MistralParser(_Machine):
 
     def _after_call(self) -> None:
         text = self._buffer.lstrip(SPACE)
+        space = self._buffer[: len(self._buffer) - len(text)]
         if text.startswith(","):
             self._buffer = text[1:]
-            self._begin(",", CallReader(self.num_calls, self._rules))
+            self._begin(space + ",", CallReader(self.num_calls, self._rules))
         elif text:
             self._buffer = text.removeprefix("]")
             self._state = self._start

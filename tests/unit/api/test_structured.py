@@ -8,7 +8,8 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.api.structured import ResponseFormat, StructuredOutputs, asked_of, form_of
+from pdcluster.api.json_grammar.schema import CONSTRAINTS, NOT_ENFORCED
+from pdcluster.api.structured import ResponseFormat, StructuredOutputs, any_object, asked_of, form_of, json_form
 from pdcluster.errors import BadRequest
 from pdcluster.grammar import MAX_CHARS, MAX_DEPTH, depth_of
 
@@ -33,12 +34,19 @@ def test_nothing_and_text_ask_for_nothing():
 
 def test_each_field_becomes_its_form():
     schema = {"type": "integer"}
-    assert form(json=schema)["json_schema"] == form(json=json.dumps(schema))["json_schema"] == schema
-    assert form(json_object=True)["json_schema"] == {"type": "object", "additionalProperties": True}
-    assert form(regex="a+") == {"type": "regex", "pattern": "a+"}
+    assert form(json=schema) == form(json=json.dumps(schema)) == json_form(schema, "schema")
+    assert form(json_object=True) == any_object() == json_form({"type": "object"}, "schema")
+    assert form(regex="a+") == {"type": "grammar", "grammar": "root ::= [a]+\n"}
     assert form(grammar='root ::= "a"') == {"type": "grammar", "grammar": 'root ::= "a"'}
     assert form(choice=["a", "b", "a"])["elements"] == [{"type": "const_string", "value": value} for value in "ab"]
-    assert form(json=True)["json_schema"] == {}
+    assert form(json=True) == json_form({}, "schema")
+
+
+@pytest.mark.parametrize("number", [2**64 - 1, 2**64, -(2**63) - 1, 10**30])
+def test_a_number_of_a_schema_goes_to_the_node_as_it_came(number):
+    """However it came: as a value, or as text."""
+    for schema in ({"const": number}, json.dumps({"enum": [number]}), {"type": "array", "items": {"const": number}}):
+        assert f'"{number}"' in form(json=schema)["grammar"]
 
 
 def test_half_a_surrogate_pair_in_a_schema_that_came_as_text_is_refused():
@@ -53,11 +61,13 @@ def test_a_schema_that_came_as_text_is_taken_where_a_body_would_be():
             form(json=text)
 
 
+KEYWORDS = [*CONSTRAINTS, *NOT_ENFORCED, "$defs", "x"]
+WORDS = ["#", "#/x", "object", "array", "string", "date"]
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(WORDS),
     lambda inner: (
         st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(["type", "items", "properties", "anyOf", "allOf", "not", "$ref", "enum", "x"]), inner, max_size=4)
+        | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4)
     ),
     max_leaves=12,
 )

@@ -318,18 +318,31 @@ def test_what_does_not_compile_is_refused_in_the_compilers_words_and_remembered(
         assert "/cpp/" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("must", [True, False])
-def test_a_tools_schema_that_does_not_compile_is_refused_by_its_tools_name(grammars, name, must):
-    tools = [
-        Function(name, parameters={"type": "object", "properties": {"a": {"type": kind}}}, strict=True)
-        for name, kind in (("good", "string"), ("bad", "strnig"))
-    ]
-    offer = Offer(tools, [Tool(tool) for tool in tools], must, True)
-    form = FORMATS[name].form(offer) if must else FORMATS[name].free_form(offer, reasons=True)
-    with pytest.raises(BadRequest, match='"strnig"') as caught:
-        compile_now(grammars, grammar(form))
+def test_a_call_whose_arguments_do_not_compile_is_refused_by_its_tools_name(grammars):
+    tags = [{"type": "tag", "begin": f"call {name} ", "content": {"type": "grammar", "grammar": rule}, "end": "."} for name, rule in TWO_RULES]
+    with pytest.raises(BadRequest, match="not defined") as caught:
+        compile_now(grammars, grammar({"type": "tags_with_separator", "tags": tags, "separator": " ", "at_least_one": True}))
     assert "bad" in str(caught.value) and "good" not in str(caught.value)
+
+
+TWO_RULES = (("good", 'root ::= "a"'), ("bad", "root ::= nothing"))
+ENDLESS = (
+    'root ::= "a" root',
+    'root ::= "a" | loop\nloop ::= "b" loop',
+    'root ::= x{2}\nx ::= "a" y\ny ::= [b]* (x | y "c")',
+    'root ::= "a" x*\nx ::= x',
+)
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_grammar_with_a_rule_that_never_ends_is_refused(grammars, source):
+    with pytest.raises(BadRequest, match=r"rule (root|loop|x) never ends|no output at all"):
+        compile_now(grammars, grammar({"type": "grammar", "grammar": source}))
+
+
+@pytest.mark.parametrize("source", ['root ::= "a" root | ""', 'root ::= "(" root ")" | [a-z]+', 'root ::= a{0,3} "x"\na ::= "a" | a "b"'])
+def test_a_grammar_that_can_end_may_need_itself(grammars, source):
+    compile_now(grammars, grammar({"type": "grammar", "grammar": source}))
 
 
 def test_a_grammar_nested_too_deeply_never_reaches_the_compiler(grammars):

@@ -13,6 +13,7 @@ from openai import AsyncOpenAI
 from scripted_dispatcher import MODEL, SPEAKING, SpeakingDispatcher, says, served
 
 from pdcluster.api.openai import ChatMessage, messages_of
+from pdcluster.api.structured import any_object, json_form
 from pdcluster.errors import BadRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -112,7 +113,7 @@ async def test_a_strict_tool_that_may_be_called_has_a_grammar_and_text_stays_fre
     form = json.loads(dispatcher.started[0].sampling.grammar.source)
     calls = form["elements"][1]
     assert (calls["type"], calls["triggers"], calls["stop_after_first"]) == ("triggered_tags", ["<tool_call>"], True)
-    assert [tag["content"]["json_schema"] for tag in calls["tags"]] == [{"type": "object", "additionalProperties": True}, PARAMETERS]
+    assert [tag["content"] for tag in calls["tags"]] == [any_object(), json_form(PARAMETERS, "add")]
     assert reply.choices[0].message.content == "Well."
     assert "strict" not in SPEAKING.decode(dispatcher.started[0].token_ids)
 
@@ -185,10 +186,67 @@ async def test_every_choice_is_taken_apart_by_itself(client, dispatcher):
     assert reply.choices[0].message.tool_calls is None and len(reply.choices[1].message.tool_calls) == 2
 
 
-async def test_a_stop_string_ends_a_call_too(client, dispatcher):
-    dispatcher.script = lambda _: says(CALLS)
-    reply = await client.chat.completions.create(model=MODEL, messages=USER, tools=TOOLS, stop="</tool_call>\n<")
-    assert len(reply.choices[0].message.tool_calls) == 1 and reply.choices[0].finish_reason == "tool_calls"
+THOUGHTFUL = f"<think>I stop now</think>Well now, {CALLS}"
+
+
+async def said(client: AsyncOpenAI, *, stream: bool, **fields: object) -> tuple[str, str, list[str], str]:
+    """Thoughts, text, what the calls are of, and how it ended."""
+    asked = {"model": MODEL, "messages": USER, "tools": TOOLS, **fields}
+    if not stream:
+        choice = (await client.chat.completions.create(**asked)).choices[0]
+        thoughts = choice.message.model_extra.get("reasoning_content", "")
+        return thoughts, choice.message.content or "", [call.function.name for call in choice.message.tool_calls or ()], choice.finish_reason
+    deltas = [chunk.choices[0] async for chunk in await client.chat.completions.create(**asked, stream=True)]
+    thoughts = "".join(delta.delta.model_extra.get("reasoning_content", "") for delta in deltas)
+    names = [call.function.name for delta in deltas for call in delta.delta.tool_calls or () if call.id]
+    return thoughts, "".join(delta.delta.content or "" for delta in deltas), names, deltas[-1].finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("script", "stop", "expected"),
+    [
+        (CALLS, ["</tool_call>\n<", "_call", "name", "Rome", "{", "weather"], ("", "Well.", ["get_weather", "add"], "tool_calls")),
+        (CALLS, ["ell"], ("", "W", [], "stop")),
+        (CALLS + " So now.", ["now"], ("", "Well. So ", ["get_weather", "add"], "tool_calls")),
+        (CALLS + " Some", ["So now"], ("", "Well. Some", ["get_weather", "add"], "tool_calls")),
+        (THOUGHTFUL, ["now", "</think>", "stop"], ("I stop now", "Well ", [], "stop")),
+        (THOUGHTFUL, ["stop now", "<think>"], ("I stop now", "Well now, Well.", ["get_weather", "add"], "tool_calls")),
+        ("a <tool_call> now", ["<tool_call> n"], ("", "a ", [], "stop")),
+    ],
+)
+async def test_a_stop_string_is_looked_for_in_the_answers_text_only(client, dispatcher, stream, script, stop, expected):
+    dispatcher.script = lambda _: says(script)
+    assert await said(client, stream=stream, stop=stop) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+async def test_a_stop_string_ends_no_call_that_must_come(client, dispatcher, stream, choice):
+    dispatcher.script = lambda _: says('<tool_call>\n{"name": "get_weather", "arguments": {"city": "now"}}\n</tool_call>')
+    found = await said(client, stream=stream, stop=["now", "tool"], tool_choice=choice)
+    assert found == ("", "", ["get_weather"], "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("script", "reason", "expected"),
+    [
+        ("<tool_cal", "length", ("", "", [], "length")),
+        ("Well. \n<tool_cal", "length", ("", "Well.", [], "length")),
+        ('Well. <tool_call>\n{"name": "get_', "length", ("", "Well.", [], "length")),
+        ("Well. <tool_cal", "eos", ("", "Well. <tool_cal", [], "stop")),
+        ("<thi", "length", ("", "", [], "length")),
+        ("<think>hm </thi", "length", ("hm", "", [], "length")),
+        ("<think>hm</think>", "length", ("hm", "", [], "length")),
+        ("Well <b> i", "length", ("", "Well <b> i", [], "length")),
+        ("It says no", "length", ("", "It says no", [], "length")),
+    ],
+)
+async def test_markup_that_the_end_of_the_tokens_cut_is_no_text(client, dispatcher, stream, script, reason, expected):
+    """But the beginning of a stop string is."""
+    dispatcher.script = lambda _: says(script, reason)
+    assert await said(client, stream=stream, stop=["now"], max_tokens=1000) == expected
 
 
 async def test_a_history_of_calls_is_shown_to_the_template(client, dispatcher):

@@ -20,16 +20,16 @@ OFFER = Offer(FUNCTIONS, [Tool(function) for function in FUNCTIONS], False, True
 
 def parser_of(name: str) -> Parser:
     ids = itertools.count()
-    return FORMATS[name].parser(Rules(lambda: f"id{next(ids)}", OFFER.knows))
+    return FORMATS[name].parser(Rules(lambda: f"id{next(ids)}", OFFER.knows, NAMES))
 
 
-def parse(name: str, pieces: list[str]) -> tuple[str, list[tuple[str | None, str | None, str]]]:
+def parse(name: str, pieces: list[str], *, is_cut: bool = False) -> tuple[str, list[tuple[str | None, str | None, str]]]:
     """The text, and of each call its id, name and arguments."""
     parser = parser_of(name)
     parts: list[Part] = []
     for piece in pieces:
         parts += parser.feed(piece)
-    parts += parser.flush()
+    parts += parser.flush(is_cut=is_cut)
     calls: list[list[CallDelta]] = []
     for part in parts:
         if isinstance(part, CallDelta):
@@ -78,16 +78,27 @@ CASES = {
         [("id0", "add", SUM)],
     ),
     "hermes unknown tool": ("hermes", "a <tool_call>" + called("nobody", "{}") + "</tool_call>", None, []),
-    "hermes no JSON": ("hermes", "a <tool_call>what?</tool_call> b", "a<tool_call>what?</tool_call> b", []),
+    "hermes no JSON": ("hermes", "a <tool_call>what?</tool_call> b", "a <tool_call>what?</tool_call> b", []),
     "hermes end missing": ("hermes", f"<tool_call>{called('get_weather', ROME)}<tool_call>{called('add', SUM)}", "", [WEATHER, ADD]),
     "hermes broken off": ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"ci', "", [("id0", "get_weather", '{"ci')]),
-    "hermes broken off in the name": ("hermes", 'x <tool_call>{"name": "get', 'x<tool_call>{"name": "get', []),
+    "hermes broken off in the name": ("hermes", 'x <tool_call>{"name": "get', 'x <tool_call>{"name": "get', []),
     "hermes second broken off": ("hermes", f'<tool_call>{called("get_weather", ROME)}</tool_call>\n<tool_call>\n{{"name": "ad', "", [WEATHER]),
     "hermes second broken off at its mark": ("hermes", f"<tool_call>{called('get_weather', ROME)}</tool_call><tool_call>", "", [WEATHER]),
     "hermes second is none": ("hermes", f"<tool_call>{called('get_weather', ROME)}</tool_call><tool_call>so", "<tool_call>so", [WEATHER]),
     "llama second broken off": ("llama", called("get_weather", ROME, "parameters") + '; {"name": "add", "param', "", [WEATHER]),
     "mistral second broken off": ("mistral", f'[TOOL_CALLS][{called("get_weather", ROME)}, {{"name"', "", [WEATHER]),
     "mistral second broken off in its name": ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{ROME}[TOOL_CALLS]ad", "", [WEATHER]),
+    "hermes literal tags": ("hermes", " \n<tool_call>\n </tool_call> \n<tool_call>", " \n<tool_call>\n </tool_call> \n<tool_call>", []),
+    "hermes literal, then a call": (
+        "hermes",
+        f"a  <tool_call> b \n<tool_call>{called('add', SUM)}</tool_call>",
+        "a  <tool_call> b",
+        [("id0", "add", SUM)],
+    ),
+    "hermes a space in a call that is none": ("hermes", "a\t<tool_call> {\n7}</tool_call>", "a\t<tool_call> {\n7}</tool_call>", []),
+    "mistral literal": ("mistral", "a  [TOOL_CALLS]  [ 7, b ", "a  [TOOL_CALLS]  [ 7, b ", []),
+    "mistral spaces": ("mistral", "a \n[TOOL_CALLS] \n", "a \n[TOOL_CALLS] \n", []),
+    "llama literal": ("llama", " \n<|python_tag|> print(1) ", " \n<|python_tag|> print(1) ", []),
     "hermes nearly a mark": ("hermes", "a <tool_cal> b <", "a <tool_cal> b <", []),
     "hermes list for arguments": ("hermes", f"<tool_call>{called('add', '[1]')}</tool_call>", None, []),
     "llama one": ("llama", called("get_weather", ROME, "parameters"), "", [WEATHER]),
@@ -123,6 +134,41 @@ def test_text_behind_a_mark_is_not_held_to_the_end():
     parser = parser_of("mistral")
     parts = [part for _ in range(300) for part in parser.feed("word ")] if not parser.feed("[TOOL_CALLS]") else []
     assert sum(len(part) for part in parts if isinstance(part, str)) > 1000
+
+
+CUT = {
+    "hermes": {
+        "a <tool_cal": "a", "<tool_call>": "", 'a\n<tool_call>\n{"name": "ad': "a", "a <b": "a <b", "a < b": "a < b", "a \n": "a \n", "a <": "a",
+    },
+    "mistral": {
+        "a [TOOL_CALLS": "a", "[TOOL_CALLS]ad": "", '[TOOL_CALLS] [{"na': "", "a [TOOLS": "a [TOOLS", "a [1": "a [1",
+    },
+    "llama": {
+        "<|python_tag": "", '<|python_tag|>{"x': "", '{"name": "ad': "", '{ "na': "", '{"name": "add", "param': "",
+        '{"name": "adam': '{"name": "adam', '{"city": "Ro': '{"city": "Ro', " x <|py": " x <|py", "a {": "a {", "<|p x": "<|p x",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(CUT))
+def test_what_begins_like_a_call_when_the_tokens_run_out_is_no_text(name):
+    for text, expected in CUT[name].items():
+        for pieces in ([text], list(text)):
+            assert parse(name, pieces, is_cut=True) == (expected, []), text
+
+
+@given(st.data())
+@settings(max_examples=examples(60, 5000), deadline=None)
+def test_text_without_calls_comes_out_as_it_was(data):
+    marks = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+    words = [*marks, "{", "}", '"name"', '"add"', ": ", "[", "]", " ", "\n", "x", "<", "{}"]
+    text = "".join(data.draw(st.lists(st.sampled_from(words), max_size=15)))
+    for name in FORMATS:
+        content, calls = parse(name, list(text))
+        if not calls:
+            assert content == text
+            cut, calls = parse(name, list(text), is_cut=True)
+            assert text.startswith(cut) and not calls
 
 
 @given(st.data())
