@@ -126,7 +126,8 @@ def test_no_decoder_is_left_out(every: dict[str, Decoder]) -> None:
     root = Path(__file__).parents[2]
     known = {
         "wire/codec.py", "ready.py", "rpc/cards.py", "rpc/inference.py", "node/rank_channel.py",
-        "engine/grammar.py", "transfer/links.py", "transfer/ranked.py", "transfer/tcp.py", "transfer/staged.py", "transfer/shm_frames.py",
+        "engine/grammar.py", "engine/grammar_ends.py",
+        "transfer/links.py", "transfer/ranked.py", "transfer/tcp.py", "transfer/staged.py", "transfer/shm_frames.py",
         "transfer/staged_frames.py", "transfer/staged_pump.py",
         "bootstrap/server.py", "bootstrap/agent.py",  # use rpc/cards.py
         "node/rank_link.py", "node/rank_endpoint.py", "node/rank_messages.py",  # tables of the same node's ranks: a bad one ends the node
