@@ -54,8 +54,9 @@ def _tokenizer_end(files: Mapping[str, bytes]) -> int | None:
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str) or "tokenizer.json" not in files:
         return None
-    for token_id, entry in (config.get("added_tokens_decoder") or {}).items():
-        if isinstance(entry, dict) and entry.get("content") == content:
+    decoder = config.get("added_tokens_decoder")
+    for token_id, entry in decoder.items() if isinstance(decoder, dict) else ():
+        if isinstance(entry, dict) and entry.get("content") == content and token_id.isdecimal():
             return int(token_id)
     try:
         tokenizer = msgspec.json.decode(files["tokenizer.json"], type=_Tokenizer)

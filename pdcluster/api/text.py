@@ -28,6 +28,8 @@ from pdcluster.api.tools.markers import MARKERS
 from pdcluster.errors import BadRequest, ModelError
 from pdcluster.sampling import LEAST_REPETITION, MOST_REPETITION
 
+ENDS = ("bos_token", "eos_token")
+"""Special tokens that prompts and answers have; a padding token that is not there is never needed."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -179,10 +181,11 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], special
         if got != int(token_id):
             content = entry["content"]
             raise ModelError(f"tokenizer_config.json gives {content!r} the id {token_id}, tokenizer.json makes it {got}; use files of one model")
-    missing = [token for token in special.values() if tokenizer.token_to_id(token) is None]
+    there = {name: token for name, token in special.items() if tokenizer.token_to_id(token) is not None}
+    missing = [special[name] for name in ENDS if name in special and name not in there]
     if missing:
         raise ModelError(f"tokenizer_config.json names the special tokens {missing}, which tokenizer.json does not hold; use files of one model")
-    tokenizer.add_special_tokens([token for token in special.values() if token not in known])
+    tokenizer.add_special_tokens([token for token in there.values() if token not in known])
 
 
 def _bos_eos_processor(tokenizer: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> TemplateProcessing:

@@ -278,7 +278,9 @@ def _blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
 
 def _max_len(wanted: int | None, config: ModelConfig, pool_tokens: int) -> int:
     """The longest sequence served, checked against what the model computes right; not chosen: what the model and the pool allow."""
-    max_len = min(config.max_position_embeddings, pool_tokens) if wanted is None else wanted
+    if wanted is None:
+        return _longest(config, pool_tokens)
+    max_len = wanted
     if not 1 <= max_len <= config.max_position_embeddings:
         raise ConfigError(f"max_len {max_len} is not in 1…{config.max_position_embeddings}, which is what the model was made for; lower --max-len")
     if config.sliding_window is not None and max_len > config.sliding_window:
@@ -287,6 +289,15 @@ def _max_len(wanted: int | None, config: ModelConfig, pool_tokens: int) -> int:
             f"--max-len {config.sliding_window}, up to which the window changes nothing"
         )
     return max_len
+
+
+def _longest(config: ModelConfig, pool_tokens: int) -> int:
+    """What the model was made for and the pool holds; of a model with a sliding window what fits into that, where it changes nothing."""
+    longest = min(config.max_position_embeddings, pool_tokens)
+    if config.sliding_window is None or config.sliding_window >= longest:
+        return longest
+    log.warning("sequences are at most %d tokens: beyond its sliding window this model is not supported", config.sliding_window)
+    return config.sliding_window
 
 
 def _check_capacity(num_pages: int, layout: KVLayout) -> None:

@@ -49,6 +49,13 @@ def test_add_bos_token_of_the_config_overrules_the_post_processor() -> None:
     assert list(both.encode("hello", add_special_tokens=True)) == [ids["<|bos|>"], *plain, ids["<|eos|>"]]
 
 
+def test_a_padding_token_that_the_tokenizer_lacks_is_passed_over() -> None:
+    """Fine-tuning tools name one that they never added."""
+    text = TextModel(with_config(byte_level_files(), pad_token="[PAD]", unk_token="<nowhere>"))
+    assert text.encode("[PAD]", add_special_tokens=False) == TextModel(byte_level_files()).encode("[PAD]", add_special_tokens=False)
+    assert text.vocab_size == TextModel(byte_level_files()).vocab_size
+
+
 def test_special_tokens_are_left_out_of_text_unless_asked_for() -> None:
     text = TextModel(byte_level_files())
     ids = text.encode("hello<|eos|>", add_special_tokens=False)

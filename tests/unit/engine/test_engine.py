@@ -334,14 +334,17 @@ def test_limits_that_do_not_fit_the_model_are_refused(config: EngineConfig, chan
         Engine(replace(config, **changes))
 
 
-def test_a_sliding_window_is_refused_unless_no_sequence_can_reach_beyond_it(tmp_path: Path) -> None:
+def test_sequences_end_where_a_sliding_window_would_begin_to_matter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model that has one works at the first try; who asks for more is told why not."""
     directory = checkpoints.save(checkpoints.build_model(replace(SHAPE, family="mistral", config={"sliding_window": 40}), seed=1), tmp_path)
     config = EngineConfig(directory, KERNEL_CACHE, page_tokens=PAGE, num_pages=64)
     with pytest.raises(ModelError, match=r"sliding_window 40 .*--max-len 40"):
-        Engine(config)
-    engine = Engine(replace(config, max_len=40))
-    assert engine.max_len == 40
-    engine.close()
+        Engine(replace(config, max_len=41))
+    for max_len in (None, 40):
+        engine = Engine(replace(config, max_len=max_len))
+        assert engine.max_len == 40
+        engine.close()
+    assert "sequences are at most 40 tokens" in caplog.text
 
 
 def test_warmup_works_on_the_smallest_pool(config: EngineConfig) -> None:
