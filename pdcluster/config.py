@@ -32,6 +32,7 @@ from pdcluster.kinds import (
     integer,
     label,
     model_names,
+    model_path,
     nearest,
     origins,
     path,
@@ -152,7 +153,7 @@ class NodeConfig(Section):
     bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
     listen: str = key("127.0.0.1:0", address, "HOST:PORT the node listens on; port 0 takes a free one")
     advertise: str | None = key(None, text, "host that others reach this node by; default: the host of --listen")
-    model: Path | None = key(None, path, "Hugging Face model directory, GGUF file or ORG/NAME[@REVISION]; default: the bundled model")
+    model: Path | None = key(None, model_path, "Hugging Face model directory, GGUF file or ORG/NAME[@REVISION]; default: the bundled model")
     served_model_name: tuple[str, ...] | None = key(None, model_names, "the model's names in the API, the first one first; default: its own")
     dtype: Literal["auto", "float32", "bfloat16"] = key("auto", choice("auto", "float32", "bfloat16"), "auto: the stored type; bfloat16 for float16")
     quantization: Literal["none", "int8", "w8a8_int8"] = key("none", choice("none", "int8", "w8a8_int8"), "8-bit weights, or w8a8: activations too")
@@ -289,7 +290,7 @@ class BootstrapConfig(Section):
 class UpConfig(Section):
     """A whole cluster on this machine. What only a child knows is set in the sections node, router and bootstrap."""
 
-    model: Path | None = key(None, path, "Hugging Face model directory, GGUF file or ORG/NAME[@REVISION]; default: the bundled model")
+    model: Path | None = key(None, model_path, "Hugging Face model directory, GGUF file or ORG/NAME[@REVISION]; default: the bundled model")
     served_model_name: tuple[str, ...] | None = key(None, model_names, "the model's names in the API; default: node.served_model_name")
     prefill: int = key(1, integer(0, 64), "prefill nodes")
     decode: int = key(1, integer(0, 64), "decode nodes")

@@ -83,6 +83,7 @@ def _told(name: str, revision: str | None) -> Iterator[None]:
         raise ModelError(f"{name} is a repository's name, which needs huggingface_hub: pip install 'pdcluster[node]'; or give a directory") from error
     what = f"{name}@{revision}" if revision else name
     by_hand = f"or download it elsewhere (hf download {name}) and give its directory"
+    cache = f"{what} is not in the cache {constants.HF_HUB_CACHE}"
     log.info("looking for %s at %s and in %s", what, constants.ENDPOINT, constants.HF_HUB_CACHE)
     try:
         yield
@@ -97,8 +98,8 @@ def _told(name: str, revision: str | None) -> Iterator[None]:
         raise ModelError(f"{constants.ENDPOINT} has no repository {name}, or hides it; {way_out}") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         if constants.HF_HUB_OFFLINE:
-            raise ModelError(f"{what} is not in the cache {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE is set; unset it, {by_hand}") from error
-        raise ModelError(f"{constants.ENDPOINT} cannot be reached and {what} is not in the cache {constants.HF_HUB_CACHE}; {by_hand}") from error
+            raise ModelError(f"{cache} and HF_HUB_OFFLINE is set; unset it, {by_hand}") from error
+        raise ModelError(f"{constants.ENDPOINT} cannot be reached and {cache}; look at the network and HF_ENDPOINT, {by_hand}") from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no status"
         raise ModelError(f"{constants.ENDPOINT} answered {status} for {what}; try again later, {by_hand}") from error

@@ -37,6 +37,12 @@ def path(raw: object) -> Path:
         raise ValueError(f"must be a path; {given!r} names a home directory that this machine does not know") from error
 
 
+def model_path(raw: object) -> Path:
+    """A path, or a repository's name: what begins as a path does is one, whether it is there or not."""
+    found = path(raw)
+    return found.absolute() if str(raw).startswith((".", "~")) else found
+
+
 def boolean(raw: object) -> bool:
     known = {True: True, False: False, "true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
     value = raw.lower() if isinstance(raw, str) else raw

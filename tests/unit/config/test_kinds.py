@@ -16,6 +16,7 @@ from pdcluster.kinds import (
     duration,
     integer,
     label,
+    model_path,
     nearest,
     origins,
     path,
@@ -134,3 +135,10 @@ def test_what_is_shown_in_heads_and_logs_is_printable(raw: object) -> None:
     assert label("decode-0 of größe") == "decode-0 of größe"
     with pytest.raises(ValueError, match="must be"):
         label(raw)
+
+
+def test_what_begins_as_a_path_is_never_a_name_of_a_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert model_path("./org/name") == tmp_path / "org" / "name"
+    assert model_path("../name").is_absolute() and model_path("~/org").is_absolute()
+    assert model_path("org/name@main") == Path("org/name@main")
