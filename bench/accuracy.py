@@ -129,9 +129,10 @@ def figures(model: Path, directory: Path, chosen: list[Family]) -> Iterator[Figu
     for kind, errors in beside.items():
         yield from plain_rows(f"{RIVAL}, {kind}", errors)
     for family in chosen:
-        print(f"{family.name} …", flush=True)
         for kind, errors in run_family(family, model, directory).items():
-            yield from judged_rows(f"{family.name}, {kind}", errors, beside[kind], is_judged=family.is_judged)
+            rows = list(judged_rows(f"{family.name}, {kind}", errors, beside[kind], is_judged=family.is_judged))
+            print(f"{family.name}, {kind}: {', '.join(f'{row.metric} {row.value:.4g} ({row.ratio:.3g})' for row in rows)}", flush=True)
+            yield from rows
 
 
 def rival_errors(model: Path, directory: Path, reference: Reference) -> dict[str, Errors]:
