@@ -1,7 +1,7 @@
 """Requests through prefill and decode apart beside the same on one node, for `bench.accuracy`: tokens and logprobs of greedy answers.
 
-Both run in a real cluster of one prefill and one decode node, in float32 and bfloat16. They differ in the order of sums: another step has other
-rows, so logprobs may differ in their last bits.
+Both run in a real cluster of one prefill and one decode node, in float32 and bfloat16. Each request
+computes its whole prompt: one that finds it cached has another step, whose sums are in another order.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def ask(url: str, question: str, mode: str) -> list[dict[str, Any]]:
         "max_tokens": TOKENS,
         "logprobs": True,
         "pdcluster_mode": mode,
+        "cache_salt": mode,  # so that neither finds the prompt that the other one computed
     }
     with urlopen(f"{url}/v1/models", timeout=REQUEST_S) as reply:
         model = json.load(reply)["data"][0]["id"]

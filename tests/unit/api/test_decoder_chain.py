@@ -159,8 +159,8 @@ def test_bytes_of_tokens_are_those_inside_of_a_text() -> None:
     assert DecoderChain(None).isolated("do") == b" do"
 
 
-def test_a_long_answer_takes_time_in_proportion() -> None:
-    """Each token costs the same however many came before: the last thousand of twenty push as many stages as the first."""
+def test_a_long_answer_comes_in_small_pieces_to_its_end() -> None:
+    """No stage holds back more the longer an answer is."""
     pushed = []
     stream = MODELS["everything"].detokenizer()
     for token_id in ids_of("hello", "do", "not", "b</w>") * 5000:
