@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from bench.accuracy_cases import Case, Errors, Floats, Reference, join, load_cases
-from pdcluster.engine.batch import build_batch
+from pdcluster.core.messages import Sampling
+from pdcluster.core.step import Row, StepPlan
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.engine.models.base import Computed
-from pdcluster.engine.ops import TorchOps
-from pdcluster.messages import Sampling
-from pdcluster.step import Row, StepPlan
+from pdcluster.engine.model.base import Computed
+from pdcluster.engine.model.batch import build_batch
+from pdcluster.engine.ops.select import TorchOps
 
 CACHE = Path.home() / ".cache" / "pdcluster"
 PAGE_TOKENS, CHUNK, ROWS = 32, 512, 12

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from bench.accuracy_texts import texts
-from pdcluster.api.gguf_file import open_gguf
-from pdcluster.engine.gguf_weights import gguf_tensors
+from pdcluster.checkpoint.gguf import open_gguf
+from pdcluster.engine.model.gguf_weights import gguf_tensors
 
 VOCABULARY = 4096
 OUTLIERS, OUTLIER_GAIN = 4, 24.0

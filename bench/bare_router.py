@@ -19,13 +19,14 @@ from typing import cast
 import msgspec
 import uvloop
 
-from pdcluster import bundled_model, ready
-from pdcluster.api.text import TextModel
+from pdcluster.api.text.model_text import TextModel
 from pdcluster.bootstrap.agent import watch
+from pdcluster.checkpoint import bundled
+from pdcluster.core.messages import AnyMessage, Endpoint, Finished, Prefill, Sampling, TokenRow, Tokens, Work, pack_tokens
 from pdcluster.kv.hashing import BLOCK_TOKENS, chain_root
-from pdcluster.messages import AnyMessage, Endpoint, Finished, Prefill, Sampling, TokenRow, Tokens, Work, pack_tokens
-from pdcluster.transfer.base import Peer
-from pdcluster.wire.links import LinkState, NodeLink
+from pdcluster.processes import ready
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.wire.router_link import LinkState, NodeLink
 from pdcluster.wire.sockets import WireSettings
 
 DEADLINE_S = 60.0
@@ -164,7 +165,7 @@ class BareConnection(asyncio.Protocol):
 
 def bare_router() -> BareRouter:
     """Not connected yet."""
-    model = bundled_model.path()
+    model = bundled.path()
     return BareRouter(list(TextModel.from_dir(model).pieces.texts), model.resolve().name)
 
 

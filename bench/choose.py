@@ -20,20 +20,20 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from bench.report import Row, print_rows, row, write_json
-from pdcluster.config import cache_directory
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
-from pdcluster.messages import HASH_BYTES, Endpoint, Load, Role
-from pdcluster.metrics import ExplainMetrics
-from pdcluster_router.chooser import Decision
-from pdcluster_router.explain import Explainer
-from pdcluster_router.generation import ANYBODY
-from pdcluster_router.headroom import Headroom
-from pdcluster_router.policy import compiled
+from pdcluster.core.messages import HASH_BYTES, Endpoint, Load, Role
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster.settings.config import cache_directory
+from pdcluster.telemetry.metrics import ExplainMetrics
+from pdcluster_router.cluster.view import ClusterView, NodeView, Pending
+from pdcluster_router.core.generation import ANYBODY
+from pdcluster_router.explain.recorder import Explainer
 from pdcluster_router.policy.base import Query
+from pdcluster_router.policy.predicted import compiled
+from pdcluster_router.policy.pull import BY_TOKENS
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.pull import BY_TOKENS
-from pdcluster_router.seen_blocks import SeenBlocks
-from pdcluster_router.view import ClusterView, NodeView, Pending
+from pdcluster_router.policy.selector import Decision
+from pdcluster_router.prefix_index.ideal_cache import SeenBlocks
+from pdcluster_router.queueing.headroom import Headroom
 
 GOALS_US = {8: 50.0, 1000: 1000.0}
 NUM_TOKENS, SYSTEM_TOKENS, TALK_TOKENS = 4000, 512, 3008

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdcluster import bundled_model, ready
-from pdcluster.launch.child_process import die_with
+from pdcluster.checkpoint import bundled
+from pdcluster.processes import ready
+from pdcluster.processes.child_process import die_with
 
 READY_S = 120.0
 STOP_S = 20.0
@@ -85,7 +86,7 @@ def cluster(
             own = ["--name", plan.name, "--role", plan.role, "--bootstrap", bootstrap, "--model", str(model), "--transfer", transfer]
             own += ["--cores", str(plan.core), "--threads", "1", *plan.flags]
             start(running, ["bench.node", *plan.options, "--", *own], ready_option="--ready-fd")
-        own = ["--http", "127.0.0.1:0", "--grpc", "none", "--admin", "none", "--bootstrap", bootstrap, "--tokenizer", str(bundled_model.path())]
+        own = ["--http", "127.0.0.1:0", "--grpc", "none", "--admin", "none", "--bootstrap", bootstrap, "--tokenizer", str(bundled.path())]
         router = start(running, ["pdcluster_router.cli", *own, *router_flags])
         yield Client(router, api_key)
     finally:

@@ -50,16 +50,16 @@ from bench.engine_compare import VENVS, compare
 from bench.engine_quantization import SCHEMES, quality
 from bench.report import Row as Figure
 from bench.report import print_rows, row, write_json
+from pdcluster.core.messages import Sampling
+from pdcluster.core.step import Row, StepPlan
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.engine.linear import Linear, PlainLinear, can_pack
-from pdcluster.engine.model_config import ModelConfig, read_config
-from pdcluster.engine.native import Kernel, Parallel
-from pdcluster.engine.ops import select_ops
-from pdcluster.garbage import collect_seldom
+from pdcluster.engine.kernels.loader import Kernel, Parallel
+from pdcluster.engine.model.config import ModelConfig, read_config
+from pdcluster.engine.ops.linear import Linear, PlainLinear, can_pack
+from pdcluster.engine.ops.select import select_ops
 from pdcluster.kv.layout import ITEM_BYTES, DType, KVLayout
 from pdcluster.kv.pool import TORCH_DTYPE
-from pdcluster.messages import Sampling
-from pdcluster.step import Row, StepPlan
+from pdcluster.processes.garbage import collect_seldom
 
 CACHE = Path.home() / ".cache" / "pdcluster"
 PAGE_TOKENS = 32

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from bench.report import Row as Figure
 from bench.report import row
-from pdcluster import bundled_model
-from pdcluster.api.text import TextModel
+from pdcluster.api.text.model_text import TextModel
+from pdcluster.checkpoint import bundled
+from pdcluster.core.messages import Sampling
+from pdcluster.core.step import Row, StepPlan
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.engine.int8 import Quantization
-from pdcluster.messages import Sampling
-from pdcluster.step import Row, StepPlan
+from pdcluster.engine.ops.quantized import Quantization
 from scripts.bundled_corpus import HELD_OUT
 
 SCHEMES: tuple[Quantization, ...] = ("int8", "w8a8_int8")
@@ -40,7 +40,7 @@ Windows = list[NDArray[np.int32]]
 def quality(cache_dir: Path, *, quick: bool) -> list[Figure]:
     """Perplexity and the change of single predictions, of the bundled model."""
     windows = list(held_out(QUICK_WINDOWS if quick else MOST_WINDOWS))
-    config = EngineConfig(bundled_model.path(), cache_dir, dtype="bfloat16", num_pages=WINDOW // 32 + 1)
+    config = EngineConfig(bundled.path(), cache_dir, dtype="bfloat16", num_pages=WINDOW // 32 + 1)
     exact, exact_best = read(config, windows)
     case = f"bundled model, {len(exact)} tokens of unseen text"
     figures = []
@@ -76,7 +76,7 @@ def read(config: EngineConfig, windows: Windows) -> tuple[NDArray[np.float64], N
 
 def held_out(most: int) -> Iterator[NDArray[np.int32]]:
     """The same number of windows of each file as far as there are, whole ones only."""
-    text, library = TextModel.from_dir(bundled_model.path()), Path(sysconfig.get_path("stdlib"))
+    text, library = TextModel.from_dir(bundled.path()), Path(sysconfig.get_path("stdlib"))
     files = [np.asarray(text.encode((library / name).read_text(encoding="utf-8"), add_special_tokens=False), np.int32) for name in HELD_OUT]
     places = [(begin, number) for number, ids in enumerate(files) for begin in range(0, len(ids) - WINDOW + 1, WINDOW)]
     for begin, number in sorted(places)[:most]:

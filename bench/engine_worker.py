@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 from bench.engine import CACHE, LARGE_WIDTH, PAGE_TOKENS, decode_plan, prefill_plan
+from pdcluster.core.step import StepPlan
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.engine.model_config import read_config
-from pdcluster.garbage import collect_seldom
-from pdcluster.step import StepPlan
+from pdcluster.engine.model.config import read_config
+from pdcluster.processes.garbage import collect_seldom
 
 MOST_TOKENS = 2200
 MOST_ROWS, MOST_LARGE_ROWS = 32, 8

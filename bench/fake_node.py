@@ -23,18 +23,18 @@ from pathlib import Path
 
 import zmq
 
-from pdcluster import messages as m
-from pdcluster.api.text import TextModel
+from pdcluster.api.text.model_text import TextModel
 from pdcluster.bootstrap.agent import NodeAgent
 from pdcluster.bootstrap.card import NodeCard
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
+from pdcluster.core import messages as m
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
 from pdcluster.kv.hashing import BLOCK_TOKENS, extend
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.kv.pages import PagePool
 from pdcluster.node.files import ModelFiles
+from pdcluster.node.load_report import Reporter
 from pdcluster.node.outbox import Outbox
-from pdcluster.node.report import Reporter
-from pdcluster.transfer.base import Peer
+from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.hub import Hub, LeaseEnded
 from pdcluster.wire.sockets import WireSettings
 

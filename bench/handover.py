@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.cluster import NodePlan, cluster, random_prompt
 from bench.engine import random_checkpoint
 from bench.report import Row, print_rows, row, write_json
-from pdcluster.config import cache_directory
+from pdcluster.settings.config import cache_directory
 
 PROMPT_TOKENS = 32
 GOAL_MS = 3.0

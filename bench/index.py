@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from bench.report import Row, print_rows, row, write_json
+from pdcluster.core.messages import HASH_BYTES, CacheDelta
 from pdcluster.kv.hashing import chain_root, extend
-from pdcluster.messages import HASH_BYTES, CacheDelta
-from pdcluster_router.caches import Caches
-from pdcluster_router.index import PrefixIndex
+from pdcluster_router.prefix_index.index import PrefixIndex
+from pdcluster_router.prefix_index.updates import Caches
 
 NUM_SYSTEM = 50
 SYSTEM_BLOCKS = 40

@@ -26,7 +26,7 @@ from pathlib import Path
 from bench import transfer_load
 from bench.report import Row, print_rows, row, write_json
 from bench.transfer_ends import Near, Shape
-from pdcluster.transfer.geometry import PageShape
+from pdcluster.transfer.layout.geometry import PageShape
 
 BACKENDS = ("shm", "tcp")
 GOAL = 0.6

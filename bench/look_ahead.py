@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.cluster import Client, NodePlan, cluster, random_prompt
 from bench.engine import random_checkpoint
 from bench.report import Row, print_rows, row, write_json
-from pdcluster.config import cache_directory
+from pdcluster.settings.config import cache_directory
 
 BATCHES = (8, 32)
 CORES = ("0", "0,1")

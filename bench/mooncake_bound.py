@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING
 
 from bench.report import Row, row
 from bench.transfer_ends import HOST, Address, Near, Pipe, Pool, Sink
-from pdcluster.transfer.base import WriteStatus
-from pdcluster.transfer.links import send_unpaced
-from pdcluster.transfer.moving import Payload, table_of
-from pdcluster.transfer.staged_pieces import ENTRY_BYTES
-from pdcluster.transfer.staging import StagedSettings
+from pdcluster.transfer.backends.base import WriteStatus
+from pdcluster.transfer.backends.staged_pieces import ENTRY_BYTES
+from pdcluster.transfer.backends.staging import StagedSettings
+from pdcluster.transfer.backends.tcp_links import send_unpaced
+from pdcluster.transfer.copying.copy import Payload, table_of
 
 if TYPE_CHECKING:
-    from pdcluster.transfer.mooncake import MooncakeEngine
+    from pdcluster.transfer.backends.mooncake import MooncakeEngine
 
 KIND = "mooncake"
 SETTINGS = StagedSettings(host=HOST)
@@ -75,7 +75,7 @@ def bound_of(page_bytes: int) -> Way:
 
 def serve(pipe: Pipe, memory: Pool) -> None:
     """A thread that waits in the kernel while transfers are measured."""
-    from pdcluster.transfer.mooncake import MooncakeEngine
+    from pdcluster.transfer.backends.mooncake import MooncakeEngine
 
     engine, ring = MooncakeEngine(SETTINGS), Pool(BLOCKS * BLOCK_BYTES)
     for each in (ring, memory):
@@ -196,7 +196,7 @@ class Bench:
     reader's process had."""
 
     def __init__(self, near: Near) -> None:
-        from pdcluster.transfer.mooncake import MooncakeEngine
+        from pdcluster.transfer.backends.mooncake import MooncakeEngine
 
         near.pipe.send(Sink(KIND, 0, 0))
         link, ring, memory = (_address(near) for _ in range(3))

@@ -17,15 +17,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pdcluster.config import NodeConfig, keys, load
 from pdcluster.node import server
 from pdcluster.node.decode import DecodeSide
 from pdcluster.node.loop import NodeLoop
 from pdcluster.node.prefill import PrefillSide
-from pdcluster.transfer.base import Backend, Handle, Peer, Runs, Stamp, WriteStatus
-from pdcluster.transfer.reader import Reader
-from pdcluster.transfer.session import Landed
-from pdcluster.transfer.writer import Writer
+from pdcluster.settings.config import NodeConfig, keys, load
+from pdcluster.transfer.backends.base import Backend, Handle, Peer, Runs, Stamp, WriteStatus
+from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.session import Landed
+from pdcluster.transfer.protocol.writer import Writer
 
 
 class Marks:

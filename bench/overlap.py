@@ -23,7 +23,7 @@ from pathlib import Path
 from bench.cluster import Client, NodePlan, cluster, random_prompt
 from bench.engine import random_checkpoint
 from bench.report import Row, print_rows, row, write_json
-from pdcluster.config import cache_directory
+from pdcluster.settings.config import cache_directory
 
 PROMPT_TOKENS = 2048
 KV_BYTES = PROMPT_TOKENS * 8 * 2 * 4 * 64 * 2

@@ -22,15 +22,15 @@ from bench.offered import GOAL, OVERLOAD, SLO_S, Outcome, Target, by_length, goo
 from bench.paced_nodes import Pace as NodePace
 from bench.paced_nodes import PacedCluster
 from bench.report import Row, print_rows, write_json
-from pdcluster_router.admission import Slo
-from pdcluster_router.app import HttpSettings, create_app
-from pdcluster_router.chooser import Chooser, PolicyHolder
-from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.hold import HoldLimits
-from pdcluster_router.places import Places
+from pdcluster_router.core.tenants import Entry, Tenants
+from pdcluster_router.frontend.app import HttpSettings, create_app
+from pdcluster_router.frontend.places import Places
+from pdcluster_router.frontend.server import listening, router_metrics
 from pdcluster_router.policy.registry import DEFAULT, make_policy
-from pdcluster_router.server import listening, router_metrics
-from pdcluster_router.tenants import Entry, Tenants
+from pdcluster_router.policy.selector import Chooser, PolicyHolder
+from pdcluster_router.queueing.admission import Slo
+from pdcluster_router.queueing.hold_queue import HoldLimits
+from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 NUM_NODES = 2
 

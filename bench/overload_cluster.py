@@ -25,7 +25,7 @@ from bench.cluster import NodePlan, cluster
 from bench.offered import GOAL, MOST_TOKENS, OVERLOAD, SLO_S, Outcome, Target, ask, by_length, goodput, offer, prompt_tokens, refusals
 from bench.paced_nodes import Pace
 from bench.report import Row
-from pdcluster import bundled_model
+from pdcluster.checkpoint import bundled
 
 TENANTS = ("all", "flood", "small")
 WINDOW_S = 4.0
@@ -105,7 +105,7 @@ async def run(target: Target, phase: str, rates: dict[str, float], seconds: floa
 
 
 def measure(model: Path | None, seconds: float, loads: Sequence[float], num_workers: int) -> list[Row]:
-    model = model or bundled_model.path()
+    model = model or bundled.path()
     with router(model, num_workers, SLO_S) as target:
         slo_s = level(target)
     with router(model, num_workers, slo_s) as target:

@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdcluster import messages as m
-from pdcluster.api.files import read_text_files
-from pdcluster.api.text import TextModel
-from pdcluster.bundled_model import path as bundled_path
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
-from pdcluster.errors import UnknownModel
+from pdcluster.api.text.model_text import TextModel
+from pdcluster.checkpoint.bundled import path as bundled_path
+from pdcluster.checkpoint.text_files import read_text_files
+from pdcluster.core import messages as m
+from pdcluster.core.errors import UnknownModel
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
 from pdcluster.kv.hashing import chain_root
-from pdcluster_router.generation import ModelInfo
-from pdcluster_router.job import HashChain
-from pdcluster_router.legs import Body, Ledger
-from pdcluster_router.view import ClusterView, NodeView
+from pdcluster_router.cluster.legs import Body, Ledger
+from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.core.generation import ModelInfo
+from pdcluster_router.core.job import HashChain
 
 BLOCK_TOKENS = 32
 MAX_LEN = 8192

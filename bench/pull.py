@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.cluster import Client, NodePlan, cluster, random_prompt
 from bench.engine import random_checkpoint
 from bench.report import Row, print_rows, row, write_json
-from pdcluster.config import cache_directory
+from pdcluster.settings.config import cache_directory
 
 PROMPT_TOKENS, NEW_TOKENS = 256, 32
 ANSWERS = (32, 64, 128, 256, 512)

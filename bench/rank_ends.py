@@ -1,6 +1,6 @@
-"""A rank above 0 of a node in `bench.layouts`: a process of its own with the endpoint of `node.rank` over its own pool, but no engine.
+"""A rank above 0 of a node in `bench.layouts`: a process of its own with the endpoint of `node.tensor_parallel.rank` over its own pool, but no engine.
 
-`RankProcess` is rank 0's side: it starts the process, learns its adverts and reaches it by `node.rank_link`, as `node.ranks` does. Measures nothing.
+`RankProcess` is rank 0's side: it starts the process, learns its adverts and reaches it by `node.tensor_parallel.endpoint_client`, as `node.tensor_parallel.engine` does. Measures nothing.
 
     python -m bench.rank_ends FD SETUP     the process; it serves until its end of the socket closes
 """
@@ -16,12 +16,12 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from pdcluster.messages import Message
-from pdcluster.node.rank_channel import RankChannel, Ready, frame
-from pdcluster.node.rank_endpoint import RankEndpoint
-from pdcluster.node.rank_link import RankLink
-from pdcluster.transfer.base import Peer, Region
-from pdcluster.transfer.choose import create_backends
+from pdcluster.core.messages import Message
+from pdcluster.node.tensor_parallel.channel import RankChannel, Ready, frame
+from pdcluster.node.tensor_parallel.endpoint import RankEndpoint
+from pdcluster.node.tensor_parallel.endpoint_client import RankLink
+from pdcluster.transfer.backends.base import Peer, Region
+from pdcluster.transfer.paths.choose import create_backends
 
 START_S, SEND_S = 60.0, 5.0
 

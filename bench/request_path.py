@@ -36,18 +36,18 @@ from bench.http_load import Ask
 from bench.report import Row, paired, print_rows, row, write_json
 from bench.rivals import ROUTER_CORE, stop
 from bench.router import CLIENT_CORE, NUM_PROMPT, NUM_STREAMED, PACE_S
-from pdcluster import bundled_model
 from pdcluster.bootstrap.agent import watch
-from pdcluster.config import RouterConfig, cache_directory
-from pdcluster.garbage import collect_seldom
-from pdcluster.transfer.base import Peer
+from pdcluster.checkpoint import bundled
+from pdcluster.processes.garbage import collect_seldom
+from pdcluster.settings.config import RouterConfig, cache_directory
+from pdcluster.transfer.backends.base import Peer
 from pdcluster_router import process
-from pdcluster_router.app import create_app
-from pdcluster_router.http_connection import Connection, Connections, LineLimits
-from pdcluster_router.kept_heap import keep_heap
-from pdcluster_router.plain import Plain
-from pdcluster_router.policy import compiled
-from pdcluster_router.server import http_settings
+from pdcluster_router.core.kept_heap import keep_heap
+from pdcluster_router.frontend.app import create_app
+from pdcluster_router.frontend.server import http_settings
+from pdcluster_router.http.connection import Connection, Connections, LineLimits
+from pdcluster_router.policy.predicted import compiled
+from pdcluster_router.request.plain.plain import Plain
 
 NUM_CLIENTS = 32
 ROLES = {"local": ("mixed",), "P/D": ("prefill", "decode")}
@@ -62,7 +62,7 @@ GOAL_US = 1e6 / 9000
 TOKEN_GOAL_US = 1e6 / 60_000
 NOT_OURS = "around it"
 """asyncio's loop, libraries, this bench."""
-ROOTS = (os.path.dirname(process.__file__), os.path.dirname(bundled_model.__file__))
+ROOTS = (os.path.dirname(process.__file__), os.path.dirname(bundled.__file__))
 LIMITS = LineLimits(1 << 24, READY_S, READY_S)
 OK = b"HTTP/1.1 200 "
 STREAM_END = b"\r\n0\r\n\r\n"
@@ -221,7 +221,7 @@ def part_of(file: str) -> str:
 
 def completion(num_prompt: int, num_output: int, *, is_stream: bool) -> Ask:
     ids = [10 + index % 400 for index in range(num_prompt)]
-    model = bundled_model.path().resolve().name
+    model = bundled.path().resolve().name
     body = {"model": model, "prompt": ids, "max_tokens": num_output, "temperature": 0, "stream": is_stream, "ignore_eos": True}
     return Ask("/v1/completions", json.dumps(body).encode(), is_stream)
 
@@ -229,7 +229,7 @@ def completion(num_prompt: int, num_output: int, *, is_stream: bool) -> Ask:
 @asynccontextmanager
 async def routing(bootstrap: str, case: str) -> AsyncIterator[Router]:
     """A router that knows the nodes, and has answered some requests."""
-    config = RouterConfig(bootstrap=(bootstrap,), tokenizer=bundled_model.path(), mode="remote" if case == "P/D" else "auto")
+    config = RouterConfig(bootstrap=(bootstrap,), tokenizer=bundled.path(), mode="remote" if case == "P/D" else "auto")
     async with AsyncExitStack() as stack:
         parts = process.assemble(config, Peer("bench", f"bench-{secrets.token_hex(8)}"), None, stack)
         tasks = process.Tasks(asyncio.Event(), stack)
@@ -322,7 +322,7 @@ def nodes(roles: Sequence[str], token_s: float) -> Iterator[str]:
     running: list[subprocess.Popen[bytes]] = []
     try:
         bootstrap = start(running, ["pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0"])
-        own = ["--bootstrap", bootstrap, "--model", str(bundled_model.path()), "--token-s", str(token_s)]
+        own = ["--bootstrap", bootstrap, "--model", str(bundled.path()), "--token-s", str(token_s)]
         for number, role in enumerate(roles):
             argv = [sys.executable, "-m", "bench.fake_node", *own, "--name", f"f{number}", "--role", role]
             running.append(subprocess.Popen(argv, preexec_fn=ends_with_us()))

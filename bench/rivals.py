@@ -31,7 +31,7 @@ from pathlib import Path
 
 from bench.cluster import ends_with_us
 from bench.http_load import Ask
-from pdcluster import bundled_model
+from pdcluster.checkpoint import bundled
 
 NAMES = ("sglang-router", "smg", "vllm-router", "dynamo")
 BARE = "bare"
@@ -110,7 +110,7 @@ def _argv(name: str, binaries: Path, urls: Sequence[str], port: int) -> list[str
 def _start_dynamo(folder: Path, port: int, scratch: Path, running: list[subprocess.Popen[bytes]], *, disaggregated: bool) -> subprocess.Popen[bytes]:
     python = str(folder / "dynamo" / "bin" / "python")
     environment = DYNAMO | {"DYN_FILE_KV": str(scratch)}
-    mocker = [python, "-m", "dynamo.mocker", "--model-path", str(bundled_model.path()), "--model-name", MODEL, "--speedup-ratio", SPEEDUP]
+    mocker = [python, "-m", "dynamo.mocker", "--model-path", str(bundled.path()), "--model-name", MODEL, "--speedup-ratio", SPEEDUP]
     legs = (["--disaggregation-mode", "prefill", "--bootstrap-ports", str(_free_port())], ["--disaggregation-mode", "decode"])
     for leg in legs if disaggregated else ([],):
         running.append(_quiet([*mocker, *leg], environment))

@@ -36,15 +36,15 @@ from bench.cluster import ends_with_us, start
 from bench.http_load import Ask, Outcome, load
 from bench.report import Row, paired, print_rows, row, write_json
 from bench.rivals import BARE, NAMES, ROUTER_CORE, Placed, rival, stop, wait_ready
-from pdcluster import bundled_model
 from pdcluster.bootstrap.agent import watch
+from pdcluster.checkpoint import bundled
+from pdcluster.core.messages import Cancel, Deliver, Finished, Prefill, Reserve, Reserved, Sampling, Work, pack_tokens
 from pdcluster.kv.hashing import chain_root, extend
-from pdcluster.messages import Cancel, Deliver, Finished, Prefill, Reserve, Reserved, Sampling, Work, pack_tokens
-from pdcluster.transfer.base import Peer
+from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.cluster import Cluster
-from pdcluster_router.legs import Leg
-from pdcluster_router.view import NodeView
+from pdcluster_router.cluster.legs import Leg
+from pdcluster_router.cluster.node_table import Cluster
+from pdcluster_router.cluster.view import NodeView
 
 CLIENT_CORE = 0
 CONNECTIONS = 32
@@ -70,7 +70,7 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 def ours(roles: Sequence[str], token_s: float = 0.0) -> Iterator[tuple[Placed, str]]:
     """Our router over fakes of these roles; gives the bootstrap's address, too."""
     running: list[subprocess.Popen[bytes]] = []
-    model = bundled_model.path()
+    model = bundled.path()
     try:
         bootstrap = start(running, ["pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0"])
         for number, role in enumerate(roles):
@@ -95,7 +95,7 @@ def bare(bootstrap: str) -> Iterator[Placed]:
         address = start(running, ["bench.bare_router", "--bootstrap", bootstrap])
         os.sched_setaffinity(running[-1].pid, {ROUTER_CORE})
         wait_ready(address, b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
-        yield Placed(BARE, address, running[-1].pid, "/v1/completions", bundled_model.path().resolve().name)
+        yield Placed(BARE, address, running[-1].pid, "/v1/completions", bundled.path().resolve().name)
     finally:
         stop(running)
 

@@ -35,7 +35,7 @@ from typing import Literal
 from bench import routing_ideal, routing_real
 from bench.report import Row, print_rows, write_json
 from bench.routing_runs import Contender, Run, Workload, execute_all, pools_for
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import POLICIES
 from pdcluster_router.replay.feed import FeedSpec

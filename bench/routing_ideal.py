@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.routing_runs import Run, Workload, oracle_of, trace_of, whole_rate
-from pdcluster_router.policy.estimates import PATIENCE
+from pdcluster_router.policy.predicted.cost_model import PATIENCE
 from pdcluster_router.replay.report import Slo
 from pdcluster_router.replay.scenario import Layout
 from pdcluster_router.replay.trace import TraceRequest

@@ -32,7 +32,7 @@ from pathlib import Path
 from bench.cluster import NodePlan, cluster, random_prompt
 from bench.real_turns import MEAN_PROMPT, QUIET_S, Answer, Asked, Target, crowd, requests, turn, unseen
 from bench.report import Row
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 
 WAYS = ("auto", "local", "remote")
 NAMES = {"auto": "auto", "local": "colocated", "remote": "static P/D"}

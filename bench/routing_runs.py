@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 from pdcluster_router.policy.base import Force
 from pdcluster_router.replay.feed import IMMEDIATE, FeedSpec
 from pdcluster_router.replay.report import Figures, Slo, figures

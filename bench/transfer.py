@@ -42,8 +42,8 @@ from pathlib import Path
 from bench import mooncake_bound, transfer_load
 from bench.report import Row, paired, print_rows, row, write_json
 from bench.transfer_ends import HOST, PAGE_TOKENS, Address, Near, Sink, digest_only, plain
-from pdcluster.transfer.links import send_unpaced
-from pdcluster.transfer.tcp import DIGEST_BYTES
+from pdcluster.transfer.backends.tcp import DIGEST_BYTES
+from pdcluster.transfer.backends.tcp_links import send_unpaced
 
 BACKENDS = ("shm", "tcp", "mooncake")
 GOALS = {("shm", False): 0.85, ("shm", True): 0.65, ("tcp", True): 0.9, ("mooncake", True): 0.9}

@@ -25,19 +25,19 @@ from numpy.typing import NDArray
 from bench import transfer_seam
 from bench.rank_ends import RankProcess
 from bench.transfer_seam import Expect, Permitted, Seen
-from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, Message, Reserved, Ticket
-from pdcluster.node.rank_link import LinkedMemories
-from pdcluster.transfer.base import Backend, Peer, Region
-from pdcluster.transfer.choose import create_backends
-from pdcluster.transfer.geometry import PageShape
-from pdcluster.transfer.moving import GilWaits, Payload, table_of
-from pdcluster.transfer.ranked import RankedBackend
-from pdcluster.transfer.reader import Reader
-from pdcluster.transfer.session import Acked, Drained, GaveUp, Send, Settings, peer_of
-from pdcluster.transfer.shm import ShmBackend
-from pdcluster.transfer.staged import StagedBackend
-from pdcluster.transfer.tcp import DIGEST_BYTES, TcpBackend
-from pdcluster.transfer.writer import Writer
+from pdcluster.core.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, Message, Reserved, Ticket
+from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories
+from pdcluster.transfer.backends.base import Backend, Peer, Region
+from pdcluster.transfer.backends.ranked import RankedBackend
+from pdcluster.transfer.backends.shm import ShmBackend
+from pdcluster.transfer.backends.staged import StagedBackend
+from pdcluster.transfer.backends.tcp import DIGEST_BYTES, TcpBackend
+from pdcluster.transfer.copying.copy import GilWaits, Payload, table_of
+from pdcluster.transfer.layout.geometry import PageShape
+from pdcluster.transfer.paths.choose import create_backends
+from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.session import Acked, Drained, GaveUp, Send, Settings, peer_of
+from pdcluster.transfer.protocol.writer import Writer
 
 NEAR, FAR = Peer("bench-p", "near"), Peer("bench-d", "far")
 PAGE_TOKENS = 32

@@ -26,8 +26,8 @@ import numpy as np
 
 from bench.report import Row, paired, row
 from bench.transfer_ends import PAGE_TOKENS, Near, plain
-from pdcluster.transfer.moving import Payload, table_of
-from pdcluster.transfer.shm import TOLD_BYTES
+from pdcluster.transfer.backends.shm import TOLD_BYTES
+from pdcluster.transfer.copying.copy import Payload, table_of
 
 PAGE_BYTES = 64 << 10
 CASE_BYTES = 64 << 20

@@ -1,4 +1,4 @@
-"""A transfer at the seam of the backends (`transfer.base`), without the protocol above: what of it is the medium's. For `bench.transfer`.
+"""A transfer at the seam of the backends (`transfer.backends.base`), without the protocol above: what of it is the medium's. For `bench.transfer`.
 
 Pages, chunks, permits and digests are those of a transfer. Timed from the first `write` until the reader's thread has taken the last arrival and
 the writer's the last DONE, whichever is later: both processes read the same clock of the machine. What the protocol checks, says and
@@ -13,11 +13,11 @@ import time
 
 import numpy as np
 
-from pdcluster.messages import Message
-from pdcluster.transfer.base import Backend, Fence, Handle, Peer, Permit, Stamp, WriteStatus
-from pdcluster.transfer.geometry import PageShape, join_runs_in_parts, join_spans
-from pdcluster.transfer.runs import RunTable
-from pdcluster.transfer.session import Settings
+from pdcluster.core.messages import Message
+from pdcluster.transfer.backends.base import Backend, Fence, Handle, Peer, Permit, Stamp, WriteStatus
+from pdcluster.transfer.layout.geometry import PageShape, join_runs_in_parts, join_spans
+from pdcluster.transfer.layout.runs import RunTable
+from pdcluster.transfer.protocol.session import Settings
 
 LIMIT_S = 60.0
 

@@ -12,9 +12,10 @@ from typing import Annotated
 
 import typer
 
-from pdcluster import flags, log
-from pdcluster.config import SECTIONS, BootstrapConfig, Loaded, NodeConfig, UpConfig, keys, load
-from pdcluster.keys import Key, Section
+from pdcluster.settings import flags
+from pdcluster.settings.config import SECTIONS, BootstrapConfig, Loaded, NodeConfig, UpConfig, keys, load
+from pdcluster.settings.keys import Key, Section
+from pdcluster.telemetry import log
 
 app = typer.Typer(
     help="LLM serving with prefill and decode on separate nodes.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -55,7 +56,7 @@ def _bootstrap(loaded: Loaded[BootstrapConfig]) -> int:
 
 
 def _pin(cores: tuple[int, ...]) -> None:
-    from pdcluster.errors import ConfigError
+    from pdcluster.core.errors import ConfigError
 
     try:
         os.sched_setaffinity(0, cores)
@@ -80,7 +81,7 @@ def check(
     from rich.console import Console
     from rich.table import Table
 
-    from pdcluster.errors import ConfigError
+    from pdcluster.core.errors import ConfigError
 
     table = Table(box=None, pad_edge=False)
     for title in ("key", "value", "from", "variable"):

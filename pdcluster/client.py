@@ -4,7 +4,7 @@
         for output in client.generate("def add(a, b):", max_tokens=32, temperature=0.0):
             print(output.text, end="")
 
-Both raise the errors of `pdcluster.errors`, as the server meant them. Leaving the iteration early cancels the request on every node.
+Both raise the errors of `pdcluster.core.errors`, as the server meant them. Leaving the iteration early cancels the request on every node.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal, Self, TypedDict, Unpack, cast
 
 import grpc
 
-from pdcluster.errors import BadRequest
+from pdcluster.core.errors import BadRequest
 from pdcluster.rpc import inference_pb2 as pb
 from pdcluster.rpc import inference_pb2_grpc as stubs
 from pdcluster.rpc.status import error_of

@@ -13,8 +13,8 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import msgspec
 
-from pdcluster.api.bulk import check_bulk
-from pdcluster.errors import BadRequest
+from pdcluster.api.body_bound import check_bulk
+from pdcluster.core.errors import BadRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -21,13 +21,13 @@ from queue import Empty, SimpleQueue
 import grpc
 
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
-from pdcluster.errors import BadRequest, ConfigError, PdclusterError, Unavailable
-from pdcluster.messages import Role
+from pdcluster.bootstrap.card_messages import card_to_proto, role_to_proto, snapshot_from_proto
+from pdcluster.core.errors import BadRequest, ConfigError, PdclusterError, Unavailable
+from pdcluster.core.messages import Role
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import bootstrap_pb2_grpc as stubs
-from pdcluster.rpc.cards import card_to_proto, role_to_proto, snapshot_from_proto
 from pdcluster.rpc.status import error_of
-from pdcluster.transfer.base import Peer
+from pdcluster.transfer.backends.base import Peer
 
 __all__ = ["NodeAgent", "Retry", "watch"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from pdcluster.errors import BadRequest
-from pdcluster.kinds import address
+from pdcluster.core.errors import BadRequest
+from pdcluster.core.messages import Endpoint, Role
 from pdcluster.kv.layout import DType, Fingerprint
-from pdcluster.messages import Endpoint, Role
-from pdcluster.transfer.base import Peer
+from pdcluster.settings.kinds import address
+from pdcluster.transfer.backends.base import Peer
 
 MAX_NAME_CHARS = 128
 MAX_TEXT_CHARS = 1024

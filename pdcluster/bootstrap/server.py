@@ -13,15 +13,15 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pdcluster.bootstrap.card_messages import card_from_proto, role_from_proto, snapshot_to_proto
 from pdcluster.bootstrap.store import Store, StoreSettings
-from pdcluster.config import BootstrapConfig
-from pdcluster.errors import ConfigError, PdclusterError
-from pdcluster.ready import announce
+from pdcluster.core.errors import ConfigError, PdclusterError
+from pdcluster.processes.ready import announce
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import bootstrap_pb2_grpc as stubs
-from pdcluster.rpc.cards import card_from_proto, role_from_proto, snapshot_to_proto
 from pdcluster.rpc.status import status_of
-from pdcluster.transfer.base import Peer
+from pdcluster.settings.config import BootstrapConfig
+from pdcluster.transfer.backends.base import Peer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Bootstrap"].full_name
 STOP_GRACE_S = 1.0

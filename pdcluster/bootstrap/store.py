@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from time import monotonic
 
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard, check_card
-from pdcluster.errors import ConfigError, Overloaded
+from pdcluster.core.errors import ConfigError, Overloaded
+from pdcluster.core.messages import Role
 from pdcluster.kv.layout import Fingerprint
-from pdcluster.messages import Role
-from pdcluster.transfer.base import Peer
+from pdcluster.transfer.backends.base import Peer
 
 __all__ = ["ClusterSnapshot", "NodeCard", "Store", "StoreSettings", "differences"]
 

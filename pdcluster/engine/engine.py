@@ -20,27 +20,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdcluster.engine.batch import Batch, Limits, Span, build_batch
-from pdcluster.engine.collective import Alone, Collective, InOrder
-from pdcluster.engine.constraint import Constraints, unbound
+from pdcluster.core.errors import ConfigError, IntegrityError, ModelError
+from pdcluster.core.messages import Sampling, TokenLogprobs
+from pdcluster.core.step import Row, RowError, RowResult, StepPlan, StepResult
+from pdcluster.engine.decoder import Decoder
 from pdcluster.engine.following import NOTHING_FED, Fed, Following
-from pdcluster.engine.grammar import Grammars, vocabulary_of
-from pdcluster.engine.int8 import Quantization, int8_ops
-from pdcluster.engine.invariant import invariant_ops
-from pdcluster.engine.model_config import ModelConfig, read_config
-from pdcluster.engine.models.base import Computed, Model, Progress
-from pdcluster.engine.models.decoder import Decoder
-from pdcluster.engine.ops import Ops, select_ops
-from pdcluster.engine.sampler import logprobs_alone, sample, sample_alone, token_logprobs
-from pdcluster.engine.shaping import Choice
-from pdcluster.engine.shard import cut, share_of
-from pdcluster.engine.weights import DTypeChoice, load_weights, weights_digest
+from pdcluster.engine.model.base import Computed, Model, Progress
+from pdcluster.engine.model.batch import Batch, Limits, Span, build_batch
+from pdcluster.engine.model.collective import Alone, Collective, InOrder
+from pdcluster.engine.model.config import ModelConfig, read_config
+from pdcluster.engine.model.shard import cut, share_of
+from pdcluster.engine.model.weights import DTypeChoice, load_weights, weights_digest
+from pdcluster.engine.ops.batch_invariant import invariant_ops
+from pdcluster.engine.ops.quantized import Quantization, int8_ops
+from pdcluster.engine.ops.select import Ops, select_ops
+from pdcluster.engine.sampling.constraint import Constraints, unbound
+from pdcluster.engine.sampling.grammar import Grammars, vocabulary_of
+from pdcluster.engine.sampling.penalties import Choice
+from pdcluster.engine.sampling.sampler import logprobs_alone, sample, sample_alone, token_logprobs
 from pdcluster.engine.worker import Worker
-from pdcluster.errors import ConfigError, IntegrityError, ModelError
 from pdcluster.kv.layout import DType, KVLayout
 from pdcluster.kv.pool import KVPool
-from pdcluster.messages import Sampling, TokenLogprobs
-from pdcluster.step import Row, RowError, RowResult, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 

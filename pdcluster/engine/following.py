@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pdcluster.errors import ModelError
-from pdcluster.step import Row, RowError, RowResult, StepPlan
+from pdcluster.core.errors import ModelError
+from pdcluster.core.step import Row, RowError, RowResult, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

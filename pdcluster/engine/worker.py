@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from pdcluster.errors import DeadlineExceeded, IntegrityError
-from pdcluster.step import StepPlan, StepResult
+from pdcluster.core.errors import DeadlineExceeded, IntegrityError
+from pdcluster.core.step import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Iterable
 from struct import iter_unpack
 
-from pdcluster.messages import HASH_BYTES, pack_tokens
+from pdcluster.core.messages import HASH_BYTES, pack_tokens
 
 BLOCK_TOKENS = 32
 STRETCH_BLOCKS = 32

@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from pdcluster.errors import ConfigError, IntegrityError
-from pdcluster.messages import HASH_BYTES
+from pdcluster.core.errors import ConfigError, IntegrityError
+from pdcluster.core.messages import HASH_BYTES
 
 Hashes = bytes | bytearray
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import torch
 
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 from pdcluster.kv.layout import DType, KVLayout
 
 TORCH_DTYPE: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -24,7 +24,7 @@ _MADV_POPULATE_WRITE = 23
 class KVPool:
     """Owns the pages from construction to `close`. Any thread may read the attributes; who may write which page is not decided here.
 
-    tensor: [page][layer][K, V][kv head][token][dim]; address, nbytes and fd are what `transfer.base.Region` wants.
+    tensor: [page][layer][K, V][kv head][token][dim]; address, nbytes and fd are what `transfer.backends.base.Region` wants.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: str = "cpu") -> None:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pydoc_data.topics import topics
 from typing import Any
 
-from pdcluster import bundled_model
-from pdcluster.config import Loaded, RouterConfig, UpConfig, load
-from pdcluster.errors import ConfigError, PdclusterError
+from pdcluster.checkpoint import bundled
+from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.launch import timeline
 from pdcluster.launch.up import Cluster, Output, Serving, make_output, on_signals, stop_all, unless
+from pdcluster.settings.config import Loaded, RouterConfig, UpConfig, load
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -120,7 +120,7 @@ async def _demo(loaded: Loaded[UpConfig]) -> int:
 
 async def _converse(serving: Serving, output: Output) -> bool:
     """Send the examples one after the other; True when all were answered."""
-    is_bundled = serving.model == bundled_model.path().name
+    is_bundled = serving.model == bundled.path().name
     examples = chats() if not is_bundled and await asyncio.to_thread(_takes_chats, serving) else completions()
     for number, example in enumerate(examples, start=1):
         output.say(f"\n{number}. {example.title} (POST {example.path})\n")

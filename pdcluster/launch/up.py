@@ -22,17 +22,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TextIO, TypeVar, cast
 
-from pdcluster import bundled_model
-from pdcluster.api.text import TextModel
-from pdcluster.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, UpConfig, keys, load, section_of
-from pdcluster.errors import ConfigError, ModelError, PdclusterError, Unavailable, Unservable
-from pdcluster.hub import is_repository, local_model
-from pdcluster.keys import Section
-from pdcluster.kinds import split_address
-from pdcluster.launch.supervisor import Facts, Spec, Supervisor
-from pdcluster.log import resolve_format
-from pdcluster.messages import Role
-from pdcluster.model_files import check_model_files
+from pdcluster.api.text.model_text import TextModel
+from pdcluster.checkpoint import bundled
+from pdcluster.checkpoint.hub import is_repository, local_model
+from pdcluster.checkpoint.inspection import check_model_files
+from pdcluster.core.errors import ConfigError, ModelError, PdclusterError, Unavailable, Unservable
+from pdcluster.core.messages import Role
+from pdcluster.processes.supervisor import Facts, Spec, Supervisor
+from pdcluster.settings.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, UpConfig, keys, load, section_of
+from pdcluster.settings.keys import Section
+from pdcluster.settings.kinds import split_address
+from pdcluster.telemetry.log import resolve_format
 
 NODE_STOP_S = 5.0
 BOOTSTRAP_STOP_S = 3.0
@@ -151,7 +151,7 @@ class Cluster:
 
     async def _find_model(self) -> Path:
         """Where the model lies, downloaded if need be. What is not there, or not whole, ends here and not after the nodes have started."""
-        model = self._given_model or bundled_model.path()
+        model = self._given_model or bundled.path()
         if is_repository(model):
             self._say(f"looking for {model}")
             model = await in_daemon(lambda: local_model(model))
@@ -160,7 +160,7 @@ class Cluster:
 
     async def _read_text(self) -> Facts:
         """Beside the nodes' start: a tokenizer or template that the router could never read ends it at once."""
-        model = self._router_settings.config.tokenizer or self._found_model or bundled_model.path()
+        model = self._router_settings.config.tokenizer or self._found_model or bundled.path()
         await asyncio.to_thread(TextModel.from_dir, model)
         return {}
 

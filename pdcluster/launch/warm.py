@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pdcluster.config import cache_directory
-from pdcluster.engine.native import load_kernels, load_pair_kernels
-from pdcluster.transfer.moving import native
-from pdcluster_router.policy import compiled
+from pdcluster.engine.kernels.loader import load_kernels, load_pair_kernels
+from pdcluster.settings.config import cache_directory
+from pdcluster.transfer.copying.copy import native
+from pdcluster_router.policy.predicted import compiled
 
 
 def warm(cache_dir: Path) -> str:

@@ -7,30 +7,30 @@ from dataclasses import dataclass
 
 import zmq
 
+from pdcluster.core.messages import Endpoint, Role
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import Endpoint, Role
+from pdcluster.node.availability import Standing
+from pdcluster.node.components import Neighbours, NodeParts, StepEngine
 from pdcluster.node.decode import DecodeSide
 from pdcluster.node.export import ExportSide
-from pdcluster.node.fetch import FetchSide
 from pdcluster.node.files import ModelFiles
 from pdcluster.node.grammar_queue import GrammarQueue, GrammarSource
 from pdcluster.node.grouping import LayerGroups
+from pdcluster.node.kv_fetch import FetchSide
 from pdcluster.node.legs import EndedLegs
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.parking import Parking
-from pdcluster.node.parts import Neighbours, NodeParts, StepEngine
 from pdcluster.node.prefill import PrefillSide
-from pdcluster.node.rank_link import LinkedMemories, RankLink
 from pdcluster.node.sequences import SequenceFactory
-from pdcluster.node.standing import Standing
-from pdcluster.node.stopwatch import Stopwatch
+from pdcluster.node.step_timer import Stopwatch
+from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories, RankLink
 from pdcluster.scheduler.scheduler import Limits, Scheduler
-from pdcluster.transfer.base import Backend, Peer, Region
-from pdcluster.transfer.geometry import PageShape
-from pdcluster.transfer.ranked import RankedBackend
-from pdcluster.transfer.reader import Reader
-from pdcluster.transfer.session import Settings as TransferSettings
-from pdcluster.transfer.writer import Writer
+from pdcluster.transfer.backends.base import Backend, Peer, Region
+from pdcluster.transfer.backends.ranked import RankedBackend
+from pdcluster.transfer.layout.geometry import PageShape
+from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.session import Settings as TransferSettings
+from pdcluster.transfer.protocol.writer import Writer
 from pdcluster.wire.hub import Hub
 from pdcluster.wire.sockets import WireSettings
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
-from pdcluster import errors
-from pdcluster.grammar import Grammar
+from pdcluster.core import errors
+from pdcluster.core.grammar import Grammar
+from pdcluster.core.messages import Failed, Finished, Prefill, Reserve, Reserved, Scheduled, Timings, Work
+from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import Failed, Finished, Prefill, Reserve, Reserved, Scheduled, Timings, Work
 from pdcluster.node.legs import REFUSALS, Ended, EndedLegs, Output, check_newest, key_of, of_router, refusal, unawaited
 from pdcluster.node.line import Line
 from pdcluster.node.outbox import Outbox
 from pdcluster.scheduler.scheduler import Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import StepPlan
-from pdcluster.transfer.base import Peer
-from pdcluster.transfer.reader import Reader
-from pdcluster.transfer.session import Failed as TicketFailed
-from pdcluster.transfer.session import Landed, Reclaimed
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.session import Failed as TicketFailed
+from pdcluster.transfer.protocol.session import Landed, Reclaimed
 
 PLACE_RETRY_S = 0.1
 """When to ask again behind somebody who waits for room."""

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from pdcluster.errors import IntegrityError, TransferError
+from pdcluster.core.errors import IntegrityError, TransferError
+from pdcluster.core.messages import Declined, Fetch, Ticket
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import Declined, Fetch, Ticket
 from pdcluster.node.outbox import Outbox
 from pdcluster.scheduler.scheduler import Scheduler
-from pdcluster.transfer.base import Peer
-from pdcluster.transfer.session import Acked, Drained, GaveUp, peer_of
-from pdcluster.transfer.writer import Writer
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.protocol.session import Acked, Drained, GaveUp, peer_of
+from pdcluster.transfer.protocol.writer import Writer
 
 MAX_OPEN = 64
 """Exports at a time; whoever asks for more computes."""

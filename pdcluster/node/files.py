@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pdcluster.api.files import files_digest, read_text_files
-from pdcluster.messages import FetchFile, FileChunk
+from pdcluster.checkpoint.text_files import files_digest, read_text_files
+from pdcluster.core.messages import FetchFile, FileChunk
 
 CHUNK_BYTES = 1 << 20
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdcluster import errors
-from pdcluster.grammar import PARAM, Grammar
-from pdcluster.messages import Deliver, Failed, Prefill, Refused, RefusedLeg, Reserve
+from pdcluster.core import errors
+from pdcluster.core.grammar import PARAM, Grammar
+from pdcluster.core.messages import Deliver, Failed, Prefill, Refused, RefusedLeg, Reserve
 from pdcluster.node.legs import refusal
 from pdcluster.node.outbox import Outbox
-from pdcluster.transfer.base import Peer
+from pdcluster.transfer.backends.base import Peer
 
 RESERVE_S = 1.5
 """Less than any router waits for the answer to a Reserve."""
@@ -26,7 +26,7 @@ MAX_WAITING = 1024
 
 
 class GrammarSource(Protocol):
-    """Implemented by engine.grammar."""
+    """Implemented by engine.sampling.grammar."""
 
     news_fd: int
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from pdcluster.transfer.session import TransferStats
+from pdcluster.transfer.protocol.session import TransferStats
 
 FIRST_GUESS_BYTES_S = 2e9
 SMALLEST_SAMPLE_BYTES = 1 << 18

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from pdcluster import errors
-from pdcluster.messages import Delivered, Failed, Finished, Refused, RefusedLeg, TokenLogprobs, TokenRow, Work
-from pdcluster.transfer.base import Peer
+from pdcluster.core import errors
+from pdcluster.core.messages import Delivered, Failed, Finished, Refused, RefusedLeg, TokenLogprobs, TokenRow, Work
+from pdcluster.transfer.backends.base import Peer
 
 
 @dataclass(slots=True)

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import zmq
 
-from pdcluster.errors import BadRequest, DeadlineExceeded, IntegrityError
-from pdcluster.messages import (
+from pdcluster.core.errors import BadRequest, DeadlineExceeded, IntegrityError
+from pdcluster.core.messages import (
     Abort,
     AbortAck,
     AnyMessage,
@@ -41,12 +41,12 @@ from pdcluster.messages import (
     Welcome,
     Work,
 )
-from pdcluster.node.parts import NodeParts
-from pdcluster.node.report import Reporter, by_reason, path_loads
+from pdcluster.core.step import RowError, StepPlan
+from pdcluster.node.components import NodeParts
+from pdcluster.node.load_report import Reporter, by_reason, path_loads
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import RowError, StepPlan
-from pdcluster.transfer.base import Peer
-from pdcluster.transfer.session import Send, peer_of
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.protocol.session import Send, peer_of
 from pdcluster.wire.hub import LeaseEnded, LinkLost, Received
 
 logger = logging.getLogger(__name__)

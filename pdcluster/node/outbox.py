@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdcluster.messages import AnyMessage, Endpoint, TokenLogprobs, TokenRow, Tokens
-from pdcluster.transfer.base import Peer
+from pdcluster.core.messages import AnyMessage, Endpoint, TokenLogprobs, TokenRow, Tokens
+from pdcluster.transfer.backends.base import Peer
 
 MAX_ROWS_BYTES = 48 << 20
 """Of the rows in one frame, by the estimates below; less than any peer's frame limit (wire.codec)."""

@@ -13,20 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 
-from pdcluster import errors
-from pdcluster.grammar import Grammar
+from pdcluster.core import errors
+from pdcluster.core.grammar import Grammar
+from pdcluster.core.messages import Deliver, Delivered, Failed, Finished, Prefill, Refused, RefusedLeg, Scheduled, Ticket, Timings, TokenLogprobs
+from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import Deliver, Delivered, Failed, Finished, Prefill, Refused, RefusedLeg, Scheduled, Ticket, Timings, TokenLogprobs
 from pdcluster.node.grouping import LayerGroups
 from pdcluster.node.legs import REFUSALS, Ended, EndedLegs, Output, check_newest, key_of, of_router, refusal, unawaited
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.parking import Parking
 from pdcluster.scheduler.scheduler import Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import StepPlan
-from pdcluster.transfer.base import Peer
-from pdcluster.transfer.session import Acked, Drained, GaveUp, TransferStats
-from pdcluster.transfer.writer import Writer
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.protocol.session import Acked, Drained, GaveUp, TransferStats
+from pdcluster.transfer.protocol.writer import Writer
 
 STOPPED_BY_PEER_S = 0.05
 """What a refusal of a delivery says about coming back: the KV is parked, another ticket may come at once."""

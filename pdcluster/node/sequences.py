@@ -8,8 +8,8 @@ from itertools import chain
 
 import numpy as np
 
-from pdcluster.errors import BadRequest
-from pdcluster.messages import Work
+from pdcluster.core.errors import BadRequest
+from pdcluster.core.messages import Work
 from pdcluster.node.legs import key_of
 from pdcluster.node.outbox import MAX_ROWS_BYTES, most_bytes
 from pdcluster.scheduler.sequence import Sequence

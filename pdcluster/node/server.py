@@ -19,29 +19,29 @@ import zmq
 
 from pdcluster.bootstrap.agent import NodeAgent
 from pdcluster.bootstrap.card import NodeCard
-from pdcluster.bundled_model import path as bundled_model
-from pdcluster.config import NodeConfig
+from pdcluster.checkpoint.bundled import path as bundled_model
+from pdcluster.checkpoint.hub import local_model, served_name
+from pdcluster.checkpoint.inspection import check_model_files
+from pdcluster.core.errors import ConfigError
+from pdcluster.core.messages import PROTOCOL_VERSION
 from pdcluster.engine.engine import Engine
-from pdcluster.engine.int8 import int8_arithmetic
-from pdcluster.engine.invariant import invariant_arithmetic
-from pdcluster.errors import ConfigError
-from pdcluster.garbage import collect_seldom
-from pdcluster.hub import local_model, served_name
+from pdcluster.engine.ops.batch_invariant import invariant_arithmetic
+from pdcluster.engine.ops.quantized import int8_arithmetic
 from pdcluster.kv.layout import DEFAULT_ARITHMETIC, Fingerprint
-from pdcluster.messages import PROTOCOL_VERSION
-from pdcluster.model_files import check_model_files
 from pdcluster.node.assembly import KV_REGION, Shape, Wiring, assemble
-from pdcluster.node.engines import NodeEngine, start_engine
+from pdcluster.node.components import NodeParts
+from pdcluster.node.engine_start import NodeEngine, start_engine
 from pdcluster.node.files import ModelFiles
 from pdcluster.node.loop import NodeLoop
-from pdcluster.node.parts import NodeParts
-from pdcluster.node.rank_link import RankLink
-from pdcluster.ready import announce
+from pdcluster.node.tensor_parallel.endpoint_client import RankLink
+from pdcluster.processes.garbage import collect_seldom
+from pdcluster.processes.ready import announce
 from pdcluster.scheduler.limits import Limits, logprob_tokens_of
-from pdcluster.transfer.base import Backend, Peer
-from pdcluster.transfer.choose import create_backends
-from pdcluster.transfer.session import Settings as TransferSettings
-from pdcluster.transfer.staging import Fabric
+from pdcluster.settings.config import NodeConfig
+from pdcluster.transfer.backends.base import Backend, Peer
+from pdcluster.transfer.backends.staging import Fabric
+from pdcluster.transfer.paths.choose import create_backends
+from pdcluster.transfer.protocol.session import Settings as TransferSettings
 from pdcluster.wire.sockets import WireSettings
 
 logger = logging.getLogger(__name__)

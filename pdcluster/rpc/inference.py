@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from google.protobuf.message import Message as Proto
 
-from pdcluster.api import openai
-from pdcluster.api.bulk import MOST_STRINGS, check_bulk
-from pdcluster.api.choice import Piece, Token
-from pdcluster.api.replies import RouteReport, Usage
-from pdcluster.api.shaping import check_num_biases
-from pdcluster.api.structured import parsed
+from pdcluster.api.body_bound import MOST_STRINGS, check_bulk
+from pdcluster.api.openai import requests
+from pdcluster.api.openai.replies import RouteReport, Usage
+from pdcluster.api.openai.sampling_fields import check_num_biases
+from pdcluster.api.structured.constraints import parsed
+from pdcluster.api.text.choice_text import Piece, Token
 from pdcluster.api.tools.offered import MAX_TOOLS
-from pdcluster.errors import BadRequest
+from pdcluster.core.errors import BadRequest
 from pdcluster.rpc import inference_pb2 as pb
 
 _SAME_NAME = (
@@ -30,7 +30,7 @@ MOST_TURNS = MOST_STRINGS // 4
 """Messages of a chat, and calls in them: as many as a JSON body may have, where each is two fields with their names."""
 
 
-def request_from_proto(message: pb.GenerateRequest, model: str) -> openai.ChatRequest | openai.CompletionRequest:
+def request_from_proto(message: pb.GenerateRequest, model: str) -> requests.ChatRequest | requests.CompletionRequest:
     """model: for a request that names none. Raises BadRequest naming the field, as for a JSON body."""
     fields = _given(message, *_SAME_NAME)
     fields |= {"model": message.model or model, "stop": list(message.stop), "stop_token_ids": list(message.stop_token_ids)}
@@ -42,7 +42,7 @@ def request_from_proto(message: pb.GenerateRequest, model: str) -> openai.ChatRe
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise BadRequest("the request has no prompt; set text, token_ids or chat", "prompt")
-    return openai.chat_of(fields | _chat_fields(message)) if kind == "chat" else openai.completion_of(fields | _plain_fields(message, kind))
+    return requests.chat_of(fields | _chat_fields(message)) if kind == "chat" else requests.completion_of(fields | _plain_fields(message, kind))
 
 
 def _structured(asked: pb.StructuredOutputs) -> dict[str, object]:

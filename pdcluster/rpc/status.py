@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from pdcluster.errors import (
+from pdcluster.core.errors import (
     BadRequest,
     Cancelled,
     ConfigError,

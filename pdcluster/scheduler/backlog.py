@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pdcluster.cost import num_pairs
-from pdcluster.messages import HASH_BYTES
+from pdcluster.core.messages import HASH_BYTES
+from pdcluster.cost.cost import num_pairs
 from pdcluster.scheduler.sequence import Sequence
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pdcluster.errors import IntegrityError
+from pdcluster.core.errors import IntegrityError
 from pdcluster.kv.pages import PagePool
 from pdcluster.scheduler.sequence import Sequence
 from pdcluster.scheduler.sharing import Forks

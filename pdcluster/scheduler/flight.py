@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pdcluster.errors import IntegrityError
+from pdcluster.core.errors import IntegrityError
+from pdcluster.core.lifecycle import Residence
+from pdcluster.core.step import StepPlan, StepResult
 from pdcluster.kv.pages import PagePool
-from pdcluster.lifecycle import Residence
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import StepPlan, StepResult
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdcluster.errors import BadRequest, ConfigError, RequestTooLarge
+from pdcluster.core.errors import BadRequest, ConfigError, RequestTooLarge
 from pdcluster.kv.pages import PagePool
 from pdcluster.scheduler.sequence import Sequence
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pdcluster.messages import FinishReason, TokenLogprobs
+from pdcluster.core.messages import FinishReason, TokenLogprobs
+from pdcluster.core.step import NOT_DRAWN_YET, Row, RowError, StepPlan
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import NOT_DRAWN_YET, Row, RowError, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

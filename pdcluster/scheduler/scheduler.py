@@ -24,10 +24,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from itertools import chain, islice
 
-from pdcluster.errors import IntegrityError, Overloaded, ProtocolError
+from pdcluster.core.errors import IntegrityError, Overloaded, ProtocolError
+from pdcluster.core.lifecycle import Residence
+from pdcluster.core.messages import TokenLogprobs
+from pdcluster.core.step import Row, RowResult, StepPlan, StepResult
 from pdcluster.kv.pages import PagePool
-from pdcluster.lifecycle import Residence
-from pdcluster.messages import TokenLogprobs
 from pdcluster.scheduler.backlog import backlog, blocks_by_then, decoding
 from pdcluster.scheduler.credit import Credit
 from pdcluster.scheduler.flight import Flights
@@ -36,7 +37,6 @@ from pdcluster.scheduler.limits import Limits, longest
 from pdcluster.scheduler.rows import Draft, Occupancy, Update, can_be_followed, finish
 from pdcluster.scheduler.sequence import Sequence
 from pdcluster.scheduler.sharing import Forks, can_fork, publish
-from pdcluster.step import Row, RowResult, StepPlan, StepResult
 
 __all__ = ["Limits", "Occupancy", "Scheduler", "Update"]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcluster.errors import BadRequest, IntegrityError
-from pdcluster.history import history_of
+from pdcluster.core.errors import BadRequest, IntegrityError
+from pdcluster.core.history import history_of
+from pdcluster.core.lifecycle import RESIDENCE, Residence, advance
+from pdcluster.core.messages import HASH_BYTES, Sampling, TokenLogprobs, Work
 from pdcluster.kv.hashing import extend, is_extendable
-from pdcluster.lifecycle import RESIDENCE, Residence, advance
-from pdcluster.messages import HASH_BYTES, Sampling, TokenLogprobs, Work
 
 _HEADROOM = 64
 """Output tokens for which a new token array has room, so that short answers never copy it."""

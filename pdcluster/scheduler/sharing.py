@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from pdcluster.core.lifecycle import Residence
+from pdcluster.core.messages import HASH_BYTES
 from pdcluster.kv.pages import PagePool
-from pdcluster.lifecycle import Residence
-from pdcluster.messages import HASH_BYTES
 from pdcluster.scheduler.sequence import Sequence
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pdcluster.errors import ProtocolError
+from pdcluster.core.errors import ProtocolError
 
 MAX_ADDRESS_CHARS = 300
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})")

@@ -1,14 +1,14 @@
 """What waits to be said to one peer: messages, each encoded once when it comes, that leave together as one numbered frame.
 
 A frame costs the same for one message as for fifty: a number, a digest, a wake-up of ZMQ's thread here and one of the reader there. So whoever owns
-a link flushes at the end of its turn, not after every message. Not here: when that is (`wire.links`, `wire.hub`), and the frame's numbers.
+a link flushes at the end of its turn, not after every message. Not here: when that is (`wire.router_link`, `wire.hub`), and the frame's numbers.
 """
 
 from __future__ import annotations
 
-from pdcluster import messages as m
-from pdcluster.messages import MAX_MESSAGES
-from pdcluster.transfer.base import Peer
+from pdcluster.core import messages as m
+from pdcluster.core.messages import MAX_MESSAGES
+from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire import codec
 from pdcluster.wire.codec import ALONE, encoded
 

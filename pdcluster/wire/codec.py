@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from pdcluster import messages as m
-from pdcluster.bounds import INT31, MAX_ID_CHARS
-from pdcluster.errors import ProtocolError
+from pdcluster.core import messages as m
+from pdcluster.core.bounds import INT31, MAX_ID_CHARS
+from pdcluster.core.errors import ProtocolError
 from pdcluster.wire.address import parse_address
 
 MAX_FRAME_BYTES = 64 << 20

@@ -12,7 +12,7 @@ import threading
 import zmq
 from zmq.utils import z85
 
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 from pdcluster.wire.sockets import ZAP_DOMAIN, KeyPair
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"

@@ -2,7 +2,7 @@
 
 The hub knows who is there (leases), what arrived in order, and which frame comes from a boot that is gone. What a message means, and which
 tokens are said again after a gap, is the node loop's: it answers every Hello that it receives with Welcome, and for a router says again
-what the router misses. The rules of a link are in `wire.dialer`; this is their other end.
+what the router misses. The rules of a link are in `wire.client_link`; this is their other end.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Literal
 
 import zmq
 
-from pdcluster import messages as m
-from pdcluster.errors import ProtocolError
-from pdcluster.transfer.base import Peer
+from pdcluster.core import messages as m
+from pdcluster.core.errors import ProtocolError
+from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire import codec
 from pdcluster.wire.batch import Batch
+from pdcluster.wire.client_link import Dialer, LinkState
 from pdcluster.wire.curve import Gatekeeper
-from pdcluster.wire.dialer import Dialer, LinkState
-from pdcluster.wire.line import ZmqLine
+from pdcluster.wire.link_socket import ZmqLine
 from pdcluster.wire.sockets import WireSettings, derive_keys, open_router
 
 Kind = Literal["router", "node"]

@@ -11,7 +11,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 from pdcluster.wire.address import format_address, is_loopback, is_wildcard, parse_address
 from pdcluster.wire.codec import MAX_FRAME_BYTES
 

@@ -13,10 +13,10 @@ import socket
 from collections.abc import Callable
 from typing import cast
 
-from pdcluster.errors import ProtocolError
+from pdcluster.core.errors import ProtocolError
 from pdcluster.wire.address import parse_address
 from pdcluster.wire.batch import MAX_BATCH_BYTES
-from pdcluster.wire.line import DOWN, REFUSED
+from pdcluster.wire.link_socket import DOWN, REFUSED
 from pdcluster.wire.sockets import KEEPALIVE_COUNT, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, RECONNECT_S, WireSettings
 from pdcluster.wire.zmtp import GREETING, Reader, head_of
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from pdcluster.errors import ProtocolError
+from pdcluster.core.errors import ProtocolError
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _FLAGS = _MORE | _LONG | _COMMAND

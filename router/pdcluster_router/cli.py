@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from pdcluster import flags, log
-from pdcluster.config import Loaded, RouterConfig
+from pdcluster.settings import flags
+from pdcluster.settings.config import Loaded, RouterConfig
+from pdcluster.telemetry import log
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -13,9 +14,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def _run(loaded: Loaded[RouterConfig]) -> int:
     log.configure(loaded.config.log, process=loaded.config.name or "router")
     if loaded.config.workers > 1 and loaded.config.worker is None:
-        from pdcluster_router.workers import service
+        from pdcluster_router.workers import supervisor
 
-        return service.run(loaded)
+        return supervisor.run(loaded)
     from pdcluster_router import process
 
     return process.run(loaded.config)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from pdcluster import flags
-from pdcluster_router.replay.asked import Nodes, Printing, Routing, Traffic
+from pdcluster.settings import flags
+from pdcluster_router.replay.options import Nodes, Printing, Routing, Traffic
 
 app = typer.Typer(help="Operate a pdcluster; replay traces without one.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

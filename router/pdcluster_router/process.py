@@ -17,36 +17,36 @@ import uvloop
 import zmq
 
 from pdcluster.bootstrap.agent import watch
-from pdcluster.config import RouterConfig, cache_directory
-from pdcluster.errors import PdclusterError
-from pdcluster.garbage import collect_seldom
-from pdcluster.metrics import ExplainMetrics, HoldMetrics, RouterMetrics, WorkerMetrics
-from pdcluster.ready import announce
-from pdcluster.transfer.base import Peer
+from pdcluster.core.errors import PdclusterError
+from pdcluster.processes.garbage import collect_seldom
+from pdcluster.processes.ready import announce
+from pdcluster.settings.config import RouterConfig, cache_directory
+from pdcluster.telemetry.metrics import ExplainMetrics, HoldMetrics, RouterMetrics, WorkerMetrics
+from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.sockets import WireSettings, warn_if_open
-from pdcluster_router.admin import LOOK_S, Admin
-from pdcluster_router.admission import Slo
-from pdcluster_router.app import Exposition, create_app
-from pdcluster_router.chooser import Chooser, PolicyHolder
-from pdcluster_router.cluster import Cluster
-from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.events import EventLog
-from pdcluster_router.explain import Explainer
-from pdcluster_router.headroom import Headroom
-from pdcluster_router.hold import HoldLimits
-from pdcluster_router.index_metrics import IndexCollector
-from pdcluster_router.kept_heap import keep_heap
-from pdcluster_router.models import Models
-from pdcluster_router.node_metrics import NodeCollector
-from pdcluster_router.places import Places
-from pdcluster_router.plain import Plain
-from pdcluster_router.policy import compiled
+from pdcluster_router.admin.roles import RoleController, RoleSettings
+from pdcluster_router.admin.service import LOOK_S, Admin
+from pdcluster_router.cluster.events import EventLog
+from pdcluster_router.cluster.index_metrics import IndexCollector
+from pdcluster_router.cluster.metrics import NodeCollector
+from pdcluster_router.cluster.models import Models
+from pdcluster_router.cluster.node_table import Cluster
+from pdcluster_router.core.kept_heap import keep_heap
+from pdcluster_router.core.stages import StageDeadlines
+from pdcluster_router.core.tenants import read_tenants
+from pdcluster_router.explain.recorder import Explainer
+from pdcluster_router.frontend.app import Exposition, create_app
+from pdcluster_router.frontend.places import Places
+from pdcluster_router.frontend.server import http_settings, listening, router_metrics
+from pdcluster_router.policy.predicted import compiled
+from pdcluster_router.policy.pull import PullRule
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.pull import PullRule
-from pdcluster_router.roles import RoleController, RoleSettings
-from pdcluster_router.server import http_settings, listening, router_metrics
-from pdcluster_router.stages import StageDeadlines
-from pdcluster_router.tenants import read_tenants
+from pdcluster_router.policy.selector import Chooser, PolicyHolder
+from pdcluster_router.queueing.admission import Slo
+from pdcluster_router.queueing.headroom import Headroom
+from pdcluster_router.queueing.hold_queue import HoldLimits
+from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
+from pdcluster_router.request.plain.plain import Plain
 from pdcluster_router.workers.desk import Desk
 from pdcluster_router.workers.worker import Worker, show
 
@@ -190,9 +190,9 @@ async def _join(worker: Worker, me: Peer, parts: Parts, tasks: Tasks) -> FrontDo
 async def _serve_admin(admin: Admin, config: RouterConfig, stack: AsyncExitStack) -> str | None:
     if config.admin is None:
         return None
-    from pdcluster_router import admin_api  # brings grpc, as the gRPC front door does
+    from pdcluster_router.admin import grpc  # brings grpc, as the gRPC front door does
 
-    return await stack.enter_async_context(admin_api.listening(admin, config.admin, config.admin_token()))
+    return await stack.enter_async_context(grpc.listening(admin, config.admin, config.admin_token()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,14 +229,14 @@ async def _open(front: FrontDoors, config: RouterConfig) -> AsyncIterator[tuple[
         address = await doors[0].enter_async_context(listening(app, config.http, drain_s=config.drain_s, is_port_shared=is_shared))
         grpc_address = None
         if config.grpc is not None:
-            from pdcluster_router import grpc_api  # half the router's start, and not everybody wants it
+            from pdcluster_router.frontend import grpc  # half the router's start, and not everybody wants it
 
             doors.append(AsyncExitStack())
-            settings = grpc_api.GrpcSettings(
+            settings = grpc.GrpcSettings(
                 max_message_bytes=config.max_body_bytes, deadline_s=config.deadline_s, id_prefix=id_prefix, is_port_shared=is_shared
             )
-            servicer = grpc_api.Inference(dispatch, settings, metrics, places)
-            grpc_address = await doors[1].enter_async_context(grpc_api.listening(servicer, dispatch, config.grpc, settings, drain_s=config.drain_s))
+            servicer = grpc.Inference(dispatch, settings, metrics, places)
+            grpc_address = await doors[1].enter_async_context(grpc.listening(servicer, dispatch, config.grpc, settings, drain_s=config.drain_s))
         yield address, grpc_address
     finally:
         await asyncio.gather(*(door.aclose() for door in doors))

@@ -10,8 +10,8 @@ import uvloop
 
 from bench import router
 from bench.router import FakesAlone, _direct, ours
-from pdcluster.messages import AnyMessage, Endpoint
-from pdcluster_router.cluster import Cluster
+from pdcluster.core.messages import AnyMessage, Endpoint
+from pdcluster_router.cluster.node_table import Cluster
 
 NUM_ASKED = 20
 

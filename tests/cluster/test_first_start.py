@@ -8,7 +8,7 @@ import pytest
 from checkpoints import KERNEL_CACHE
 from processes import PATIENT, Up, running
 
-from pdcluster.engine.linear import MOST_ROWS
+from pdcluster.engine.ops.linear import MOST_ROWS
 from pdcluster.launch.warm import warm
 
 pytestmark = pytest.mark.timeout(300)

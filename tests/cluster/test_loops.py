@@ -14,11 +14,11 @@ from local_cluster import LocalCluster
 from oracle import VOCAB, reference
 from write_faults import each_write_fault
 
-from pdcluster import errors
-from pdcluster.messages import Role, Sampling
-from pdcluster.transfer.base import Stamp, WriteStatus
-from pdcluster.transfer.fake import Fault
-from pdcluster_router.generation import Chunk, Generation
+from pdcluster.core import errors
+from pdcluster.core.messages import Role, Sampling
+from pdcluster.transfer.backends.base import Stamp, WriteStatus
+from pdcluster.transfer.backends.fake import Fault
+from pdcluster_router.core.generation import Chunk, Generation
 
 PAIR = {"p0": "prefill", "d0": "decode"}
 TWO_PAIRS = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}

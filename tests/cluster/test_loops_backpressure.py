@@ -10,10 +10,10 @@ from local_cluster import LocalCluster, LocalNode
 from oracle import OracleEngine, reference
 from test_loops import PAIR, prompt_of
 
-from pdcluster import errors
-from pdcluster.messages import Refused, Reserve, Reserved
-from pdcluster_router import headroom
-from pdcluster_router.stages import StageDeadlines
+from pdcluster.core import errors
+from pdcluster.core.messages import Refused, Reserve, Reserved
+from pdcluster_router.core.stages import StageDeadlines
+from pdcluster_router.queueing import headroom
 
 PATIENT = StageDeadlines(handshake_s=0.5, transfer_s=1.0, hold_s=0.01, queue_s=30.0, liveness_s=30.0)
 

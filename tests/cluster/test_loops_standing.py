@@ -10,10 +10,10 @@ import pytest
 from local_cluster import LocalCluster
 from oracle import VOCAB, reference
 
-from pdcluster.errors import NodeLost
-from pdcluster.messages import Load
-from pdcluster_router.admin import Admin
-from pdcluster_router.cluster import NodeState
+from pdcluster.core.errors import NodeLost
+from pdcluster.core.messages import Load
+from pdcluster_router.admin.service import Admin
+from pdcluster_router.cluster.node_table import NodeState
 
 
 def prompt_of(length: int) -> list[int]:

@@ -18,11 +18,11 @@ import pytest
 from driver import Driver, greedy
 from processes import PATIENT, Up, abandoned_memory, listening_ports, running, wait_nothing_abandoned
 
-from pdcluster import bundled_model
 from pdcluster import client as api
-from pdcluster.config import cache_directory
+from pdcluster.checkpoint import bundled
+from pdcluster.core.errors import DeadlineExceeded
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.errors import DeadlineExceeded
+from pdcluster.settings.config import cache_directory
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -33,7 +33,7 @@ MOST_LONG = 4
 
 @pytest.fixture(scope="module")
 def model() -> Path:
-    return bundled_model.path()
+    return bundled.path()
 
 
 @pytest.fixture(scope="module")

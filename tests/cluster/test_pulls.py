@@ -12,12 +12,12 @@ from local_cluster import LocalCluster, oracle_kit
 from oracle import VOCAB, reference
 from write_faults import each_write_fault
 
-from pdcluster import errors
+from pdcluster.core import errors
+from pdcluster.core.messages import Commit, Fetch, Message
 from pdcluster.kv.hashing import extend
-from pdcluster.messages import Commit, Fetch, Message
-from pdcluster.transfer.base import Stamp
-from pdcluster.transfer.fake import Fault
-from pdcluster_router.pull import PullRule
+from pdcluster.transfer.backends.base import Stamp
+from pdcluster.transfer.backends.fake import Fault
+from pdcluster_router.policy.pull import PullRule
 
 PAIR = {"p0": "prefill", "d0": "decode"}
 TWO_PAIRS = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}

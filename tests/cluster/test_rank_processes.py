@@ -17,9 +17,9 @@ from driver import Driver, greedy
 from processes import Up, abandoned_memory, running, wait_nothing_abandoned
 from test_processes import EXACT, ask, make_prompts
 
-from pdcluster import bundled_model
-from pdcluster.config import cache_directory
+from pdcluster.checkpoint import bundled
 from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.settings.config import cache_directory
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
 
@@ -28,7 +28,7 @@ Reference = Callable[[list[list[int]], list[int]], list[list[int]]]
 
 @pytest.fixture(scope="module")
 def one_engine() -> Iterator[Reference]:
-    engine = Engine(EngineConfig(bundled_model.path(), cache_directory(), dtype="float32", num_pages=2048, threads=1))
+    engine = Engine(EngineConfig(bundled.path(), cache_directory(), dtype="float32", num_pages=2048, threads=1))
 
     def continue_(prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
         jobs = Driver(engine).run([np.array(p, np.int32) for p in prompts], [greedy(count, ignore_eos=True) for count in counts])
@@ -40,7 +40,7 @@ def one_engine() -> Iterator[Reference]:
 
 def rank_pids(up: Up, node: str) -> list[int]:
     children = psutil.Process(up.pid_of(node)).children()
-    return [child.pid for child in children if "pdcluster.node.rank" in child.cmdline()]
+    return [child.pid for child in children if "pdcluster.node.tensor_parallel.rank" in child.cmdline()]
 
 
 def ask_while_refused(up: Up, prompt: list[int], count: int) -> tuple[list[int], dict[str, object]]:
@@ -91,7 +91,7 @@ def test_nodes_of_different_ranks_serve_together_and_leave_nothing(one_engine: R
         assert {reply["headers"]["x-pdcluster-mode"] for _, reply in answers} == {"remote"}
         up.wait_idle()
         pids = {child.pid for child in up.children()}
-        assert any("pdcluster.node.rank" in psutil.Process(pid).cmdline() for pid in pids)
+        assert any("pdcluster.node.tensor_parallel.rank" in psutil.Process(pid).cmdline() for pid in pids)
         assert up.stop() == 0, up.output()
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     wait_nothing_abandoned(memory)

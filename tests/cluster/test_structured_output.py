@@ -14,7 +14,7 @@ import pytest
 from processes import PATIENT, Up, running
 
 from pdcluster import client as api
-from pdcluster.errors import BadRequest
+from pdcluster.core.errors import BadRequest
 
 pytestmark = pytest.mark.timeout(300)
 

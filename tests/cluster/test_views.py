@@ -15,14 +15,14 @@ from local_cluster import OneModel
 
 from bench.fake_node import FakeNode, Speed
 from pdcluster.bootstrap.card import ClusterSnapshot
-from pdcluster.messages import HASH_BYTES, Sampling
-from pdcluster.transfer.base import Peer
+from pdcluster.core.messages import HASH_BYTES, Sampling
+from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.chooser import Chooser, PolicyHolder
-from pdcluster_router.cluster import Cluster
-from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.generation import Done, Generation
+from pdcluster_router.cluster.node_table import Cluster
+from pdcluster_router.core.generation import Done, Generation
 from pdcluster_router.policy.registry import DEFAULT, make_policy
+from pdcluster_router.policy.selector import Chooser, PolicyHolder
+from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 BLOCK = 4
 WIRE = WireSettings(heartbeat_s=0.1, lease_s=1.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster.transfer.base import WriteStatus
-from pdcluster.transfer.fake import Fault
+from pdcluster.transfer.backends.base import WriteStatus
+from pdcluster.transfer.backends.fake import Fault
 
 WRITE_FAULTS = {
     "slow": Fault(delay_s=0.05),

@@ -12,15 +12,15 @@ import pytest
 from transfer_memory import Memory
 from transfer_peer import READER, WRITER
 
-from pdcluster.config import set_library_environment
-from pdcluster.transfer.base import Backend, Handle, Peer, Permit, Run, Stamp, WriteStatus
-from pdcluster.transfer.choose import create_backends
-from pdcluster.transfer.fake import FakeBackend, FakeNetwork
-from pdcluster.transfer.mooncake import MooncakeEngine, environment
-from pdcluster.transfer.nixl import PACKAGES, NixlEngine
-from pdcluster.transfer.nixl import environment as nixl_environment
-from pdcluster.transfer.staged import StagedBackend
-from pdcluster.transfer.staging import Engine, StagedSettings
+from pdcluster.settings.config import set_library_environment
+from pdcluster.transfer.backends.base import Backend, Handle, Peer, Permit, Run, Stamp, WriteStatus
+from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork
+from pdcluster.transfer.backends.mooncake import MooncakeEngine, environment
+from pdcluster.transfer.backends.nixl import PACKAGES, NixlEngine
+from pdcluster.transfer.backends.nixl import environment as nixl_environment
+from pdcluster.transfer.backends.staged import StagedBackend
+from pdcluster.transfer.backends.staging import Engine, StagedSettings
+from pdcluster.transfer.paths.choose import create_backends
 
 NBYTES = 1 << 20
 HAS_NIXL = any(importlib.util.find_spec(package) for package in PACKAGES)

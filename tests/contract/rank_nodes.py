@@ -14,16 +14,16 @@ from backend_ends import start
 from transfer_memory import Memory
 from transfer_peer import READER, WRITER
 
-from pdcluster.messages import Endpoint, Ticket
-from pdcluster.node.rank_channel import RankChannel
-from pdcluster.node.rank_endpoint import RankEndpoint
-from pdcluster.node.rank_link import LinkedMemories, RankLink
-from pdcluster.transfer.base import Backend, Peer
-from pdcluster.transfer.geometry import PageShape
-from pdcluster.transfer.ranked import RankedBackend
-from pdcluster.transfer.reader import Reader
-from pdcluster.transfer.session import Send, Settings
-from pdcluster.transfer.writer import Writer
+from pdcluster.core.messages import Endpoint, Ticket
+from pdcluster.node.tensor_parallel.channel import RankChannel
+from pdcluster.node.tensor_parallel.endpoint import RankEndpoint
+from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories, RankLink
+from pdcluster.transfer.backends.base import Backend, Peer
+from pdcluster.transfer.backends.ranked import RankedBackend
+from pdcluster.transfer.layout.geometry import PageShape
+from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.session import Send, Settings
+from pdcluster.transfer.protocol.writer import Writer
 
 NUM_PAGES, HEADS, LAYERS, PLANES, CELL = 24, 4, 3, 2, 32
 SETTINGS = Settings(chunk_bytes=16 << 10, window_bytes=1 << 20, repeat_s=0.05, proof_s=0.01, arrival_s=5.0)

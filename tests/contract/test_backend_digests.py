@@ -10,8 +10,8 @@ import xxhash
 from backend_ends import NBYTES, REAL, Ends, eventually
 from transfer_peer import READER, WRITER
 
-from pdcluster.errors import PeerUnreachable
-from pdcluster.transfer.base import Arrival, Handle, Permit, Run, Stamp, WriteStatus
+from pdcluster.core.errors import PeerUnreachable
+from pdcluster.transfer.backends.base import Arrival, Handle, Permit, Run, Stamp, WriteStatus
 
 LARGE = (Run(4096, 0, 3000), Run(0, 100_000, 65_536), Run(500_001, 300_007, 200_003))
 SMALL = tuple(Run(7 + 2001 * index, NBYTES - 1999 * (index + 1), 1990 + index % 7) for index in range(300))

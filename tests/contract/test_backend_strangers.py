@@ -11,8 +11,8 @@ import pytest
 from backend_ends import REAL, Ends, eventually
 from transfer_peer import READER, WRITER
 
-from pdcluster.transfer.base import Backend, Peer, Run, WriteStatus
-from pdcluster.transfer.runs import span_table
+from pdcluster.transfer.backends.base import Backend, Peer, Run, WriteStatus
+from pdcluster.transfer.layout.runs import span_table
 
 
 def address_of(backend: Backend) -> tuple[str, int]:
@@ -74,12 +74,12 @@ def test_a_connection_for_which_there_is_no_thread_is_dropped_and_counted_and_ot
 @pytest.mark.parametrize("name", REAL[1:])
 @pytest.mark.parametrize("frame", ["random", "huge", "many runs", "not adding up"])
 def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, frame: str) -> None:
-    from pdcluster.transfer import links, staged_frames, tcp
+    from pdcluster.transfer.backends import staged_frames, tcp, tcp_links
 
     ends = Ends(name)
     ends.connect()
     ends.permit()
-    link = links.connect(Peer("x", "x1"), READER, links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20)
+    link = tcp_links.connect(Peer("x", "x1"), READER, tcp_links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20)
     if name != "tcp":
         staged_frames.read_grant(link)
     frames = {
@@ -87,13 +87,13 @@ def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, fra
             "random": random.Random(3).randbytes(200),
             "huge": tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 1 << 60),
             "many runs": tcp.FRAME.pack(tcp.WRITE_MAGIC, 1 << 31, 7, 0, 1, 0, 64),
-            "not adding up": links.sealed(tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + span_table([(0, 65)]).pack()),
+            "not adding up": tcp_links.sealed(tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + span_table([(0, 65)]).pack()),
         },
         "staged": {
             "random": random.Random(3).randbytes(200),
             "huge": staged_frames.NOTICE.pack(staged_frames.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 1 << 60),
             "many runs": staged_frames.NOTICE.pack(staged_frames.NOTICE_MAGIC, 0, 1 << 31, 7, 0, 1, 0, 64, 64),
-            "not adding up": links.sealed(
+            "not adding up": tcp_links.sealed(
                 staged_frames.NOTICE.pack(staged_frames.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + span_table([(0, 65)]).pack()
             ),
         },
@@ -108,7 +108,7 @@ def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, fra
 @pytest.mark.parametrize("name", REAL[1:])
 def test_whichever_byte_of_a_frame_is_damaged_nothing_comes_of_it(name: str) -> None:
     """One that names another place under the same permit would spoil what landed there before."""
-    from pdcluster.transfer import links, staged_frames, tcp
+    from pdcluster.transfer.backends import staged_frames, tcp, tcp_links
 
     ends = Ends(name)
     ends.connect()
@@ -116,11 +116,11 @@ def test_whichever_byte_of_a_frame_is_damaged_nothing_comes_of_it(name: str) -> 
     ends.target.bytes[:] = 7
     table = span_table([(128, 64)]).pack()
     if name == "tcp":
-        good = links.sealed(tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + table)
+        good = tcp_links.sealed(tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + table)
     else:
-        good = links.sealed(staged_frames.NOTICE.pack(staged_frames.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + table)
+        good = tcp_links.sealed(staged_frames.NOTICE.pack(staged_frames.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + table)
     for number in range(len(good)):
-        link = links.connect(WRITER, READER, links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20)
+        link = tcp_links.connect(WRITER, READER, tcp_links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20)
         if name != "tcp":
             staged_frames.read_grant(link)
         link.send(good[:number] + bytes([good[number] ^ 1 << number % 8]) + good[number + 1 :] + bytes(64))

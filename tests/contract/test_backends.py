@@ -11,8 +11,8 @@ import pytest
 from backend_ends import HAS_NIXL, NBYTES, REAL, Ends, eventually
 from transfer_peer import READER, WRITER
 
-from pdcluster.errors import IntegrityError, PeerUnreachable
-from pdcluster.transfer.base import Fence, Peer, Run, WriteStatus
+from pdcluster.core.errors import IntegrityError, PeerUnreachable
+from pdcluster.transfer.backends.base import Fence, Peer, Run, WriteStatus
 
 CHECKS_PERMITS = (*REAL[1:], "fake")
 

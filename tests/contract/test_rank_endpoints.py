@@ -12,18 +12,18 @@ from backend_ends import eventually
 from rank_nodes import LAYERS, NUM_PAGES, RankNodes, random_kv
 from transfer_peer import READER, WRITER
 
-from pdcluster.errors import IntegrityError, PeerUnreachable
-from pdcluster.messages import Abort, Commit, CommitAck
-from pdcluster.node import rank_link
-from pdcluster.node.rank_channel import frame
-from pdcluster.node.rank_messages import Allow, Arrived, Close, Known, Revoke, Write
-from pdcluster.transfer.base import Arrival, Fence, Peer, Permit, Run, Stamp, WriteStatus
-from pdcluster.transfer.chunks import digest
-from pdcluster.transfer.geometry import plan_courses
-from pdcluster.transfer.ranked import MAGIC, MAX_RANKS, pack_adverts, unpack_adverts
-from pdcluster.transfer.reader import Reader
-from pdcluster.transfer.runs import SpanTable
-from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
+from pdcluster.core.errors import IntegrityError, PeerUnreachable
+from pdcluster.core.messages import Abort, Commit, CommitAck
+from pdcluster.node.tensor_parallel import endpoint_client
+from pdcluster.node.tensor_parallel.channel import frame
+from pdcluster.node.tensor_parallel.messages import Allow, Arrived, Close, Known, Revoke, Write
+from pdcluster.transfer.backends.base import Arrival, Fence, Peer, Permit, Run, Stamp, WriteStatus
+from pdcluster.transfer.backends.ranked import MAGIC, MAX_RANKS, pack_adverts, unpack_adverts
+from pdcluster.transfer.layout.geometry import plan_courses
+from pdcluster.transfer.layout.runs import SpanTable
+from pdcluster.transfer.layout.spans import digest
+from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -266,7 +266,7 @@ def test_a_busy_rank_holds_up_nobody_and_does_everything_in_its_order_later() ->
 
 
 def test_what_waits_for_a_rank_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_link, "MAX_UNSENT_BYTES", 1 << 20)
+    monkeypatch.setattr(endpoint_client, "MAX_UNSENT_BYTES", 1 << 20)
     nodes = RankNodes("tcp", (1, 2), waiting=True)
     table = SpanTable(np.array([[offset, 1] for offset in range(4096)]))
     for _ in range(40):

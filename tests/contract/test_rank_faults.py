@@ -11,10 +11,10 @@ import pytest
 from rank_nodes import NUM_PAGES, RankNodes, random_kv
 from transfer_peer import READER, WRITER
 
-from pdcluster.errors import TransferError
-from pdcluster.messages import Commit, Ticket
-from pdcluster.transfer.reader import Reader
-from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
+from pdcluster.core.errors import TransferError
+from pdcluster.core.messages import Commit, Ticket
+from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -13,13 +13,13 @@ import pytest
 from backend_ends import HAS_NIXL, REAL, Ends, start
 from transfer_peer import READER, WRITER
 
-from pdcluster.errors import PeerUnreachable
-from pdcluster.messages import Endpoint, Ticket
-from pdcluster.transfer.base import Peer
-from pdcluster.transfer.geometry import PageShape
-from pdcluster.transfer.reader import Reader
-from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed, Send, Settings
-from pdcluster.transfer.writer import Writer
+from pdcluster.core.errors import PeerUnreachable
+from pdcluster.core.messages import Endpoint, Ticket
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.layout.geometry import PageShape
+from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed, Send, Settings
+from pdcluster.transfer.protocol.writer import Writer
 
 PAGE_TOKENS, PAGE_BYTES, NUM_PAGES = 16, 8192, 512
 SETTINGS = Settings(chunk_bytes=16 * PAGE_BYTES, window_bytes=64 * PAGE_BYTES)

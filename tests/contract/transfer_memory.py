@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 
-from pdcluster.transfer.base import Region
+from pdcluster.transfer.backends.base import Region
 
 
 class Memory:

@@ -13,9 +13,9 @@ import time
 
 from transfer_memory import Memory
 
-from pdcluster.errors import PeerUnreachable
-from pdcluster.transfer.base import Backend, Peer, Permit, Run, Stamp, WriteStatus
-from pdcluster.transfer.choose import create_backends
+from pdcluster.core.errors import PeerUnreachable
+from pdcluster.transfer.backends.base import Backend, Peer, Permit, Run, Stamp, WriteStatus
+from pdcluster.transfer.paths.choose import create_backends
 
 READER, WRITER = Peer("r", "r1"), Peer("w", "w1")
 CHUNK = 4 << 20

@@ -27,9 +27,9 @@ from oracle import VOCAB, reference
 from simulated_cluster import SimulatedCluster
 from virtual_time import Stuck, VirtualLoop, run_virtually
 
-from pdcluster.errors import PdclusterError
-from pdcluster.messages import Role, Sampling
-from pdcluster_router.generation import Done, Generation
+from pdcluster.core.errors import PdclusterError
+from pdcluster.core.messages import Role, Sampling
+from pdcluster_router.core.generation import Done, Generation
 
 TOPOLOGIES: tuple[dict[str, Role], ...] = (
     {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"},

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from simulated_cluster import SimulatedBackend, SimulatedCluster
 from virtual_wire import Connection, Delivery
 
-from pdcluster.messages import AnyMessage, Commit, CommitAck, Deliver, Fetch, Reserve, Reserved, Ticket
-from pdcluster.transfer.base import Peer, Runs, Stamp, WriteStatus
-from pdcluster.transfer.fake import Fault
+from pdcluster.core.messages import AnyMessage, Commit, CommitAck, Deliver, Fetch, Reserve, Reserved, Ticket
+from pdcluster.transfer.backends.base import Peer, Runs, Stamp, WriteStatus
+from pdcluster.transfer.backends.fake import Fault
 from pdcluster.wire import codec
 
 FAULTS = (

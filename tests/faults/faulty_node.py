@@ -29,13 +29,13 @@ from fault_script import chunk_step, control_step
 from local_cluster import EngineKit, LocalCluster, LocalNode, oracle_kit
 from oracle import OracleEngine
 
-from pdcluster.config import set_library_environment
-from pdcluster.messages import Commit, CommitAck, Deliver, Reserve, Ticket
-from pdcluster.step import StepPlan
-from pdcluster.transfer.base import Backend, Handle, Peer, Runs, Stamp
-from pdcluster.transfer.links import Advert
-from pdcluster.transfer.session import Settings
-from pdcluster.transfer.staging import StagedSettings
+from pdcluster.core.messages import Commit, CommitAck, Deliver, Reserve, Ticket
+from pdcluster.core.step import StepPlan
+from pdcluster.settings.config import set_library_environment
+from pdcluster.transfer.backends.base import Backend, Handle, Peer, Runs, Stamp
+from pdcluster.transfer.backends.staging import StagedSettings
+from pdcluster.transfer.backends.tcp_links import Advert
+from pdcluster.transfer.protocol.session import Settings
 from pdcluster.wire.hub import Received
 from pdcluster.wire.sockets import WireSettings
 
@@ -75,15 +75,15 @@ class BusyOracle(OracleEngine):
 def make_backend(name: str, me: Peer) -> Backend:
     """As the product makes it, with shorter clocks."""
     if name == "shm":
-        from pdcluster.transfer.shm import ShmBackend, ShmSettings
+        from pdcluster.transfer.backends.shm import ShmBackend, ShmSettings
 
         return ShmBackend(me, ShmSettings(connect_s=1.0, progress_s=PROGRESS_S, retry_s=0.3))
     if name == "tcp":
-        from pdcluster.transfer.tcp import TcpBackend, TcpSettings
+        from pdcluster.transfer.backends.tcp import TcpBackend, TcpSettings
 
         return TcpBackend(me, TcpSettings(connect_s=1.0, progress_s=PROGRESS_S, retry_s=0.3))
-    from pdcluster.transfer import mooncake, nixl
-    from pdcluster.transfer.staged import StagedBackend
+    from pdcluster.transfer.backends import mooncake, nixl
+    from pdcluster.transfer.backends.staged import StagedBackend
 
     set_library_environment((mooncake if name == "mooncake" else nixl).environment(STAGED))
     return StagedBackend(me, name, mooncake.MooncakeEngine(STAGED) if name == "mooncake" else nixl.NixlEngine(me), STAGED)
@@ -223,8 +223,8 @@ class FaultyNode(LocalNode):
 
     def _connect_twice(self, node: str) -> None:
         """Say hello to a reader of shm a second time, and repeat the first notice of each of its tickets there."""
-        from pdcluster.transfer import shm_frames
-        from pdcluster.transfer.runs import span_table
+        from pdcluster.transfer.backends import shm_frames
+        from pdcluster.transfer.layout.runs import span_table
 
         for peer, data in list(self._adverts.items()):
             if peer.node != node:

@@ -16,11 +16,11 @@ from local_cluster import BLOCK
 from oracle import reference
 from stepped_nodes import Letter, SteppedNodes, pages_of
 
+from pdcluster.core.lifecycle import Residence
+from pdcluster.core.messages import AnyMessage, Cancel, Deliver, Prefill, Pull, Release, Reserve, Reserved, Sampling, Tokens, Work, pack_tokens
 from pdcluster.kv.hashing import chain_root, extend
-from pdcluster.lifecycle import Residence
-from pdcluster.messages import AnyMessage, Cancel, Deliver, Prefill, Pull, Release, Reserve, Reserved, Sampling, Tokens, Work, pack_tokens
-from pdcluster.transfer.base import Peer, Stamp, WriteStatus
-from pdcluster.transfer.fake import FakeBackend, FakeNetwork, Fault
+from pdcluster.transfer.backends.base import Peer, Stamp, WriteStatus
+from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork, Fault
 
 ROUTER = Peer("router", "router-1")
 PREFILLS, DECODES = ("p0", "p1"), ("d0", "d1")

@@ -19,13 +19,13 @@ from local_cluster import LocalCluster, OneModel
 from meddling_proxy import MeddlingProxy
 
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
-from pdcluster.messages import Role
-from pdcluster.transfer.base import Peer
-from pdcluster_router.chooser import Chooser, PolicyHolder
-from pdcluster_router.cluster import Cluster
-from pdcluster_router.dispatch import Dispatch, DispatchSettings
+from pdcluster.core.messages import Role
+from pdcluster.transfer.backends.base import Peer
+from pdcluster_router.cluster.node_table import Cluster
+from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.policy.registry import DEFAULT, make_policy
-from pdcluster_router.stages import StageDeadlines
+from pdcluster_router.policy.selector import Chooser, PolicyHolder
+from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 HERE = Path(__file__).parent
 PATH = [str(HERE), str(HERE.parent / "harness"), str(HERE.parents[1]), str(HERE.parents[1] / "router")]

@@ -30,9 +30,9 @@ from patient_loop import PatientLoop
 from process_cluster import ProcessCluster, ProcessNode
 from standstill import stop_child
 
-from pdcluster.errors import PdclusterError
-from pdcluster.messages import Role, Sampling
-from pdcluster_router.generation import Done, Generation
+from pdcluster.core.errors import PdclusterError
+from pdcluster.core.messages import Role, Sampling
+from pdcluster_router.core.generation import Done, Generation
 
 ROLES: dict[str, Role] = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
 DEADLINE_S, IDLE_WITHIN_S, STEP_WITHIN_S = 20.0, 30.0, 8.0

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import msgspec
 from session_side import AnySide, Control, RemoteSide, Side
 
-from pdcluster.messages import AbortAck, Commit, Ticket
-from pdcluster.transfer.links import Advert
+from pdcluster.core.messages import AbortAck, Commit, Ticket
+from pdcluster.transfer.backends.tcp_links import Advert
 
 LIMIT_S = 80.0
 

@@ -23,14 +23,14 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from pdcluster.errors import TransferError
-from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, Ticket
-from pdcluster.transfer.base import Peer, Region
-from pdcluster.transfer.choose import create_backends
-from pdcluster.transfer.geometry import PageShape
-from pdcluster.transfer.reader import Reader
-from pdcluster.transfer.session import Send, Settings
-from pdcluster.transfer.writer import Writer
+from pdcluster.core.errors import TransferError
+from pdcluster.core.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, Ticket
+from pdcluster.transfer.backends.base import Peer, Region
+from pdcluster.transfer.layout.geometry import PageShape
+from pdcluster.transfer.paths.choose import create_backends
+from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.session import Send, Settings
+from pdcluster.transfer.protocol.writer import Writer
 
 READER, WRITER = Peer("r", "r1"), Peer("w", "w1")
 PAGE_TOKENS, PAGE_BYTES, NUM_PAGES = 16, 64 << 10, 1024

@@ -17,7 +17,7 @@ from simulated_cluster import SimulatedCluster
 from virtual_time import VirtualLoop, run_virtually
 from virtual_wire import Connection, Delivery
 
-from pdcluster.transfer.reader import Reader
+from pdcluster.transfer.protocol.reader import Reader
 from pdcluster.wire import codec
 
 Show = Callable[[str, str], None]

@@ -11,17 +11,17 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from ownership_machine import Ownership
 
-from pdcluster.errors import IntegrityError
-from pdcluster.messages import Ticket
+from pdcluster.core.errors import IntegrityError
+from pdcluster.core.messages import Ticket
 from pdcluster.node.decode import DecodeLeg, DecodeSide
 from pdcluster.node.export import ExportSide
-from pdcluster.node.fetch import FetchSide, Pulling
+from pdcluster.node.kv_fetch import FetchSide, Pulling
 from pdcluster.node.prefill import Pins, PrefillSide
-from pdcluster.transfer.base import Peer
-from pdcluster.transfer.incoming import Incoming
-from pdcluster.transfer.reader import Reader
-from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
-from pdcluster.transfer.writer import Writer
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.reader_state import Incoming
+from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
+from pdcluster.transfer.protocol.writer import Writer
 
 LIMITS = settings(max_examples=60, stateful_step_count=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 

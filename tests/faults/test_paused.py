@@ -17,11 +17,11 @@ from session_pair import Pair
 from session_side import NUM_PAGES, PAGE_BYTES
 from standstill import stop_child
 
-from pdcluster.config import set_library_environment
-from pdcluster.transfer.base import WriteStatus
-from pdcluster.transfer.mooncake import MooncakeEngine, environment
-from pdcluster.transfer.staging import StagedSettings
-from pdcluster.transfer.tcp import TcpSettings
+from pdcluster.settings.config import set_library_environment
+from pdcluster.transfer.backends.base import WriteStatus
+from pdcluster.transfer.backends.mooncake import MooncakeEngine, environment
+from pdcluster.transfer.backends.staging import StagedSettings
+from pdcluster.transfer.backends.tcp import TcpSettings
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
 
@@ -143,9 +143,9 @@ def test_a_stopped_receiver_costs_a_timeout_and_changes_nothing_when_it_wakes(pa
 RECEIVER = """
 import mmap, sys
 import numpy as np
-from pdcluster.config import set_library_environment
-from pdcluster.transfer.mooncake import MooncakeEngine, environment
-from pdcluster.transfer.staging import StagedSettings
+from pdcluster.settings.config import set_library_environment
+from pdcluster.transfer.backends.mooncake import MooncakeEngine, environment
+from pdcluster.transfer.backends.staging import StagedSettings
 set_library_environment(environment(StagedSettings()))
 engine, memory = MooncakeEngine(StagedSettings()), np.frombuffer(mmap.mmap(-1, 64 << 20), dtype=np.uint8)
 engine.register(memory.ctypes.data, memory.size)

@@ -9,10 +9,10 @@ from oracle import reference
 from simulated_cluster import SimulatedCluster
 from virtual_time import VirtualLoop, run_virtually
 
-from pdcluster.errors import PdclusterError
-from pdcluster.messages import Load
-from pdcluster.transfer.fake import Fault
-from pdcluster_router.node_metrics import NodeCollector
+from pdcluster.core.errors import PdclusterError
+from pdcluster.core.messages import Load
+from pdcluster.transfer.backends.fake import Fault
+from pdcluster_router.cluster.metrics import NodeCollector
 
 NUM_PAGES, PAGE_TOKENS = 40, 4
 PROMPT = list(range(80))

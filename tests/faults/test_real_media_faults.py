@@ -19,8 +19,8 @@ from patient_loop import PatientLoop
 from process_cluster import ProcessCluster
 from real_media_matrix import FAULTS, Cell, Outcome, cells, run_cells, table
 
-from pdcluster.transfer.base import Peer
-from pdcluster.transfer.nixl import PACKAGES
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.backends.nixl import PACKAGES
 
 Show = Callable[[str, str], None]
 

@@ -19,35 +19,35 @@ import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from pdcluster import messages as m
-from pdcluster.api.structured import asked_of
+from pdcluster.api.structured.constraints import asked_of
 from pdcluster.bootstrap.card import NodeCard, check_card
-from pdcluster.engine.grammar import parts_of
-from pdcluster.errors import BadRequest, PeerUnreachable, ProtocolError
-from pdcluster.grammar import Grammar
+from pdcluster.bootstrap.card_messages import card_from_proto, card_to_proto, snapshot_from_proto
+from pdcluster.core import messages as m
+from pdcluster.core.errors import BadRequest, PeerUnreachable, ProtocolError
+from pdcluster.core.grammar import Grammar
+from pdcluster.core.step import Row, StepPlan
+from pdcluster.engine.sampling.grammar import parts_of
 from pdcluster.kv.layout import Fingerprint, KVLayout
-from pdcluster.node import rank_channel, rank_messages
-from pdcluster.ready import parse
+from pdcluster.node.tensor_parallel import channel, messages
+from pdcluster.processes.ready import parse
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import inference_pb2
-from pdcluster.rpc.cards import card_from_proto, card_to_proto, snapshot_from_proto
 from pdcluster.rpc.inference import request_from_proto
-from pdcluster.step import Row, StepPlan
-from pdcluster.transfer import links, ranked, shm_frames, staged, staged_frames, staged_pump, tcp
-from pdcluster.transfer.base import Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
-from pdcluster.transfer.ledger import Counts, Doorbell, Writes
-from pdcluster.transfer.links import Advert, Answers, Cursor, Listener
-from pdcluster.transfer.moving import Payload, table_of
-from pdcluster.transfer.runs import run_table, span_table
-from pdcluster.transfer.shm import ShmBackend
-from pdcluster.transfer.shm_notices import Notices
-from pdcluster.transfer.staged_pieces import cut
-from pdcluster.transfer.staged_reads import SourceReads
-from pdcluster.transfer.staging import Blocks, StagedSettings
+from pdcluster.transfer.backends import ranked, shm_frames, staged, staged_frames, staged_pump, tcp, tcp_links
+from pdcluster.transfer.backends.base import Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
+from pdcluster.transfer.backends.ledger import Counts, Doorbell, Writes
+from pdcluster.transfer.backends.shm import ShmBackend
+from pdcluster.transfer.backends.shm_notices import Notices
+from pdcluster.transfer.backends.staged_pieces import cut
+from pdcluster.transfer.backends.staged_reads import SourceReads
+from pdcluster.transfer.backends.staging import Blocks, StagedSettings
+from pdcluster.transfer.backends.tcp_links import Advert, Answers, Cursor, Listener
+from pdcluster.transfer.copying.copy import Payload, table_of
+from pdcluster.transfer.layout.runs import run_table, span_table
 from pdcluster.wire import codec, zmtp
 from pdcluster.wire.address import parse_address
 from pdcluster.wire.batch import Batch
-from pdcluster_router.events import Event
+from pdcluster_router.cluster.events import Event
 from pdcluster_router.workers import frames as control
 
 READER, WRITER = Peer("r", "r1"), Peer("w", "w1")
@@ -242,11 +242,11 @@ def grammar_decoder() -> Decoder:
 def rank_decoder() -> Decoder:
     row = Row("r", np.arange(4, dtype=np.int32), 0, np.arange(2, dtype=np.int32), m.Sampling(max_tokens=4, seed=1), 0)
     said = (
-        rank_channel.pack_plan(StepPlan((row,))),
-        rank_channel.Ready(4, "d", (("tcp", b"a"),)),
-        rank_channel.Here(),
-        rank_messages.Write("tcp", 1, ("r", "r1"), b"advert", 1, 0, (7, 0, 1, 64), bytes(24), True),
-        rank_messages.Arrived("tcp", (7, 0, 1, 64), 5, bytes(16), 1),
+        channel.pack_plan(StepPlan((row,))),
+        channel.Ready(4, "d", (("tcp", b"a"),)),
+        channel.Here(),
+        messages.Write("tcp", 1, ("r", "r1"), b"advert", 1, 0, (7, 0, 1, 64), bytes(24), True),
+        messages.Arrived("tcp", (7, 0, 1, 64), 5, bytes(16), 1),
     )
 
     def decode(data: bytes) -> None:
@@ -254,11 +254,11 @@ def rank_decoder() -> Decoder:
         with near, far:
             far.sendall(data)
             far.shutdown(socket.SHUT_WR)
-            found = rank_channel.RankChannel(near, send_s=1.0).receive(1.0)
-        if isinstance(found, rank_channel.Plan):
-            rank_channel.unpack_plan(found)
+            found = channel.RankChannel(near, send_s=1.0).receive(1.0)
+        if isinstance(found, channel.Plan):
+            channel.unpack_plan(found)
 
-    return Decoder("rank message", tuple(rank_channel.frame(message) for message in said), decode, (ProtocolError,))
+    return Decoder("rank message", tuple(channel.frame(message) for message in said), decode, (ProtocolError,))
 
 
 # ---------------------------------------------------------------- transfer
@@ -266,12 +266,12 @@ def rank_decoder() -> Decoder:
 
 def hello_decoder() -> Decoder:
     listener = Listener("127.0.0.1", lambda link: None, Counts(), progress_s=1.0)
-    good = links.HELLO.pack(links.MAGIC, links.decode_advert(listener.advert()).token, 2, 4) + b"p0p0-1"
+    good = tcp_links.HELLO.pack(tcp_links.MAGIC, tcp_links.decode_advert(listener.advert()).token, 2, 4) + b"p0p0-1"
     return Decoder("transfer hello", (good,), lambda data: listener._hello(FedLink(data)), (ProtocolError, OSError), end=listener.close)  # type: ignore[arg-type]
 
 
 def advert_decoder() -> Decoder:
-    return Decoder("transfer advert", (msgspec.msgpack.encode(Advert("127.0.0.1", 4000, bytes(16))),), links.decode_advert, (PeerUnreachable,))
+    return Decoder("transfer advert", (msgspec.msgpack.encode(Advert("127.0.0.1", 4000, bytes(16))),), tcp_links.decode_advert, (PeerUnreachable,))
 
 
 def rank_adverts_decoder() -> Decoder:

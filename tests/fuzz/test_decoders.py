@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from decoders import Decoder, Guarded, decoders, feed
 
-from pdcluster.errors import ProtocolError
+from pdcluster.core.errors import ProtocolError
 
 SAMPLE, WHOLE = 1500, 100_000
 NAMES = (

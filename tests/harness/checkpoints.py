@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from pdcluster.config import cache_directory
+from pdcluster.settings.config import cache_directory
 
 KERNEL_CACHE = cache_directory()
 """Compiled kernels are kept between test runs, for these and for the nodes of clusters."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pdcluster.core.history import History, history_of
+from pdcluster.core.messages import Sampling, TokenLogprobs
+from pdcluster.core.step import Row, RowResult, StepPlan
 from pdcluster.engine.engine import Engine
-from pdcluster.history import History, history_of
-from pdcluster.messages import Sampling, TokenLogprobs
-from pdcluster.step import Row, RowResult, StepPlan
 
 
 @dataclass

@@ -20,13 +20,13 @@ import psutil
 import zmq
 
 from bench.fake_node import FakeNode, Speed
-from pdcluster import bundled_model
 from pdcluster.bootstrap.agent import NodeAgent
+from pdcluster.checkpoint import bundled
 from pdcluster.node.files import ModelFiles
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
-from pdcluster_router.index import digest_of
-from pdcluster_router.workers import spare
+from pdcluster_router import spare
+from pdcluster_router.prefix_index.index import digest_of
 
 STOP_S = 90.0
 
@@ -37,7 +37,7 @@ class FakeNodes(threading.Thread):
     def __init__(self, bootstrap: str, roles: list[str], speed: Speed, num_pages: int) -> None:
         super().__init__(name="fake nodes")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        files = ModelFiles(bundled_model.path())
+        files = ModelFiles(bundled.path())
         self.nodes = [
             FakeNode(f"n{number}", role, context=self._context, speed=speed, num_pages=num_pages, files=files)  # type: ignore[arg-type]
             for number, role in enumerate(roles)

@@ -15,28 +15,28 @@ import zmq
 from oracle import NUM_LAYERS, VOCAB, OracleEngine
 
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
-from pdcluster.errors import UnknownModel
+from pdcluster.core.errors import UnknownModel
+from pdcluster.core.messages import Role, Sampling
 from pdcluster.kv.hashing import chain_root
 from pdcluster.kv.layout import Fingerprint, KVLayout
-from pdcluster.messages import Role, Sampling
 from pdcluster.node.assembly import Shape, Wiring, assemble
+from pdcluster.node.components import StepEngine
 from pdcluster.node.grammar_queue import GrammarSource
 from pdcluster.node.loop import NodeLoop
-from pdcluster.node.parts import StepEngine
 from pdcluster.scheduler.scheduler import Limits
-from pdcluster.transfer.base import Backend, Peer
-from pdcluster.transfer.fake import FakeBackend, FakeNetwork
-from pdcluster.transfer.geometry import PageShape
-from pdcluster.transfer.session import Settings
+from pdcluster.transfer.backends.base import Backend, Peer
+from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork
+from pdcluster.transfer.layout.geometry import PageShape
+from pdcluster.transfer.protocol.session import Settings
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.chooser import Chooser, PolicyHolder
-from pdcluster_router.cluster import Cluster
-from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.generation import Done, Generation
-from pdcluster_router.job import HashChain
+from pdcluster_router.cluster.node_table import Cluster
+from pdcluster_router.core.generation import Done, Generation
+from pdcluster_router.core.job import HashChain
+from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import DEFAULT, make_policy
-from pdcluster_router.stages import StageDeadlines
+from pdcluster_router.policy.selector import Chooser, PolicyHolder
+from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 BLOCK = 4
 WIRE = WireSettings(heartbeat_s=0.05, lease_s=0.5, rewelcome_s=0.1)

@@ -12,8 +12,8 @@ import mmap
 import os
 from collections import deque
 
-from pdcluster.step import Row, RowError, RowResult, StepPlan, StepResult
-from pdcluster.transfer.base import Region
+from pdcluster.core.step import Row, RowError, RowResult, StepPlan, StepResult
+from pdcluster.transfer.backends.base import Region
 
 TOKEN_BYTES = 16
 NUM_LAYERS = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from pdcluster.engine.collective import Ranks, host_store, join_store
+from pdcluster.core.step import StepPlan, StepResult
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.step import StepPlan, StepResult
+from pdcluster.engine.model.collective import Ranks, host_store, join_store
 
 TIMEOUT_S = 60.0
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
 
+from pdcluster.core.messages import Work, pack_tokens
+from pdcluster.core.sampling import Sampling
 from pdcluster.engine.engine import Engine
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import Work, pack_tokens
-from pdcluster.sampling import Sampling
 from pdcluster.scheduler.scheduler import Limits, Scheduler
 from pdcluster.scheduler.sequence import Sequence
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from pdcluster.core.history import history_of
+from pdcluster.core.messages import Sampling, TokenLogprobs
+from pdcluster.core.step import Row, StepPlan
 from pdcluster.engine.engine import Engine
-from pdcluster.history import history_of
-from pdcluster.messages import Sampling, TokenLogprobs
-from pdcluster.step import Row, StepPlan
 
 
 @dataclass

@@ -17,13 +17,13 @@ from virtual_time import VirtualLoop
 from virtual_wire import Context, Wire
 
 from pdcluster.bootstrap.card import ClusterSnapshot
-from pdcluster.messages import Role
-from pdcluster.step import StepPlan
-from pdcluster.transfer.base import Handle, Peer, Runs, Stamp
-from pdcluster.transfer.fake import FakeBackend, FakeNetwork, Fault
-from pdcluster.transfer.session import Settings
+from pdcluster.core.messages import Role
+from pdcluster.core.step import StepPlan
+from pdcluster.transfer.backends.base import Handle, Peer, Runs, Stamp
+from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork, Fault
+from pdcluster.transfer.protocol.session import Settings
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.stages import StageDeadlines
+from pdcluster_router.core.stages import StageDeadlines
 
 STEP_S = 0.001
 SHORTEST_WAIT_S = 0.0002

@@ -12,13 +12,13 @@ from local_cluster import LocalNode, oracle_kit
 from simulated_cluster import TimedOracle, Watch
 from virtual_wire import Context, Wire
 
-from pdcluster.messages import AnyMessage, Endpoint, Role
+from pdcluster.core.messages import AnyMessage, Endpoint, Role
 from pdcluster.node.loop import NodeLoop
-from pdcluster.transfer.base import Peer, Runs
-from pdcluster.transfer.fake import FakeBackend, FakeNetwork
-from pdcluster.transfer.ladder import Ladder
-from pdcluster.transfer.measure import MeasureSettings, Paths
-from pdcluster.transfer.session import Settings
+from pdcluster.transfer.backends.base import Peer, Runs
+from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork
+from pdcluster.transfer.paths.measure import MeasureSettings, Paths
+from pdcluster.transfer.protocol.ladder import Ladder
+from pdcluster.transfer.protocol.session import Settings
 from pdcluster.wire.hub import Received
 from pdcluster.wire.sockets import WireSettings
 

@@ -15,9 +15,9 @@ from checkpoints import KERNEL_CACHE, Shape, build_model, save
 from rank_engines import engine_group
 from shuffled import Life, Shuffle, alone
 
+from pdcluster.core.messages import Sampling, Shaping
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.engine.vectors import has_wide_product
-from pdcluster.messages import Sampling, Shaping
+from pdcluster.engine.kernels.intrinsics import has_wide_product
 
 WIDE = {"hidden_size": 384, "intermediate_size": 640, "vocab_size": 1003}
 SHAPES = (

@@ -11,8 +11,8 @@ from checkpoints import KERNEL_CACHE
 from driver import Driver, greedy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pdcluster import bundled_model
-from pdcluster.api.text import TextModel
+from pdcluster.api.text.model_text import TextModel
+from pdcluster.checkpoint import bundled
 from pdcluster.engine.engine import Engine, EngineConfig
 
 NUM_TOKENS = 24
@@ -22,19 +22,19 @@ GAP = 1e-3
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedModel:
     torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(bundled_model.path(), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(bundled.path(), dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = Engine(EngineConfig(bundled_model.path(), KERNEL_CACHE, dtype="float32", num_pages=64))
+    engine = Engine(EngineConfig(bundled.path(), KERNEL_CACHE, dtype="float32", num_pages=64))
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
 def text_model() -> TextModel:
-    return TextModel.from_dir(bundled_model.path())
+    return TextModel.from_dir(bundled.path())
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt.text[:24])

@@ -13,14 +13,14 @@ from checkpoints import KERNEL_CACHE, Shape, build_model, greedy, prompt, save
 from local_cluster import EngineKit, LocalCluster
 from local_cluster import Shape as NodeShape
 
+from pdcluster.core.messages import Sampling
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.kv.hashing import block_hashes
 from pdcluster.kv.layout import Fingerprint
-from pdcluster.messages import Sampling
 from pdcluster.node.loop import NodeLoop
-from pdcluster.transfer.base import Region
-from pdcluster.transfer.choose import create_backends
-from pdcluster.transfer.geometry import PageShape
+from pdcluster.transfer.backends.base import Region
+from pdcluster.transfer.layout.geometry import PageShape
+from pdcluster.transfer.paths.choose import create_backends
 
 MODEL = Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=32, num_layers=3)
 PAGE = 16

@@ -15,10 +15,10 @@ from oracle import reference
 from rank_engines import EngineGroup, engine_group
 from test_penalties import MODEL, PAGE, directory, make_kit, model  # noqa: F401 fixtures
 
+from pdcluster.core.messages import Sampling, Shaping
+from pdcluster.core.step import Row, StepPlan
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.messages import Sampling, Shaping
-from pdcluster.step import Row, StepPlan
-from pdcluster_router.generation import Generation
+from pdcluster_router.core.generation import Generation
 
 PAIR = {"p0": "prefill", "d0": "decode"}
 LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, 71)

@@ -11,9 +11,9 @@ from checkpoints import KERNEL_CACHE, Shape
 from driver import Driver, greedy
 from rank_engines import engine_group
 
+from pdcluster.core.errors import ConfigError
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.engine.int8 import Quantization
-from pdcluster.errors import ConfigError
+from pdcluster.engine.ops.quantized import Quantization
 
 PAGE, LENGTH = 16, 90
 SCHEMES: tuple[Quantization, ...] = ("int8", "w8a8_int8")

@@ -16,11 +16,11 @@ from local_cluster import Shape as NodeShape
 from rank_engines import engine_group
 from transformers import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
+from pdcluster.core.messages import Sampling, Shaping
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.kv.layout import Fingerprint
-from pdcluster.messages import Sampling, Shaping
-from pdcluster.transfer.base import Region
-from pdcluster.transfer.geometry import PageShape
+from pdcluster.transfer.backends.base import Region
+from pdcluster.transfer.layout.geometry import PageShape
 
 MODEL = Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=120)
 EOS = 2

@@ -16,13 +16,13 @@ from driver import Driver
 from local_cluster import EngineKit, LocalCluster, LocalNode
 from local_cluster import Shape as NodeShape
 
-from pdcluster.config import KVConfig, NodeConfig, TransferConfig
+from pdcluster.core.messages import Role, Sampling
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.kv.layout import Fingerprint
-from pdcluster.messages import Role, Sampling
-from pdcluster.node.engines import NodeEngine, start_engine
-from pdcluster.transfer.base import Peer
-from pdcluster.transfer.choose import create_backends
+from pdcluster.node.engine_start import NodeEngine, start_engine
+from pdcluster.settings.config import KVConfig, NodeConfig, TransferConfig
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.paths.choose import create_backends
 from pdcluster.wire.sockets import WireSettings
 
 pytestmark = pytest.mark.timeout(300)

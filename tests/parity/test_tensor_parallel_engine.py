@@ -10,8 +10,8 @@ from checkpoints import KERNEL_CACHE, Shape
 from driver import Driver, greedy
 from rank_engines import engine_group
 
+from pdcluster.core.messages import Sampling
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.messages import Sampling
 
 PAGE = 16
 NUM_TOKENS = 32

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from bench.accuracy_models import from_gguf
 from bench.accuracy_texts import texts
-from pdcluster.api.text import TextModel
+from pdcluster.api.text.model_text import TextModel
 from pdcluster.engine.engine import Engine, EngineConfig
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]

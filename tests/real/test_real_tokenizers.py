@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from pdcluster.api.text import TextModel
+from pdcluster.api.text.model_text import TextModel
 
 pytestmark = pytest.mark.full
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.cost import CostError, DecodeCost, NodeCost, PrefillCost, num_pairs
+from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost, num_pairs
 
 TOKENS = st.integers(0, 100_000)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
-from pdcluster.fit import Fit, Step, least_nonnegative, step_of
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
+from pdcluster.cost.fit import Fit, Step, least_nonnegative, step_of
 
 TRUE = NodeCost(PrefillCost(5e-3, 5e-5, 2e-9), DecodeCost(8e-3, 1e-4, 3e-8))
 

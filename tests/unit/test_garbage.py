@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdcluster.garbage import THRESHOLDS, collect_seldom
+from pdcluster.processes.garbage import THRESHOLDS, collect_seldom
 
 
 @pytest.fixture(autouse=True)

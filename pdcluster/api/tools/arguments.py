@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jiter
 import msgspec
 
-from pdcluster.errors import BadRequest
+from pdcluster.core.errors import BadRequest
 
 LOOKED_AT_CHARACTERS = 64 * 1024
 """Of longer text that is no JSON it is not looked up to where it is some."""

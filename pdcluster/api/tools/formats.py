@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from pdcluster.api.structured import Form, any_object, json_form
+from pdcluster.api.structured.constraints import Form, any_object, json_form
 from pdcluster.api.tools.calls import Rules
 from pdcluster.api.tools.markers import ARGS, CALL_ID, END_THINK, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS
 from pdcluster.api.tools.offered import Function, Offer, parameters_of

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from pdcluster.api.validate import shown
-from pdcluster.errors import BadRequest
+from pdcluster.core.errors import BadRequest
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")

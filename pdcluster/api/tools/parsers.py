@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pdcluster.api.held import begins, keep_for, without_mark
 from pdcluster.api.tools.calls import SPACE, CallReader, NamedReader, Part, Rules
+from pdcluster.api.tools.held import begins, keep_for, without_mark
 from pdcluster.api.tools.markers import ARGS, CALL_ID, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS
 
 MAX_NAME = 256

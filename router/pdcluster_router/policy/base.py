@@ -11,8 +11,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from pdcluster_router.generation import Mode
-from pdcluster_router.view import ClusterView, NodeView
+from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.core.generation import Mode
 
 Force = Literal["auto", "remote", "local"]
 Fallback = Literal["deny", "on-failure", "conditional"]

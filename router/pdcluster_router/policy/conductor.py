@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.base import Choice, LegName, Query, Terms
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Scored
-from pdcluster_router.view import ClusterView, NodeView
 
 
 class Conductor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdcluster_router.cluster.view import NodeView
 from pdcluster_router.policy.base import LegName, Query, Terms
-from pdcluster_router.view import NodeView
 
 
 class KvCost:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pdcluster_router.generation import Mode
+from pdcluster_router.cluster.view import NodeView
+from pdcluster_router.core.generation import Mode
 from pdcluster_router.policy.base import Choice, Fallback, Force, Predicted
-from pdcluster_router.policy.placing import FIRST_TOLD
-from pdcluster_router.policy.weighing import FOUND_TPOT_S, TTFT_S
-from pdcluster_router.view import NodeView
+from pdcluster_router.policy.predicted.placing import FIRST_TOLD
+from pdcluster_router.policy.predicted.scoring import FOUND_TPOT_S, TTFT_S
 
 HEAD = struct.Struct(f"={FIRST_TOLD}d")
 

@@ -9,10 +9,10 @@ from collections.abc import Set
 
 import msgspec
 
-from pdcluster.errors import Unavailable
+from pdcluster.core.errors import Unavailable
+from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.base import Candidate, Query
-from pdcluster_router.stations import Pool
-from pdcluster_router.view import ClusterView, NodeView
+from pdcluster_router.policy.predicted.node_rows import Pool
 
 
 class Pools(msgspec.Struct, frozen=True):

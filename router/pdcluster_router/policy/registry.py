@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from inspect import signature
 
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 from pdcluster_router.policy.base import Policy
+from pdcluster_router.policy.baselines import LeastLoad, PowerOfTwo, Random, RoundRobin
 from pdcluster_router.policy.conductor import Conductor
 from pdcluster_router.policy.kv_cost import KvCost
+from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.prefix import Prefix
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Rule, Scored
-from pdcluster_router.policy.seconds import Seconds
 from pdcluster_router.policy.session import Session
-from pdcluster_router.policy.turns import LeastLoad, PowerOfTwo, Random, RoundRobin
 
 DEFAULT = "seconds"
 

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from pdcluster_router.cluster.view import ClusterView, NodeView, Roster
 from pdcluster_router.policy import pools as filters
 from pdcluster_router.policy.base import Candidate, LegName, Query
-from pdcluster_router.policy.compiled import Weighing
-from pdcluster_router.policy.estimates import DECODE_TERMS, LOCAL_TERMS, PREFILL_TERMS, Numbers
-from pdcluster_router.policy.weighing import (
+from pdcluster_router.policy.predicted.compiled import Weighing
+from pdcluster_router.policy.predicted.cost_model import DECODE_TERMS, LOCAL_TERMS, PREFILL_TERMS, Numbers
+from pdcluster_router.policy.predicted.node_rows import Pool
+from pdcluster_router.policy.predicted.scoring import (
     DECODE_LEG,
     ENTRY,
     ENTRY_VALUES,
@@ -27,8 +29,6 @@ from pdcluster_router.policy.weighing import (
     Table,
     start_of,
 )
-from pdcluster_router.stations import Pool
-from pdcluster_router.view import ClusterView, NodeView, Roster
 
 NOWHERE = -1
 NO_NODES = Pool((), 0)

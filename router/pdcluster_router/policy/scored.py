@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from pdcluster_router.generation import Mode
+from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.core.generation import Mode
 from pdcluster_router.policy import pools as filters
 from pdcluster_router.policy.base import Candidate, Choice, LegName, Query, Terms
-from pdcluster_router.stations import Pool
-from pdcluster_router.view import ClusterView, NodeView
+from pdcluster_router.policy.predicted.node_rows import Pool
 
 
 class Rule(Protocol):

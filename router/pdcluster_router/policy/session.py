@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdcluster.messages import HASH_BYTES
+from pdcluster.core.messages import HASH_BYTES
+from pdcluster_router.cluster.view import NodeView
 from pdcluster_router.policy.base import LegName, Query, Terms
 from pdcluster_router.policy.chance import mix, number_of
-from pdcluster_router.view import NodeView
 
 KEY_TOKENS = 256
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pdcluster.errors import IntegrityError
+from pdcluster.core.errors import IntegrityError
 from pdcluster_router.replay.trace import Blocks
 
 

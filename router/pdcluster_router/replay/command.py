@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 from pdcluster_router.policy.registry import DEFAULT, make_policy
-from pdcluster_router.replay.asked import Nodes, Routing, Traffic
 from pdcluster_router.replay.feed import FeedSpec
 from pdcluster_router.replay.fitted import read_cost
+from pdcluster_router.replay.options import Nodes, Routing, Traffic
 from pdcluster_router.replay.report import Figures, Slo, figures
 from pdcluster_router.replay.scenario import Conditions, Layout, of_cost, oracle, replay
 from pdcluster_router.replay.trace import Trace, read_trace

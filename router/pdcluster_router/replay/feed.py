@@ -10,8 +10,8 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from pdcluster.messages import Load
-from pdcluster_router.index import PrefixIndex
+from pdcluster.core.messages import Load
+from pdcluster_router.prefix_index.index import PrefixIndex
 from pdcluster_router.replay.node import SimNode
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from pdcluster.bounds import UINT63, BigCount, Seconds
-from pdcluster.cost import CostError, NodeCost
-from pdcluster.errors import ConfigError, ProtocolError
-from pdcluster.reported import CostReport, Root
+from pdcluster.core.bounds import UINT63, BigCount, Seconds
+from pdcluster.core.errors import ConfigError, ProtocolError
+from pdcluster.core.reported import CostReport, Root
+from pdcluster.cost.cost import CostError, NodeCost
 
 MAX_FILE_BYTES = 1 << 20
 SIGMAS = 1.645

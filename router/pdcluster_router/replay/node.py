@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from pdcluster.cost import NodeCost, lately, num_pairs
-from pdcluster.messages import CostReport, Load, Role
+from pdcluster.core.messages import CostReport, Load, Role
+from pdcluster.cost.cost import NodeCost, lately, num_pairs
 from pdcluster_router.replay.cache import Hold, PrefixCache
 from pdcluster_router.replay.steps import Segment, segment
 from pdcluster_router.replay.trace import Blocks, TraceRequest

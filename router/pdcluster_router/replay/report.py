@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from pdcluster.cost import NodeCost
+from pdcluster.cost.cost import NodeCost
 from pdcluster_router.replay.node import SimNode
 from pdcluster_router.replay.scenario import Outcome
 from pdcluster_router.replay.simulation import Flight

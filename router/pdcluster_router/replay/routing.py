@@ -11,24 +11,24 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pdcluster.cost import NodeCost, num_pairs
-from pdcluster.errors import PdclusterError
-from pdcluster.messages import Endpoint, Load, Sampling
-from pdcluster_router.admission import Slo, check_fits
-from pdcluster_router.chooser import Chooser, PolicyHolder
-from pdcluster_router.fairness import Held
-from pdcluster_router.gate import Gate, Released
-from pdcluster_router.headroom import MODES, Headroom
-from pdcluster_router.hold import HoldLimits
-from pdcluster_router.index import PrefixIndex
-from pdcluster_router.job import HashChain, Job
-from pdcluster_router.pace import typical_cost
+from pdcluster.core.errors import PdclusterError
+from pdcluster.core.messages import Endpoint, Load, Sampling
+from pdcluster.cost.cost import NodeCost, num_pairs
+from pdcluster_router.cluster.pacing import typical_cost
+from pdcluster_router.cluster.view import ClusterView, NodeView, Pending
+from pdcluster_router.core.job import HashChain, Job
 from pdcluster_router.policy.base import Choice, Force, Policy
-from pdcluster_router.pull import BY_TOKENS, PullRule
+from pdcluster_router.policy.pull import BY_TOKENS, PullRule
+from pdcluster_router.policy.selector import Chooser, PolicyHolder
+from pdcluster_router.prefix_index.ideal_cache import SeenBlocks
+from pdcluster_router.prefix_index.index import PrefixIndex
+from pdcluster_router.queueing.admission import Slo, check_fits
+from pdcluster_router.queueing.fairness import Held
+from pdcluster_router.queueing.gate import Gate, Released
+from pdcluster_router.queueing.headroom import MODES, Headroom
+from pdcluster_router.queueing.hold_queue import HoldLimits
 from pdcluster_router.replay.feed import IMMEDIATE, Feed, FeedSpec
 from pdcluster_router.replay.node import SimNode, Task
-from pdcluster_router.seen_blocks import SeenBlocks
-from pdcluster_router.view import ClusterView, NodeView, Pending
 
 PATIENT = HoldLimits(count=1 << 40, size_bytes=1 << 60, age_s=math.inf)
 """Nobody is refused for waiting long, so that policies are compared by the waits of all."""

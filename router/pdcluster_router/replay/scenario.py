@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
-from pdcluster.errors import ConfigError
-from pdcluster.messages import Role
+from pdcluster.core.errors import ConfigError
+from pdcluster.core.messages import Role
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.policy.base import Force
+from pdcluster_router.policy.pull import BY_TOKENS, PullRule
 from pdcluster_router.policy.registry import DEFAULT, make_policy
-from pdcluster_router.pull import BY_TOKENS, PullRule
 from pdcluster_router.replay.cache import pooled_depths
 from pdcluster_router.replay.feed import IMMEDIATE, FeedSpec
 from pdcluster_router.replay.fitted import drawn

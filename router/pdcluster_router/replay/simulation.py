@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, Protocol
 
-from pdcluster.errors import DeadlineExceeded, IntegrityError, Overloaded, PdclusterError
+from pdcluster.core.errors import DeadlineExceeded, IntegrityError, Overloaded, PdclusterError
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.replay.node import SimNode, Task
 from pdcluster_router.replay.routing import Placed

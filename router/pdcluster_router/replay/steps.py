@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, sqrt
 
-from pdcluster.cost import NodeCost, num_pairs
+from pdcluster.cost.cost import NodeCost, num_pairs
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from pdcluster.errors import ConfigError
-from pdcluster.messages import HASH_BYTES
+from pdcluster.core.errors import ConfigError
+from pdcluster.core.messages import HASH_BYTES
 
 MOONCAKE_BLOCK_TOKENS = 512
 MAX_FILE_BYTES = 2 << 30

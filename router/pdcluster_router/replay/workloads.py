@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import exp, log
 
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 from pdcluster_router.replay.trace import Blocks, Chain, Trace, TraceRequest, in_order
 
 BLOCK_TOKENS = 512

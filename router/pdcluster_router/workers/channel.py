@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import msgspec
 
-from pdcluster.errors import Overloaded, PdclusterError, ProtocolError, Unavailable
-from pdcluster_router.events import Event
+from pdcluster.core.errors import Overloaded, PdclusterError, ProtocolError, Unavailable
+from pdcluster_router.cluster.events import Event
 from pdcluster_router.workers import frames
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import os
 
 from prometheus_client import CollectorRegistry
 
-from pdcluster.errors import PdclusterError, ProtocolError, Unavailable
-from pdcluster_router.operations import Operations
+from pdcluster.core.errors import PdclusterError, ProtocolError, Unavailable
+from pdcluster_router.admin.operations import Operations
 from pdcluster_router.workers import frames
 from pdcluster_router.workers.channel import Channel
 from pdcluster_router.workers.exposition import families_of

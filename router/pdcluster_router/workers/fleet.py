@@ -15,13 +15,13 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from pdcluster.errors import PdclusterError, ProtocolError, Unavailable, UnknownName
-from pdcluster.messages import Role
-from pdcluster_router import drains
-from pdcluster_router.events import Event, EventLog
-from pdcluster_router.explain_records import Explanation
-from pdcluster_router.names import worker_of
-from pdcluster_router.operations import CachedNode, CacheStatus, NodeStatus, PolicyStatus, Progress, RequestList
+from pdcluster.core.errors import PdclusterError, ProtocolError, Unavailable, UnknownName
+from pdcluster.core.messages import Role
+from pdcluster_router.admin import drains
+from pdcluster_router.admin.operations import CachedNode, CacheStatus, NodeStatus, PolicyStatus, Progress, RequestList
+from pdcluster_router.cluster.events import Event, EventLog
+from pdcluster_router.core.ids import worker_of
+from pdcluster_router.explain.records import Explanation
 from pdcluster_router.workers import frames
 from pdcluster_router.workers.channel import Channel, Silent
 from pdcluster_router.workers.exposition import Family, exposition

@@ -10,10 +10,10 @@ import struct
 
 import msgspec
 
-from pdcluster import errors
-from pdcluster.errors import BadRequest, DeadlineExceeded, Overloaded, PdclusterError, ProtocolError
-from pdcluster.messages import Role
-from pdcluster_router.events import Event
+from pdcluster.core import errors
+from pdcluster.core.errors import BadRequest, DeadlineExceeded, Overloaded, PdclusterError, ProtocolError
+from pdcluster.core.messages import Role
+from pdcluster_router.cluster.events import Event
 
 MAX_FRAME_BYTES = 32 * 2**20
 _LENGTH = struct.Struct("<I")

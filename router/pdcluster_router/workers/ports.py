@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import socket
 
-from pdcluster.errors import ConfigError
-from pdcluster.kinds import split_address
+from pdcluster.core.errors import ConfigError
+from pdcluster.settings.kinds import split_address
 
 
 def hold(address: str, flag: str) -> tuple[socket.socket, str]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from pdcluster.config import RouterConfig
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
+from pdcluster.settings.config import RouterConfig
 
 
 @dataclass(frozen=True, slots=True)

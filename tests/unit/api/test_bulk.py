@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster.api import openai
-from pdcluster.api.bulk import MOST_CONTAINERS, MOST_STRINGS, SMALL_BYTES, check_bulk
-from pdcluster.errors import BadRequest
+from pdcluster.api.body_bound import MOST_CONTAINERS, MOST_STRINGS, SMALL_BYTES, check_bulk
+from pdcluster.api.openai import requests
+from pdcluster.core.errors import BadRequest
 
 SIZE = 8 * 2**20
 USER = b'{"role":"user","content":"a"}'
@@ -28,7 +28,7 @@ def listed(entry: bytes, count: int) -> bytes:
     ids=["token ids", "text", "code", "backslashes", "many prompts"],
 )
 def test_large_bodies_of_few_things_are_decoded(body: bytes) -> None:
-    assert openai.decode_completion(body).model == "m"
+    assert requests.decode_completion(body).model == "m"
 
 
 @pytest.mark.parametrize(
@@ -44,15 +44,15 @@ def test_large_bodies_of_few_things_are_decoded(body: bytes) -> None:
 )
 def test_large_bodies_of_many_small_things_are_refused_with_the_number(body: bytes, what: str) -> None:
     with pytest.raises(BadRequest, match=f"the body has .* {what}, at most .* are taken"):
-        openai.decode_completion(body)
+        requests.decode_completion(body)
     with pytest.raises(BadRequest, match=what):
-        openai.decode_chat(body)
+        requests.decode_chat(body)
 
 
 def test_a_body_that_is_no_json_is_still_told_so_by_the_decoder() -> None:
     check_bulk(b'"' * SMALL_BYTES)
     with pytest.raises(BadRequest, match="not valid JSON"):
-        openai.decode_chat(b"{" * SMALL_BYTES + b"1}")
+        requests.decode_chat(b"{" * SMALL_BYTES + b"1}")
 
 
 def test_every_string_counts_at_least_half_whatever_it_ends_with() -> None:

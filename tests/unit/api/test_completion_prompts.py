@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from pdcluster.api import openai
-from pdcluster.errors import BadRequest
+from pdcluster.api.openai import requests
+from pdcluster.core.errors import BadRequest
 
 
 def prompts(given: object) -> list[object]:
-    request = openai.decode_completion(json.dumps({"model": "m", "prompt": given}).encode())
-    return [prompt if isinstance(prompt, str) else list(prompt) for prompt in openai.prompts_of(request)]
+    request = requests.decode_completion(json.dumps({"model": "m", "prompt": given}).encode())
+    return [prompt if isinstance(prompt, str) else list(prompt) for prompt in requests.prompts_of(request)]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from pdcluster.api.decoder_chain import DecoderChain
-from pdcluster.api.text import TextModel
+from pdcluster.api.text.decoder_chain import DecoderChain
+from pdcluster.api.text.model_text import TextModel
 
 WORDS = [
     "[UNK]", "[CLS]", "<pad>", "hello", "##ing", "##s", "do", "not", " n't", "'s", ".", ",", "!", " ", "  ", "▁", "▁▁", "▁a", "x▁y",

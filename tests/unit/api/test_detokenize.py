@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from pdcluster.api.detokenize import Detokenizer, build_pieces, detokenize
-from pdcluster.api.text import TextModel
+from pdcluster.api.text.detokenizer import Detokenizer, build_pieces, detokenize
+from pdcluster.api.text.model_text import TextModel
 from tests.unit.api.tiny_tokenizers import byte_level_files, sentencepiece_files
 
 BYTE_LEVEL = TextModel(byte_level_files())

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.api import openai
+from pdcluster.api.openai import requests
 from pdcluster.api.tools.arguments import arguments_of
-from pdcluster.errors import BadRequest
+from pdcluster.core.errors import BadRequest
 
 USER = {"role": "user", "content": "hi"}
 
@@ -19,7 +19,7 @@ USER = {"role": "user", "content": "hi"}
 def shown(*messages: dict[str, Any]) -> list[dict[str, object]]:
     """As the template gets them."""
     body = {"model": "m", "messages": [USER, *messages]}
-    return openai.messages_of(openai.decode_chat(json.dumps(body).encode()).messages)[1:]
+    return requests.messages_of(requests.decode_chat(json.dumps(body).encode()).messages)[1:]
 
 
 def call(arguments: object, **fields: object) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schemas import random_schema
 
-from pdcluster.api.json_grammar.numbers import Bounds, integers, numbers
-from pdcluster.api.json_grammar.string_formats import KEPT
-from pdcluster.api.structured import json_form
-from pdcluster.errors import BadRequest
+from pdcluster.api.structured.constraints import json_form
+from pdcluster.api.structured.json_grammar.numbers import Bounds, integers, numbers
+from pdcluster.api.structured.json_grammar.string_formats import KEPT
+from pdcluster.core.errors import BadRequest
 
 
 def values(schema: object, number: int = 20, most: int = 400) -> list:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from pdcluster.api import limits, openai
-from pdcluster.api.text import SamplingDefaults
-from pdcluster.errors import BadRequest
+from pdcluster.api.openai import limits, requests
+from pdcluster.api.text.model_text import SamplingDefaults
+from pdcluster.core.errors import BadRequest
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ LIMITS = Bounds(max_len=100, vocab_size=50)
 MODEL_SAYS = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, min_p=0.05)
 
 
-def request(**fields: object) -> openai.CompletionRequest:
-    return openai.CompletionRequest(model="m", prompt="x", **fields)  # type: ignore[arg-type]
+def request(**fields: object) -> requests.CompletionRequest:
+    return requests.CompletionRequest(model="m", prompt="x", **fields)  # type: ignore[arg-type]
 
 
 def test_what_a_request_leaves_out_comes_from_the_model_s_defaults() -> None:

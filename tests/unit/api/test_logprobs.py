@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from pdcluster.api.choice import Token
-from pdcluster.api.detokenize import Pieces
-from pdcluster.api.logprobs import LEAST_LOGPROB, chat_logprobs, completion_logprobs
-from pdcluster.messages import TokenLogprobs
+from pdcluster.api.text.choice_text import Token
+from pdcluster.api.text.detokenizer import Pieces
+from pdcluster.api.text.logprobs import LEAST_LOGPROB, chat_logprobs, completion_logprobs
+from pdcluster.core.messages import TokenLogprobs
 
 PIECES = Pieces([b"a", b"b", b"\xe2", b"a"], ["a", "b", None, "a"], frozenset(), strips_lead=False)
 

@@ -10,12 +10,12 @@ from grammar_walk import allows, compiled, drawn, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.api.json_grammar.regex import lengths, with_length, without_anchors
-from pdcluster.api.json_grammar.regex_parser import MAX_REPEATS, parse
-from pdcluster.api.json_grammar.written import grammar_of
-from pdcluster.api.patterns import ebnf, regex
-from pdcluster.api.structured import StructuredOutputs, form_of
-from pdcluster.errors import BadRequest
+from pdcluster.api.structured.constraints import StructuredOutputs, form_of
+from pdcluster.api.structured.grammar_rules.written import grammar_of
+from pdcluster.api.structured.patterns import ebnf, regex
+from pdcluster.api.structured.regex.parser import MAX_REPEATS, parse
+from pdcluster.api.structured.regex.tree import lengths, with_length, without_anchors
+from pdcluster.core.errors import BadRequest
 
 
 def form(**asked: object) -> dict:

@@ -7,10 +7,10 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.api.reasoning import ReasoningSplitter, is_left_open, knows_reasoning
-from pdcluster.api.speech import Speech
 from pdcluster.api.tools.calls import Rules
 from pdcluster.api.tools.parsers import HermesParser
+from pdcluster.api.tools.reasoning import ReasoningSplitter, is_left_open, knows_reasoning
+from pdcluster.api.tools.speech import Speech
 
 
 def split(pieces: list[str], *, is_open: bool = False) -> tuple[str, str]:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.api.choice import Piece
-from pdcluster.api.replies import ChatFormat, CompletionFormat, Head
-from pdcluster.api.text import TextModel
+from pdcluster.api.openai.replies import ChatFormat, CompletionFormat, Head
+from pdcluster.api.text.choice_text import Piece
+from pdcluster.api.text.model_text import TextModel
 from tests.unit.api.tiny_tokenizers import byte_level_files
 
 PIECES = TextModel(byte_level_files()).pieces

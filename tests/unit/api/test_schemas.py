@@ -5,9 +5,9 @@ import json
 import jsonschema
 import pytest
 
-from pdcluster.api.json_grammar.schema import grammar_of_schema
-from pdcluster.api.structured import json_form
-from pdcluster.errors import BadRequest
+from pdcluster.api.structured.constraints import json_form
+from pdcluster.api.structured.json_grammar.schema import grammar_of_schema
+from pdcluster.core.errors import BadRequest
 
 INTEGER = {"type": "integer"}
 

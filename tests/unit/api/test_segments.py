@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tiny_tokenizers import CORPUS, byte_level_files, sentencepiece_files
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from pdcluster.api.segments import SegmentedEncoder, is_piecewise, longest_of
-from pdcluster.api.text import TextModel
+from pdcluster.api.text.model_text import TextModel
+from pdcluster.api.text.segments import SegmentedEncoder, is_piecewise, longest_of
 
 SPECIAL = ("<s>", "</s>", "<|start|>", "<|end|>", "<|start|>x", "<mask>", "<word>", " <pad>", "<N>", "<raw>")
 """<|start|>x is longer than <|start|>; <mask> takes blanks, <word> stands alone, " <pad>" begins with a blank, <N> is normalized, <raw> is none."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster.api.openai import chat_of
-from pdcluster.api.shaping import shaping_of
-from pdcluster.api.text import SamplingDefaults, TextModel
-from pdcluster.errors import BadRequest
-from pdcluster.sampling import MAX_BAD_WORD_TOKENS, Shaping
+from pdcluster.api.openai.requests import chat_of
+from pdcluster.api.openai.sampling_fields import shaping_of
+from pdcluster.api.text.model_text import SamplingDefaults, TextModel
+from pdcluster.core.errors import BadRequest
+from pdcluster.core.sampling import MAX_BAD_WORD_TOKENS, Shaping
 from tests.unit.api.tiny_tokenizers import byte_level_files
 
 TEXT = TextModel(byte_level_files())

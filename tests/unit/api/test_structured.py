@@ -8,10 +8,10 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.api.json_grammar.schema import CONSTRAINTS, NOT_ENFORCED
-from pdcluster.api.structured import ResponseFormat, StructuredOutputs, any_object, asked_of, form_of, json_form
-from pdcluster.errors import BadRequest
-from pdcluster.grammar import MAX_CHARS, MAX_DEPTH, depth_of
+from pdcluster.api.structured.constraints import ResponseFormat, StructuredOutputs, any_object, asked_of, form_of, json_form
+from pdcluster.api.structured.json_grammar.schema import CONSTRAINTS, NOT_ENFORCED
+from pdcluster.core.errors import BadRequest
+from pdcluster.core.grammar import MAX_CHARS, MAX_DEPTH, depth_of
 
 
 class Asked(msgspec.Struct):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from pdcluster.api.template import ChatTemplate
-from pdcluster.errors import BadRequest, ModelError
+from pdcluster.api.text.chat_template import ChatTemplate
+from pdcluster.core.errors import BadRequest, ModelError
 from tests.unit.api.tiny_tokenizers import CHAT_TEMPLATE, byte_level_files
 
 SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}

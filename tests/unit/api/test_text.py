@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from pdcluster.api.segments import SHORT_CHARACTERS
-from pdcluster.api.text import SamplingDefaults, TextModel
-from pdcluster.errors import BadRequest, ModelError
+from pdcluster.api.text.model_text import SamplingDefaults, TextModel
+from pdcluster.api.text.segments import SHORT_CHARACTERS
+from pdcluster.core.errors import BadRequest, ModelError
 from tests.unit.api.tiny_tokenizers import byte_level_files, sentencepiece_files, with_config
 
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from pdcluster.api.limits import check_text
-from pdcluster.api.text import TextModel
-from pdcluster.api.text_bound import TextBound
-from pdcluster.errors import ContextTooLong
+from pdcluster.api.openai.limits import check_text
+from pdcluster.api.text.model_text import TextModel
+from pdcluster.api.text.text_bound import TextBound
+from pdcluster.core.errors import ContextTooLong
 from tests.unit.api.tiny_tokenizers import byte_level_files, sentencepiece_files
 
 

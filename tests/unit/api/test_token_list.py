@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdcluster.api import bulk, openai
-from pdcluster.api.id_scan import MOST_DIGITS, scan_ids
-from pdcluster.api.token_list import LONG_BYTES, token_list, use_scan
-from pdcluster.errors import BadRequest
+from pdcluster.api import body_bound
+from pdcluster.api.openai import requests
+from pdcluster.api.openai.token_id_scan import MOST_DIGITS, scan_ids
+from pdcluster.api.openai.token_list import LONG_BYTES, token_list, use_scan
+from pdcluster.core.errors import BadRequest
 
 NUM = LONG_BYTES
 
@@ -65,15 +66,15 @@ def body(prompt: str, **fields: object) -> bytes:
 
 
 def test_a_long_prompt_of_ids_comes_packed_and_the_other_fields_as_ever() -> None:
-    request = openai.decode_completion(body(json.dumps([7] * NUM), max_tokens=3, stop=["x"], logit_bias={"5": 1.0}))
-    assert openai.prompts_of(request) == [array("i", [7] * NUM)] and isinstance(request.prompt, array)
+    request = requests.decode_completion(body(json.dumps([7] * NUM), max_tokens=3, stop=["x"], logit_bias={"5": 1.0}))
+    assert requests.prompts_of(request) == [array("i", [7] * NUM)] and isinstance(request.prompt, array)
     assert (request.model, request.max_tokens, request.stop, request.temperature) == ("m", 3, ["x"], None)
-    assert type(request) is openai.CompletionRequest
+    assert type(request) is requests.CompletionRequest
 
 
 @pytest.mark.parametrize("prompt", [["a"] * NUM, [[1] * NUM, [2]], "a" * NUM, [-1] + [7] * NUM, [2**31] + [7] * NUM])
 def test_other_long_prompts_are_decoded_in_full(prompt: object) -> None:
-    given = openai.prompts_of(openai.decode_completion(body(json.dumps(prompt))))
+    given = requests.prompts_of(requests.decode_completion(body(json.dumps(prompt))))
     assert [entry if isinstance(entry, str) else list(entry) for entry in given] in ([prompt], prompt)
 
 
@@ -90,7 +91,7 @@ def test_other_long_prompts_are_decoded_in_full(prompt: object) -> None:
 )
 def test_what_is_wrong_is_told_as_ever(given: bytes, told: str) -> None:
     with pytest.raises(BadRequest, match=told):
-        openai.prompts_of(openai.decode_completion(given))
+        requests.prompts_of(requests.decode_completion(given))
 
 
 # ---------------------------------------------------------------- where the list stands in its body
@@ -116,8 +117,8 @@ def scanning() -> Iterator[list[int]]:
 def outcome(given: bytes) -> object:
     """What is made of a body, or what is said against it."""
     try:
-        request = openai.decode_completion(given)
-        return [entry if isinstance(entry, str) else list(entry) for entry in openai.prompts_of(request)], request.max_tokens, request.user
+        request = requests.decode_completion(given)
+        return [entry if isinstance(entry, str) else list(entry) for entry in requests.prompts_of(request)], request.max_tokens, request.user
     except BadRequest as error:
         return str(error), error.param
 
@@ -128,7 +129,7 @@ QUOTED = json.dumps(f'"prompt":{LONG}')
 
 def test_a_list_is_read_where_it_stands_and_the_other_fields_as_ever() -> None:
     with scanning() as found:
-        request = openai.decode_completion(body(LONG, max_tokens=3, stop=["x"]))
+        request = requests.decode_completion(body(LONG, max_tokens=3, stop=["x"]))
     assert found == [NUM // 4] and request.prompt == array("i", json.loads(LONG))
     assert (request.model, request.max_tokens, request.stop) == ("m", 3, ["x"])
 
@@ -175,7 +176,7 @@ def test_only_what_is_the_prompt_is_taken_for_it(given: str) -> None:
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1])
-@pytest.mark.parametrize(("each", "most"), [("{}", bulk.MOST_CONTAINERS), ('""', bulk.MOST_STRINGS)])
+@pytest.mark.parametrize(("each", "most"), [("{}", body_bound.MOST_CONTAINERS), ('""', body_bound.MOST_STRINGS)])
 def test_what_a_body_may_hold_is_counted_as_if_the_list_were_in_it(each: str, most: int, more: int) -> None:
     """The body, its user and its prompt are containers, three keys and a value are strings."""
     others = 3 if each == "{}" else 4

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from pdcluster.api import openai
+from pdcluster.api.openai import requests
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def completion(**fields: Any) -> openai.CompletionRequest:
-    return openai.decode_completion(json.dumps({"model": "m", **fields}).encode())
+def completion(**fields: Any) -> requests.CompletionRequest:
+    return requests.decode_completion(json.dumps({"model": "m", **fields}).encode())
 
 
 def test_5_0_is_5_in_every_field_that_is_a_whole_number() -> None:
@@ -31,7 +31,7 @@ def test_5_0_is_5_in_every_field_that_is_a_whole_number() -> None:
         getattr(request, name) == value and type(getattr(request, name)) is int for name, value in numbers.items()
     )
     assert (request.logprobs, request.stop_token_ids) == (1, [1, 2])
-    chat = openai.decode_chat(
+    chat = requests.decode_chat(
         json.dumps(CHAT | {"max_completion_tokens": 1e2, "top_logprobs": 2.0, "logprobs": True}).encode()
     )
     assert (chat.max_completion_tokens, chat.top_logprobs) == (100, 2)
@@ -50,7 +50,7 @@ def test_floats_and_what_is_only_shown_stay_as_they_are() -> None:
     tools = [
         {"type": "function", "function": {"name": "f", "parameters": {"const": 5.0, "maximum": 18446744073709551615}}}
     ]
-    request = openai.decode_chat(
+    request = requests.decode_chat(
         json.dumps(CHAT | {"tools": tools, "n": 1.0, "temperature": 1.0, "metadata": {"a": 2.0}}).encode()
     )
     assert request.n == 1 and type(request.temperature) is float and request.metadata == {"a": 2.0}

@@ -19,16 +19,16 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pdcluster.bootstrap.agent import NodeAgent, Retry, watch
 from pdcluster.bootstrap.card import ClusterSnapshot
+from pdcluster.bootstrap.card_messages import card_to_proto
 from pdcluster.bootstrap.server import SERVICE, serve, serving
 from pdcluster.bootstrap.store import StoreSettings
-from pdcluster.config import BootstrapConfig
-from pdcluster.errors import ConfigError
-from pdcluster.kinds import split_address
-from pdcluster.ready import parse
+from pdcluster.core.errors import ConfigError
+from pdcluster.processes.ready import parse
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import bootstrap_pb2_grpc as stubs
-from pdcluster.rpc.cards import card_to_proto
-from pdcluster.transfer.base import Peer
+from pdcluster.settings.config import BootstrapConfig
+from pdcluster.settings.kinds import split_address
+from pdcluster.transfer.backends.base import Peer
 
 SETTINGS = StoreSettings(lease_s=0.6)
 LIMIT_S = 30.0

@@ -7,10 +7,10 @@ import pytest
 from bootstrap_cards import FINGERPRINT, LAYOUT, make_card
 
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard, check_card
-from pdcluster.errors import BadRequest
-from pdcluster.messages import Endpoint
-from pdcluster.rpc.cards import card_from_proto, card_to_proto, role_from_proto, snapshot_from_proto, snapshot_to_proto
-from pdcluster.transfer.base import Peer
+from pdcluster.bootstrap.card_messages import card_from_proto, card_to_proto, role_from_proto, snapshot_from_proto, snapshot_to_proto
+from pdcluster.core.errors import BadRequest
+from pdcluster.core.messages import Endpoint
+from pdcluster.transfer.backends.base import Peer
 
 
 def snapshot(*cards: NodeCard, settling: bool = False, version: int = 1) -> ClusterSnapshot:

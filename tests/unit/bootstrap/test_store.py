@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdcluster.bootstrap.store import Store, StoreSettings, differences
-from pdcluster.errors import BadRequest, ConfigError, Overloaded
-from pdcluster.transfer.base import Peer
+from pdcluster.core.errors import BadRequest, ConfigError, Overloaded
+from pdcluster.transfer.backends.base import Peer
 
 LEASE_S = 6.0
 

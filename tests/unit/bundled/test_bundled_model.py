@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from pdcluster import bundled_model
-from pdcluster.api.files import read_text_files
-from pdcluster.api.text import TextModel
-from pdcluster.engine.model_config import read_config
+from pdcluster.api.text.model_text import TextModel
+from pdcluster.checkpoint import bundled
+from pdcluster.checkpoint.text_files import read_text_files
+from pdcluster.engine.model.config import read_config
 from scripts import bundled_corpus
 from scripts.train_bundled import SPECIAL_TOKENS, Model, Shape, model_config, render_chat
 
-MODEL = bundled_model.path()
+MODEL = bundled.path()
 MEGABYTES_ALLOWED = 8
 FILES = {
     "MODEL_CARD.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",

@@ -4,9 +4,9 @@ import pytest
 import torch
 from bundled_prompts import PROMPTS, Prompt
 
-from pdcluster import bundled_model
-from pdcluster.api.files import read_text_files
-from pdcluster.api.text import TextModel
+from pdcluster.api.text.model_text import TextModel
+from pdcluster.checkpoint import bundled
+from pdcluster.checkpoint.text_files import read_text_files
 
 TRAINED_WINDOW = 512
 CHATS = [prompt for prompt in PROMPTS if prompt.kind == "chat"]
@@ -14,13 +14,13 @@ CHATS = [prompt for prompt in PROMPTS if prompt.kind == "chat"]
 
 @pytest.fixture(scope="module")
 def text_model() -> TextModel:
-    return TextModel(read_text_files(bundled_model.path()))
+    return TextModel(read_text_files(bundled.path()))
 
 
 @pytest.fixture(scope="module")
 def reference() -> torch.nn.Module:
     transformers = pytest.importorskip("transformers")
-    return transformers.AutoModelForCausalLM.from_pretrained(bundled_model.path(), dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(bundled.path(), dtype=torch.float32).eval()
 
 
 def token_ids(text_model: TextModel, prompt: Prompt) -> list[int]:

@@ -6,9 +6,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pdcluster import cli, flags
-from pdcluster.config import BootstrapConfig, Loaded, NodeConfig
-from pdcluster.errors import Unavailable
+from pdcluster import cli
+from pdcluster.core.errors import Unavailable
+from pdcluster.settings import flags
+from pdcluster.settings.config import BootstrapConfig, Loaded, NodeConfig
 from pdcluster_router import cli as router_cli
 
 

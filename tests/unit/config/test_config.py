@@ -5,19 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster.config import (
-    SECTIONS,
-    BootstrapConfig,
-    KVConfig,
-    NodeConfig,
-    RouterConfig,
-    SecurityConfig,
-    UpConfig,
-    keys,
-    load,
-)
-from pdcluster.errors import ConfigError
-from pdcluster.keys import MASK
+from pdcluster.core.errors import ConfigError
+from pdcluster.settings.config import SECTIONS, BootstrapConfig, KVConfig, NodeConfig, RouterConfig, SecurityConfig, UpConfig, keys, load
+from pdcluster.settings.keys import MASK
 
 ALL_KEYS = [key for section in SECTIONS.values() for key in keys(section)]
 

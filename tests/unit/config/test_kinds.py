@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.kinds import (
+from pdcluster.settings.kinds import (
     address,
     addresses,
     boolean,

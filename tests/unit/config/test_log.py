@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdcluster.config import LogConfig
-from pdcluster.keys import MASK
-from pdcluster.log import Log, configure, resolve_format
+from pdcluster.settings.config import LogConfig
+from pdcluster.settings.keys import MASK
+from pdcluster.telemetry.log import Log, configure, resolve_format
 
 
 class Terminal(io.StringIO):

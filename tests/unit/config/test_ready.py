@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from pdcluster.errors import ProtocolError
-from pdcluster.ready import announce, parse
+from pdcluster.core.errors import ProtocolError
+from pdcluster.processes.ready import announce, parse
 
 
 def test_what_is_announced_is_what_is_parsed() -> None:

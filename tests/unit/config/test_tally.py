@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pdcluster.metrics import MAX_MEDIUM_LABELS, MOST_NOTED, ExplainMetrics, RouterMetrics
-from pdcluster.tally import BeforeScrape, Level, Spread, Tally
+from pdcluster.telemetry.metrics import MAX_MEDIUM_LABELS, MOST_NOTED, ExplainMetrics, RouterMetrics
+from pdcluster.telemetry.tally import BeforeScrape, Level, Spread, Tally
 
 BUCKETS = (0.001, 0.5, 1.0, 10.0)
 

@@ -5,8 +5,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from pdcluster.engine import aside as aside_module
-from pdcluster.engine.aside import LEAST_PATIENCE, MAX_LEFT, TURNED_AWAY, Aside, Late, TurnedAway
+from pdcluster.engine.sampling import deadline_pool as aside_module
+from pdcluster.engine.sampling.deadline_pool import LEAST_PATIENCE, MAX_LEFT, TURNED_AWAY, Aside, Late, TurnedAway
 
 LATE = Late(is_starved=True)
 """Of a job that waits, and computes nothing."""

@@ -9,15 +9,15 @@ import pytest
 import torch
 from checkpoints import KERNEL_CACHE
 
-from pdcluster.engine.attention.base import Angles, Attention, AttentionShape, HeadNorms
-from pdcluster.engine.attention.cpu import QUERY_BLOCK, CpuAttention
-from pdcluster.engine.attention.reference import ReferenceAttention
-from pdcluster.engine.batch import Batch, Limits, build_batch
-from pdcluster.engine.invariant import InvariantAttention
-from pdcluster.engine.native import Kernels, PairKernels, Parallel, load_invariant_kernels, load_kernels, load_pair_kernels
+from pdcluster.core.step import Row, StepPlan
+from pdcluster.engine.kernels.loader import Kernels, PairKernels, Parallel, load_invariant_kernels, load_kernels, load_pair_kernels
+from pdcluster.engine.model.batch import Batch, Limits, build_batch
+from pdcluster.engine.ops.attention import Angles, Attention, AttentionShape, HeadNorms
+from pdcluster.engine.ops.attention_cpu import QUERY_BLOCK, CpuAttention
+from pdcluster.engine.ops.batch_invariant import InvariantAttention
+from pdcluster.engine.ops.reference import ReferenceAttention
 from pdcluster.kv.layout import DType
 from pdcluster.kv.pool import TORCH_DTYPE
-from pdcluster.step import Row, StepPlan
 
 PAGE = 8
 TOLERANCE: dict[DType, float] = {"float32": 2e-5, "bfloat16": 3e-2}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdcluster.engine.batch import Limits, build_batch
-from pdcluster.errors import IntegrityError
-from pdcluster.step import Row, StepPlan
+from pdcluster.core.errors import IntegrityError
+from pdcluster.core.step import Row, StepPlan
+from pdcluster.engine.model.batch import Limits, build_batch
 
 LIMITS = Limits(vocab_size=50, num_pages=10, page_tokens=4, max_len=30)
 

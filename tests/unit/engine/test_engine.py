@@ -19,16 +19,16 @@ import pytest
 from checkpoints import KERNEL_CACHE, Shape
 from driver import Driver, greedy
 
-from pdcluster.engine.constraint import MAX_IDLE_STEPS
+from pdcluster.core.errors import ConfigError, DeadlineExceeded, IntegrityError, ModelError
+from pdcluster.core.grammar import Grammar
+from pdcluster.core.history import history_of
+from pdcluster.core.messages import Sampling
+from pdcluster.core.sampling import Shaping
+from pdcluster.core.step import Row, StepPlan, StepResult
 from pdcluster.engine.engine import NO_NUMBERS, Engine, EngineConfig
-from pdcluster.engine.models.base import Progress
+from pdcluster.engine.model.base import Progress
+from pdcluster.engine.sampling.constraint import MAX_IDLE_STEPS
 from pdcluster.engine.worker import Worker
-from pdcluster.errors import ConfigError, DeadlineExceeded, IntegrityError, ModelError
-from pdcluster.grammar import Grammar
-from pdcluster.history import history_of
-from pdcluster.messages import Sampling
-from pdcluster.sampling import Shaping
-from pdcluster.step import Row, StepPlan, StepResult
 
 PAGE = 8
 SHAPE = Shape("qwen3", hidden_size=32, intermediate_size=48, head_dim=16, vocab_size=97, num_layers=3)

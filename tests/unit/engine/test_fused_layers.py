@@ -16,22 +16,22 @@ import pytest
 import torch
 from checkpoints import KERNEL_CACHE, Shape
 
-from pdcluster.engine import native
-from pdcluster.engine.attention.base import AttentionShape
-from pdcluster.engine.batch import Batch, Limits, build_batch
-from pdcluster.engine.collective import Alone
-from pdcluster.engine.fused_layers import LEAST_BLOCKS, LEAST_TOKENS, MOST_TOKENS, fits_fused_layers
-from pdcluster.engine.kernel_cache import filling
-from pdcluster.engine.layer_arrays import BLOCK
-from pdcluster.engine.linear import MOST_ROWS
-from pdcluster.engine.model_config import ModelConfig, read_config
-from pdcluster.engine.models.base import Progress
-from pdcluster.engine.models.decoder import Decoder
-from pdcluster.engine.ops import CpuOps, TorchOps, select_ops
-from pdcluster.engine.shard import share_of
-from pdcluster.engine.weights import Weights, load_weights
-from pdcluster.messages import Sampling
-from pdcluster.step import Row, StepPlan
+from pdcluster.core.messages import Sampling
+from pdcluster.core.step import Row, StepPlan
+from pdcluster.engine.decoder import Decoder
+from pdcluster.engine.kernels import loader
+from pdcluster.engine.kernels.cache import filling
+from pdcluster.engine.kernels.layer_arrays import BLOCK
+from pdcluster.engine.model.base import Progress
+from pdcluster.engine.model.batch import Batch, Limits, build_batch
+from pdcluster.engine.model.collective import Alone
+from pdcluster.engine.model.config import ModelConfig, read_config
+from pdcluster.engine.model.shard import share_of
+from pdcluster.engine.model.weights import Weights, load_weights
+from pdcluster.engine.ops.attention import AttentionShape
+from pdcluster.engine.ops.fused import LEAST_BLOCKS, LEAST_TOKENS, MOST_TOKENS, fits_fused_layers
+from pdcluster.engine.ops.linear import MOST_ROWS
+from pdcluster.engine.ops.select import CpuOps, TorchOps, select_ops
 
 PAGE, PAGES, VOCABULARY = 8, 200, 97
 LIMITS = Limits(VOCABULARY, PAGES, PAGE, 800)
@@ -73,7 +73,7 @@ def without_panels(ops: CpuOps) -> CpuOps:
     """As on a CPU for which there are none, or where there is something faster."""
     assert ops._pairs is not None
     with filling(Path(numba.config.CACHE_DIR), "rows"):  # type: ignore[attr-defined]
-        native._compile_products(ops._pairs, in_panels=False)
+        loader._compile_products(ops._pairs, in_panels=False)
     return CpuOps(ops._kernels, ops._pairs, ops._parallel, pack=True, panels=False)
 
 
@@ -196,9 +196,9 @@ def test_a_layer_is_counted_when_its_kv_is_in_the_pool(model: tuple[ModelConfig,
     for layer in range(num_layers):
         progress, pages = Progress(), pool(model[0])
         place = int(slots.slot_pages[1]), layer, 1, 0, int(slots.slot_offsets[1])
-        progress.counter = native.as_array(pages)[place].view(np.uint64)[:1]
+        progress.counter = loader.as_array(pages)[place].view(np.uint64)[:1]
         decoder(model, pages, ops).forward(slots, progress)
-        assert progress.counter[0] == native.as_array(expected)[place].view(np.uint64)[0] + np.uint64(num_layers - layer)
+        assert progress.counter[0] == loader.as_array(expected)[place].view(np.uint64)[0] + np.uint64(num_layers - layer)
         progress.close()
 
 
@@ -227,7 +227,7 @@ def test_the_kernel_is_compiled_at_the_start(model: tuple[ModelConfig, Weights],
     start = SimpleNamespace(**{name: lambda *_: None for name in ("pack_panels", "multiply_panels", "linear_rows")})
     start.PANEL = ops._pairs.PANEL if ops._pairs is not None else 0
     start.compute_layers = lambda *arguments: compiled.add(tuple(map(numba.typeof, arguments)))
-    native._compile_products(cast(native.PairKernels, start), in_panels=ops._panels is not None)
+    loader._compile_products(cast(loader.PairKernels, start), in_panels=ops._panels is not None)
     used = decoder(model, pool(model[0]), ops)
     assert used._fused is not None
     used._fused._kernel = lambda *arguments: called.add(tuple(map(numba.typeof, arguments)))
@@ -254,7 +254,7 @@ def test_the_kernel_is_compiled_at_the_start(model: tuple[ModelConfig, Weights],
     ids=str,
 )
 def test_the_best_of_a_row_is_the_first_of_equals(ops: CpuOps, logits: list[float]) -> None:
-    from pdcluster.engine.layer_kernels import find_best
+    from pdcluster.engine.kernels.fused_step import find_best
 
     row = torch.tensor(logits)
     assert find_best(row.numpy().view(np.int32)) == row.argmax().item()
@@ -277,6 +277,6 @@ def test_the_best_of_a_row_is_the_first_of_equals(ops: CpuOps, logits: list[floa
 )
 def test_a_row_that_is_not_of_numbers_has_no_best(ops: CpuOps, bits: tuple[int, ...]) -> None:
     """Else a greedy row would hide broken weights."""
-    from pdcluster.engine.layer_kernels import find_best
+    from pdcluster.engine.kernels.fused_step import find_best
 
     assert find_best((np.array(bits, np.uint32) << 16).view(np.int32)) == -1

@@ -14,12 +14,12 @@ from checkpoints import KERNEL_CACHE, LLAMA3, Shape
 from driver import Driver, greedy
 from gguf import GGMLQuantizationType as Kind
 
-from pdcluster.api.files import files_digest, read_text_files
-from pdcluster.api.text import TextModel
+from pdcluster.api.text.model_text import TextModel
+from pdcluster.checkpoint.text_files import files_digest, read_text_files
+from pdcluster.core.errors import ModelError
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.engine.model_config import read_config
-from pdcluster.engine.weights import load_weights, weights_digest
-from pdcluster.errors import ModelError
+from pdcluster.engine.model.config import read_config
+from pdcluster.engine.model.weights import load_weights, weights_digest
 from tests.unit.api.tiny_tokenizers import byte_level_files, sentencepiece_files
 
 SIZE = 512
@@ -70,7 +70,7 @@ def test_quantised_tensors_are_near_to_those_they_were_made_of(kind: Kind, tmp_p
 
 
 def test_llama_3_scaling_is_known_by_its_tensor(tmp_path: Path) -> None:
-    from pdcluster.api.gguf_file import LLAMA3_ROPE, _llama3_factors
+    from pdcluster.checkpoint.gguf import LLAMA3_ROPE, _llama3_factors
 
     model, arch = built("llama")
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, **LLAMA3_ROPE}

@@ -13,19 +13,19 @@ import torch
 from random_schemas import random_schema
 from scheduled import run
 
-from pdcluster.api import structured
-from pdcluster.api.text import TextModel
+from pdcluster.api.structured import constraints as structured
+from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.tools.formats import FORMATS
 from pdcluster.api.tools.offered import Function, Offer, Tool
-from pdcluster.bundled_model import path
-from pdcluster.engine.aside import MAX_LEFT
-from pdcluster.engine.constraint import Constraint, Constraints, masked, without
+from pdcluster.checkpoint.bundled import path
+from pdcluster.core.errors import BadRequest, Overloaded
+from pdcluster.core.grammar import MAX_DEPTH, Grammar
+from pdcluster.core.sampling import Sampling
+from pdcluster.core.step import Row
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.engine.grammar import GrammarLimits, Grammars, Vocabulary, vocabulary_of
-from pdcluster.errors import BadRequest, Overloaded
-from pdcluster.grammar import MAX_DEPTH, Grammar
-from pdcluster.sampling import Sampling
-from pdcluster.step import Row
+from pdcluster.engine.sampling.constraint import Constraint, Constraints, masked, without
+from pdcluster.engine.sampling.deadline_pool import MAX_LEFT
+from pdcluster.engine.sampling.grammar import GrammarLimits, Grammars, Vocabulary, vocabulary_of
 
 TEXT = TextModel.from_dir(path())
 EOS = TEXT.eos_token_ids
@@ -175,7 +175,7 @@ AMBIGUOUS = 'root ::= e\ne ::= e e | e e e | e e e e | [a-z]* | ""'
 @pytest.fixture
 def busy_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a late mask did, it counts as computing."""
-    monkeypatch.setattr("pdcluster.engine.aside._cpu_s", lambda thread: math.inf)
+    monkeypatch.setattr("pdcluster.engine.sampling.deadline_pool._cpu_s", lambda thread: math.inf)
 
 
 @pytest.mark.usefixtures("busy_masks")
@@ -277,7 +277,7 @@ def test_rows_are_sent_elsewhere_while_too_many_masks_are_late(grammars, monkeyp
 
 
 def test_a_grammar_that_gets_slower_with_every_token_is_refused_when_it_is_compiled(grammars, monkeypatch):
-    monkeypatch.setattr("pdcluster.engine.grammar.TRIAL_S", 0.1)
+    monkeypatch.setattr("pdcluster.engine.sampling.grammar.TRIAL_S", 0.1)
     with pytest.raises(BadRequest, match="ambiguous"):
         compile_now(grammars, grammar({"type": "grammar", "grammar": AMBIGUOUS}))
 

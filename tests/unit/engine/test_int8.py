@@ -12,16 +12,16 @@ import pytest
 import torch
 from checkpoints import KERNEL_CACHE
 
-from pdcluster.config import NodeConfig
-from pdcluster.engine.int8 import Int8Linear, Int8Ops, PlainInt8Linear, Quantization, TorchInt8Ops, int8_ops, quantize_rows, quantize_weight
-from pdcluster.engine.int8_kernels import dots_of, quantize
-from pdcluster.engine.linear import MOST_ROWS
-from pdcluster.engine.native import as_array
-from pdcluster.engine.ops import select_ops
-from pdcluster.engine.vectors import address
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
+from pdcluster.engine.kernels.intrinsics import address
+from pdcluster.engine.kernels.loader import as_array
+from pdcluster.engine.kernels.quantized import dots_of, quantize
+from pdcluster.engine.ops.linear import MOST_ROWS
+from pdcluster.engine.ops.quantized import Int8Linear, Int8Ops, PlainInt8Linear, Quantization, TorchInt8Ops, int8_ops, quantize_rows, quantize_weight
+from pdcluster.engine.ops.select import select_ops
 from pdcluster.kv.layout import DEFAULT_ARITHMETIC
 from pdcluster.node.server import arithmetic_of, check
+from pdcluster.settings.config import NodeConfig
 
 SCHEMES: tuple[Quantization, ...] = ("int8", "w8a8_int8")
 ROWS = (1, 2, 3, 4, 5, 8, 31, MOST_ROWS, MOST_ROWS + 1, 130)
@@ -90,9 +90,9 @@ def test_rows_are_bytes_that_stand_for_them(planes: int) -> None:
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_sums_of_bytes_are_exact_with_and_without_the_instruction(native: bool, rows: int) -> None:
-    from pdcluster.engine import int8_kernels
+    from pdcluster.engine.kernels import quantized
 
-    if native and not int8_kernels.NATIVE:
+    if native and not quantized.NATIVE:
         pytest.skip("this CPU has no byte product")
     block = dots_of(rows, native=native)
 
@@ -143,11 +143,11 @@ def test_the_dynamic_product_of_a_row_is_the_same_bits_among_any_others(threads:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_sums_of_bytes_are_exact_by_numbers_of_16_bits(rows: int) -> None:
-    from pdcluster.engine import int8_kernels
+    from pdcluster.engine.kernels import quantized
 
-    if not int8_kernels.WIDE:
+    if not quantized.WIDE:
         pytest.skip("this CPU has something wider")
-    block = int8_kernels.wide_dots_of(rows)
+    block = quantized.wide_dots_of(rows)
 
     @numba.njit  # type: ignore[untyped-decorator]
     def run(weights, x, out):  # type: ignore[no-untyped-def]
@@ -166,7 +166,7 @@ def test_without_the_instruction_many_rows_are_multiplied_by_the_kernel(monkeypa
     made = int8_ops("w8a8_int8", "cpu", "bfloat16", 1, KERNEL_CACHE)
     product, x = made.linear([noise(100, 96)], [None]), noise(70, 96)
     usual = product(x)
-    monkeypatch.setattr("pdcluster.engine.int8_kernels.NATIVE", False)
+    monkeypatch.setattr("pdcluster.engine.kernels.quantized.NATIVE", False)
     monkeypatch.setattr(Int8Linear, "_dynamic_many", None)
     assert torch.equal(product(x), usual)
     made.close()

@@ -11,13 +11,13 @@ import pytest
 import torch
 from checkpoints import KERNEL_CACHE
 
-from pdcluster.config import NodeConfig
-from pdcluster.engine.attention.base import AttentionShape
-from pdcluster.engine.collective import InOrder
-from pdcluster.engine.invariant import InvariantOps, invariant_arithmetic, invariant_ops
-from pdcluster.engine.rope import Rope, RopeConfig
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
+from pdcluster.engine.model.collective import InOrder
+from pdcluster.engine.model.rope import Rope, RopeConfig
+from pdcluster.engine.ops.attention import AttentionShape
+from pdcluster.engine.ops.batch_invariant import InvariantOps, invariant_arithmetic, invariant_ops
 from pdcluster.node.server import arithmetic_of, check
+from pdcluster.settings.config import NodeConfig
 
 
 @pytest.fixture(params=[1, 3], ids=["1 thread", "3 threads"])
@@ -58,7 +58,7 @@ def test_norm_and_activation_of_a_row_are_the_same_bits_among_any_others(ops: In
 
 BITS_OF_NORM_AND_ACTIVATION = """
 import hashlib, numpy as np
-from pdcluster.engine.invariant_kernels import rms_norm, silu_mul
+from pdcluster.engine.kernels.batch_invariant import rms_norm, silu_mul
 noise = np.random.default_rng(3).normal(0, 4, (500, 1930)).astype(np.float32)
 weight = (noise[0].view(np.uint32) >> 16).astype(np.uint16)
 normed, active = np.zeros((500, 1930), np.uint16), np.zeros((500, 965), np.uint16)

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster.config import UpConfig
-from pdcluster.engine import kernel_cache
-from pdcluster.engine.kernel_cache import FRESH_S, MOST_PLACES, SOURCES, UNUSED_S, filling, forget_places, open_place, place_of
-from pdcluster.engine.native import load_kernels
-from pdcluster.node.ranks import RankSettings
+from pdcluster.engine.kernels import cache as kernel_cache
+from pdcluster.engine.kernels.cache import FRESH_S, MOST_PLACES, SOURCES, UNUSED_S, filling, forget_places, open_place, place_of
+from pdcluster.engine.kernels.loader import load_kernels
+from pdcluster.node.tensor_parallel.engine import RankSettings
+from pdcluster.settings.config import UpConfig
 
 
 def test_who_waits_for_another_that_compiles_gives_up_before_others_give_it_up() -> None:
@@ -108,7 +108,7 @@ def test_a_place_that_can_be_read_but_not_written_is_told_with_the_way_out(
 
 
 def test_machines_of_other_kinds_have_other_places(tmp_path: Path) -> None:
-    code = f"from pathlib import Path; from pdcluster.engine.kernel_cache import place_of; print(place_of(Path({str(tmp_path)!r})), end='')"
+    code = f"from pathlib import Path; from pdcluster.engine.kernels.cache import place_of; print(place_of(Path({str(tmp_path)!r})), end='')"
     done = subprocess.run(["env", "NUMBA_CPU_NAME=generic", sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert Path(done.stdout).parent == tmp_path
     assert Path(done.stdout) != place_of(tmp_path)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster.engine.model_config import Json, parse_config, read_config
-from pdcluster.engine.rope import RopeConfig
-from pdcluster.errors import ModelError
+from pdcluster.core.errors import ModelError
+from pdcluster.engine.model.config import Json, parse_config, read_config
+from pdcluster.engine.model.rope import RopeConfig
 from pdcluster.kv.layout import KVLayout
 
 BASE: Json = {

@@ -15,11 +15,11 @@ from model_configs import REFUSED, SERVED, Json
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pdcluster.engine.model_config import ModelConfig, parse_config, read_config
-from pdcluster.engine.rope import attention_scale, inverse_frequencies
-from pdcluster.engine.weights import load_weights
-from pdcluster.errors import ModelError
-from pdcluster.model_files import check_model_files
+from pdcluster.checkpoint.inspection import check_model_files
+from pdcluster.core.errors import ModelError
+from pdcluster.engine.model.config import ModelConfig, parse_config, read_config
+from pdcluster.engine.model.rope import attention_scale, inverse_frequencies
+from pdcluster.engine.model.weights import load_weights
 from tests.unit.api.tiny_tokenizers import byte_level_files
 
 

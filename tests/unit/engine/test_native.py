@@ -14,9 +14,9 @@ import torch
 from checkpoints import KERNEL_CACHE
 from numba.core.errors import NumbaError
 
-from pdcluster.engine import kernels, native
-from pdcluster.engine.native import Parallel, load_kernels, load_pair_kernels
-from pdcluster.engine.ops import select_ops
+from pdcluster.engine.kernels import elementwise, loader
+from pdcluster.engine.kernels.loader import Parallel, load_kernels, load_pair_kernels
+from pdcluster.engine.ops.select import select_ops
 
 
 def test_without_numba_the_engine_runs_on_torch_and_says_so(
@@ -32,7 +32,7 @@ def test_kernels_that_do_not_compile_are_done_without(monkeypatch: pytest.Monkey
     def fail(*_: object) -> None:
         raise NumbaError("no such target")
 
-    monkeypatch.setattr(native, "_compile", fail)
+    monkeypatch.setattr(loader, "_compile", fail)
     with caplog.at_level(logging.WARNING):
         assert load_kernels(tmp_path, "float32") is None
     assert "no such target" in caplog.text
@@ -110,9 +110,9 @@ def test_an_error_on_a_helper_thread_is_raised_after_all_ended() -> None:
 
 @pytest.mark.parametrize("value", [-80.0, -3.3, -1e-4, 0.0, 0.5, 10.0, 60.0])
 def test_exponential_is_accurate(value: float) -> None:
-    assert float(kernels.exponential(np.float32(value))) == pytest.approx(np.exp(np.float32(value)), rel=2e-5)
+    assert float(elementwise.exponential(np.float32(value))) == pytest.approx(np.exp(np.float32(value)), rel=2e-5)
 
 
 def test_exponential_is_clamped_to_finite_numbers() -> None:
-    assert 0 < float(kernels.exponential(np.float32(-1e30))) < 1e-37
-    assert np.isfinite(kernels.exponential(np.float32(1e30)))
+    assert 0 < float(elementwise.exponential(np.float32(-1e30))) < 1e-37
+    assert np.isfinite(elementwise.exponential(np.float32(1e30)))

@@ -14,12 +14,12 @@ import pytest
 import torch
 from checkpoints import KERNEL_CACHE
 
-from pdcluster.engine import native
-from pdcluster.engine.kernel_cache import filling
-from pdcluster.engine.linear import MOST_ROWS, PackedLinear, PlainLinear, can_pack
-from pdcluster.engine.native import PairKernels, Parallel, load_kernels
-from pdcluster.engine.ops import CpuOps, Ops, TorchOps, select_ops
-from pdcluster.engine.panels import PanelLinear, Panels
+from pdcluster.engine.kernels import loader
+from pdcluster.engine.kernels.cache import filling
+from pdcluster.engine.kernels.loader import PairKernels, Parallel, load_kernels
+from pdcluster.engine.ops.linear import MOST_ROWS, PackedLinear, PlainLinear, can_pack
+from pdcluster.engine.ops.packed_weights import PanelLinear, Panels
+from pdcluster.engine.ops.select import CpuOps, Ops, TorchOps, select_ops
 from pdcluster.kv.layout import DType
 from pdcluster.kv.pool import TORCH_DTYPE
 
@@ -53,7 +53,7 @@ def without_panels(ops: Ops) -> CpuOps:
     assert isinstance(ops, CpuOps)
     if ops._pairs is not None:
         with filling(Path(numba.config.CACHE_DIR), "rows"):  # type: ignore[attr-defined]
-            native._compile_products(ops._pairs, in_panels=False)
+            loader._compile_products(ops._pairs, in_panels=False)
     return CpuOps(ops._kernels, ops._pairs, ops._parallel, pack=can_pack(), panels=False)
 
 

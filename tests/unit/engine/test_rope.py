@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from pdcluster.engine.model_config import parse_config
-from pdcluster.engine.rope import Rope, attention_scale, inverse_frequencies
+from pdcluster.engine.model.config import parse_config
+from pdcluster.engine.model.rope import Rope, attention_scale, inverse_frequencies
 
 VARIANTS: dict[str, dict[str, object]] = {
     "default": {"rope_type": "default", "rope_theta": 500000.0},

@@ -13,8 +13,8 @@ import pytest
 from checkpoints import KERNEL_CACHE
 from numpy.typing import NDArray
 
-from pdcluster.engine import native
-from pdcluster.engine.kernel_cache import filling
+from pdcluster.engine.kernels import loader
+from pdcluster.engine.kernels.cache import filling
 
 Words = NDArray[np.uint16]
 NO_NUMBER = 0x7FC0
@@ -23,12 +23,12 @@ LAYER, NUM_LAYERS = 1, 3
 
 @pytest.fixture(scope="module", params=["pair_kernels", "wide_rows"])
 def attend(request: pytest.FixtureRequest) -> Any:
-    assert native.load_kernels(KERNEL_CACHE, "bfloat16") is not None
+    assert loader.load_kernels(KERNEL_CACHE, "bfloat16") is not None
     with filling(Path(numba.config.CACHE_DIR), "row attention"):  # type: ignore[attr-defined]
         if request.param == "wide_rows":
-            from pdcluster.engine import wide_rows as module
+            from pdcluster.engine.kernels import attention_rows as module
         else:
-            from pdcluster.engine import pair_kernels as module  # type: ignore[no-redef]
+            from pdcluster.engine.kernels import gemm_pairs as module  # type: ignore[no-redef]
         attend_all(module.attend_rows, scene([1], 1, 1, 32, 8))
         return module.attend_rows
 

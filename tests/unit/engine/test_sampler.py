@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.engine.sampler import FIRST_CANDIDATES, sample, sample_alone, token_logprobs
-from pdcluster.engine.shaping import Choice
-from pdcluster.history import history_of
-from pdcluster.messages import Sampling
-from pdcluster.sampling import LEAST_REPETITION, MOST_REPETITION, Shaping
+from pdcluster.core.history import history_of
+from pdcluster.core.messages import Sampling
+from pdcluster.core.sampling import LEAST_REPETITION, MOST_REPETITION, Shaping
+from pdcluster.engine.sampling.penalties import Choice
+from pdcluster.engine.sampling.sampler import FIRST_CANDIDATES, sample, sample_alone, token_logprobs
 
 DRAWS = 20_000
 Draw = Callable[..., list[int | None]]

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.engine.sampler import sample
-from pdcluster.engine.shaping import Choice, shaped
-from pdcluster.history import History
-from pdcluster.messages import Sampling, Shaping
+from pdcluster.core.history import History
+from pdcluster.core.messages import Sampling, Shaping
+from pdcluster.engine.sampling.penalties import Choice, shaped
+from pdcluster.engine.sampling.sampler import sample
 
 VOCAB = 24
 EOS = (3,)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from checkpoints import Shape
 
-from pdcluster.engine.model_config import ModelConfig, read_config
-from pdcluster.engine.shard import cut, share_of
-from pdcluster.engine.weights import Weights, load_weights
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
+from pdcluster.engine.model.config import ModelConfig, read_config
+from pdcluster.engine.model.shard import cut, share_of
+from pdcluster.engine.model.weights import Weights, load_weights
 from pdcluster.kv.layout import head_range
 
 SHAPE = Shape(

@@ -14,8 +14,8 @@ import torch
 from numba.core.registry import cpu_target
 from numpy.typing import NDArray
 
-from pdcluster.engine import native
-from pdcluster.engine.vectors import (
+from pdcluster.engine.kernels import loader
+from pdcluster.engine.kernels.intrinsics import (
     SUMS_ORDER,
     address,
     asking_tile_of,
@@ -34,7 +34,7 @@ WAYS = [pytest.param(True, marks=needs_pair_product), False]
 
 
 def noise(*size: int) -> NDArray[Any]:
-    return native.as_array(torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).bfloat16())
+    return loader.as_array(torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).bfloat16())
 
 
 def wide(bits: NDArray[Any]) -> NDArray[np.float32]:
@@ -116,8 +116,8 @@ def test_without_kernels_for_pairs_the_engine_says_so(monkeypatch: pytest.Monkey
     def fail(*_: object) -> None:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(native, "_compile_pairs", fail)
-    assert native.load_pair_kernels() is None
+    monkeypatch.setattr(loader, "_compile_pairs", fail)
+    assert loader.load_pair_kernels() is None
     assert "no such instruction" in caplog.text
 
 
@@ -139,7 +139,7 @@ def test_features_say_what_a_cpu_multiplies_at_once(features: str, pairs: bool, 
 
 DOT_FOR_ANOTHER_CPU = """
 import numba, numpy as np
-from pdcluster.engine.vectors import address, dots_of, has_pair_product
+from pdcluster.engine.kernels.intrinsics import address, dots_of, has_pair_product
 dots = dots_of(4, 1, native=has_pair_product())
 @numba.njit
 def run(weights, row, out):
@@ -157,7 +157,7 @@ def test_what_numba_is_told_of_the_cpu_decides(setting: str) -> None:
     assert (done.returncode, done.stdout) == (0, "[192.0, 192.0, 192.0, 192.0]\n"), done.stderr
 
 
-KINDS = "from pdcluster.engine.vectors import *; print(has_pair_product(), has_broad_product(), has_wide_product())"
+KINDS = "from pdcluster.engine.kernels.intrinsics import *; print(has_pair_product(), has_broad_product(), has_wide_product())"
 AVX512 = "+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq"
 
 

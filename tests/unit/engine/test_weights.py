@@ -12,9 +12,9 @@ import torch
 from checkpoints import Shape
 from safetensors.torch import load_file, save_file
 
-from pdcluster.engine.model_config import ModelConfig, read_config
-from pdcluster.engine.weights import Weights, load_weights, shard_paths, weights_digest
-from pdcluster.errors import ModelError
+from pdcluster.core.errors import ModelError
+from pdcluster.engine.model.config import ModelConfig, read_config
+from pdcluster.engine.model.weights import Weights, load_weights, shard_paths, weights_digest
 
 SHAPE = Shape("qwen2", hidden_size=32, intermediate_size=48, head_dim=16, vocab_size=51)
 

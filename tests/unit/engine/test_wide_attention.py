@@ -11,9 +11,9 @@ import pytest
 from checkpoints import KERNEL_CACHE
 from numpy.typing import NDArray
 
-from pdcluster.engine import native
-from pdcluster.engine.kernel_cache import filling
-from pdcluster.engine.layer_arrays import BLOCK
+from pdcluster.engine.kernels import loader
+from pdcluster.engine.kernels.cache import filling
+from pdcluster.engine.kernels.layer_arrays import BLOCK
 
 RNG = np.random.default_rng
 
@@ -33,9 +33,9 @@ def pairs_of_rows(dense: NDArray[np.uint16]) -> NDArray[np.uint32]:
 
 @pytest.fixture(scope="module")
 def blocks() -> Any:
-    assert native.load_kernels(KERNEL_CACHE, "bfloat16") is not None
+    assert loader.load_kernels(KERNEL_CACHE, "bfloat16") is not None
     with filling(Path(numba.config.CACHE_DIR), "wide attention"):  # type: ignore[attr-defined]
-        from pdcluster.engine import wide_attention
+        from pdcluster.engine.kernels import wide_attention
 
         return wide_attention
 

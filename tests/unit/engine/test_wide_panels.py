@@ -14,10 +14,10 @@ import torch
 from checkpoints import KERNEL_CACHE
 from numpy.typing import NDArray
 
-from pdcluster.engine import native
-from pdcluster.engine.kernel_cache import filling
-from pdcluster.engine.vectors import address
-from pdcluster.engine.wide_tiles import wide_tile_of
+from pdcluster.engine.kernels import loader
+from pdcluster.engine.kernels.cache import filling
+from pdcluster.engine.kernels.f32_tiles import wide_tile_of
+from pdcluster.engine.kernels.intrinsics import address
 
 Words = NDArray[np.uint16]
 FILL = 7
@@ -25,20 +25,20 @@ FILL = 7
 
 @pytest.fixture(scope="module", params=["wide", "broad"])
 def kernels(request: pytest.FixtureRequest) -> Any:
-    assert native.load_kernels(KERNEL_CACHE, "bfloat16") is not None
+    assert loader.load_kernels(KERNEL_CACHE, "bfloat16") is not None
     with filling(Path(numba.config.CACHE_DIR), f"{request.param} panels"):  # type: ignore[attr-defined]
-        from pdcluster.engine import broad_panels, panel_kernels, wide_panels
+        from pdcluster.engine.kernels import gemm_floats, panel_kernels, wide_panels
 
         found: Any = wide_panels
         if request.param == "broad":
-            sizes = {"PANEL": panel_kernels.PANEL, "WIDE_BYTES": broad_panels.WIDE_BYTES}
-            found = SimpleNamespace(**sizes, pack_panels=panel_kernels.pack_panels, multiply_panels=broad_panels.multiply_widened)
+            sizes = {"PANEL": panel_kernels.PANEL, "WIDE_BYTES": gemm_floats.WIDE_BYTES}
+            found = SimpleNamespace(**sizes, pack_panels=panel_kernels.pack_panels, multiply_panels=gemm_floats.multiply_widened)
         multiplied(found, noise(1, 2), noise(1, 2), np.zeros(1, np.float32))
         return found
 
 
 def noise(*size: int) -> Words:
-    return native.as_array(torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).bfloat16())
+    return loader.as_array(torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).bfloat16())
 
 
 def wide(bits: NDArray[Any]) -> NDArray[np.float32]:

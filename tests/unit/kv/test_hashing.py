@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdcluster.core.messages import HASH_BYTES, pack_tokens
 from pdcluster.kv.hashing import STRETCH_BLOCKS, block_hashes, chain_root, extend, is_extendable
-from pdcluster.messages import HASH_BYTES, pack_tokens
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster.errors import ConfigError, IntegrityError
+from pdcluster.core.errors import ConfigError, IntegrityError
+from pdcluster.core.messages import HASH_BYTES
 from pdcluster.kv.hashing import block_hashes
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import HASH_BYTES
 
 
 def pool_of(num_pages: int, page_tokens: int = 4, block_tokens: int = 4) -> PagePool:

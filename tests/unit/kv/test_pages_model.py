@@ -13,9 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pdcluster.core.messages import HASH_BYTES
 from pdcluster.kv.hashing import block_hashes
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import HASH_BYTES
 
 BLOCK = 2
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=5)

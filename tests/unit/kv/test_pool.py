@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 from pdcluster.kv.layout import KVLayout
 from pdcluster.kv.pool import KVPool
 

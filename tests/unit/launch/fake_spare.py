@@ -3,7 +3,7 @@
 import os
 import sys
 
-from pdcluster.launch.spare import awaited_argv
+from pdcluster.processes.spare import awaited_argv
 
 argv = awaited_argv()
 if argv is not None:

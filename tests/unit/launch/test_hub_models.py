@@ -12,13 +12,13 @@ import fake_hub
 import pytest
 from fake_hub import COMMIT, NAME, FakeHub
 
-from pdcluster.hub import is_repository, served_name
+from pdcluster.checkpoint.hub import is_repository, served_name
 
 LOOK_UP = """
 import logging, sys
 from pathlib import Path
-from pdcluster.errors import ModelError
-from pdcluster.hub import local_model
+from pdcluster.core.errors import ModelError
+from pdcluster.checkpoint.hub import local_model
 logging.basicConfig(level=logging.DEBUG)
 try:
     print(local_model(Path(sys.argv[1])))

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdcluster.launch import spare
-from pdcluster.launch.spare import MAX_LINE_BYTES, Spare
-from pdcluster.launch.supervisor import Spec, Supervisor
+from pdcluster.processes import spare
+from pdcluster.processes.spare import MAX_LINE_BYTES, Spare
+from pdcluster.processes.supervisor import Spec, Supervisor
 
 FAKE_CHILD = Path(__file__).with_name("fake_child.py")
 SPARE = (sys.executable, str(Path(__file__).with_name("fake_spare.py")))

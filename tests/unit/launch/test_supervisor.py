@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdcluster.errors import ProtocolError
-from pdcluster.launch.child_process import describe
-from pdcluster.launch.supervisor import CRASH_WINDOW_S, LONGEST_DELAY_S, RestartPolicy, Spec, StartFailed, Supervisor
+from pdcluster.core.errors import ProtocolError
+from pdcluster.processes.child_process import describe
+from pdcluster.processes.supervisor import CRASH_WINDOW_S, LONGEST_DELAY_S, RestartPolicy, Spec, StartFailed, Supervisor
 
 FAKE = Path(__file__).with_name("fake_child.py")
 
@@ -200,7 +200,7 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     parent = f"""
 import asyncio, sys
-from pdcluster.launch.supervisor import Spec, Supervisor
+from pdcluster.processes.supervisor import Spec, Supervisor
 async def main():
     supervisor = Supervisor(print, lambda name, line: None, 20.0, 5)
     await supervisor.start(Spec("a", (sys.executable, "-I", "-S", {str(FAKE)!r}, "a", {str(journal)!r}, "--stubborn"), 1.0))

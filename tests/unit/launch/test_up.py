@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.config import Loaded, UpConfig, load
-from pdcluster.errors import ConfigError, ModelError
+from pdcluster.core.errors import ConfigError, ModelError
 from pdcluster.launch.demo import check_open
-from pdcluster.launch.supervisor import Spec
 from pdcluster.launch.up import BUNDLED_KV_BYTES, Cluster, Output, Serving, check_free, plan_nodes
+from pdcluster.processes.supervisor import Spec
+from pdcluster.settings.config import Loaded, UpConfig, load
 
 
 def loaded(values: dict[str, object] | None = None, file: Path | None = None) -> Loaded[UpConfig]:

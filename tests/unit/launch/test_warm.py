@@ -5,12 +5,12 @@ import sys
 import pytest
 from checkpoints import KERNEL_CACHE
 
-from pdcluster.config import NodeConfig, cache_directory
-from pdcluster.engine.kernel_cache import place_of
+from pdcluster.engine.kernels.cache import place_of
 from pdcluster.launch import warm as module
 from pdcluster.launch.warm import main, warm
-from pdcluster.node.engines import engine_config
-from pdcluster_router.policy import compiled
+from pdcluster.node.engine_start import engine_config
+from pdcluster.settings.config import NodeConfig, cache_directory
+from pdcluster_router.policy.predicted import compiled
 
 
 def test_after_it_nothing_is_left_to_compile_where_nodes_look(tmp_path):

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from oracle import VOCAB, reference
 from stepped_nodes import Letter, SteppedNode, SteppedNodes
 
+from pdcluster.core.messages import AnyMessage, Cancel, Failed, Fetch, Finished, Prefill, Pull, Refused, Sampling, Tokens, Work, pack_tokens
 from pdcluster.kv.hashing import chain_root, extend
-from pdcluster.messages import AnyMessage, Cancel, Failed, Fetch, Finished, Prefill, Pull, Refused, Sampling, Tokens, Work, pack_tokens
-from pdcluster.transfer.base import Peer, Stamp
-from pdcluster.transfer.fake import FakeBackend, FakeNetwork, Fault
+from pdcluster.transfer.backends.base import Peer, Stamp
+from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork, Fault
 
 ROUTER = Peer("router", "router-1")
 BLOCK = 4

@@ -6,9 +6,9 @@ import msgspec
 from pulling_nodes import BLOCK, PullingNodes, prompt_of
 from stepped_nodes import Letter
 
-from pdcluster.messages import Declined, Fetch
+from pdcluster.core.messages import Declined, Fetch
 from pdcluster.node.export import ExportSide
-from pdcluster.transfer.fake import Fault
+from pdcluster.transfer.backends.fake import Fault
 
 PROMPT = prompt_of(42)
 HELD = 40

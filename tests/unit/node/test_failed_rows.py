@@ -6,8 +6,8 @@ import pytest
 from pulling_nodes import prompt_of
 from two_legs import TwoLegs
 
-from pdcluster.messages import Failed
-from pdcluster.step import RowError
+from pdcluster.core.messages import Failed
+from pdcluster.core.step import RowError
 
 SLOW = RowError("it takes too long", retryable=False, param="grammar")
 BUSY = RowError("retry later", retryable=True)

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 from pulling_nodes import BLOCK, ROOT, PullingNodes, prompt_of, work_of
 
+from pdcluster.core.lifecycle import Residence
+from pdcluster.core.messages import Abort, AbortAck, Declined, Fetch, Prefill, Pull, pack_tokens
 from pdcluster.kv.hashing import extend
-from pdcluster.lifecycle import Residence
-from pdcluster.messages import Abort, AbortAck, Declined, Fetch, Prefill, Pull, pack_tokens
-from pdcluster.node import fetch
-from pdcluster.node.fetch import BREAKER
-from pdcluster.transfer.base import WriteStatus
-from pdcluster.transfer.fake import Fault
+from pdcluster.node import kv_fetch as fetch
+from pdcluster.node.kv_fetch import BREAKER
+from pdcluster.transfer.backends.base import WriteStatus
+from pdcluster.transfer.backends.fake import Fault
 
 PROMPT = prompt_of(42)
 HELD = 40

@@ -7,7 +7,7 @@ from oracle import VOCAB
 from pulling_nodes import prompt_of
 from two_legs import TwoLegs
 
-from pdcluster.messages import Failed
+from pdcluster.core.messages import Failed
 
 
 @pytest.mark.parametrize("token", [VOCAB, 2**31 - 1])

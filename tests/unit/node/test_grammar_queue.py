@@ -10,12 +10,12 @@ import pytest
 from local_cluster import EngineKit, LocalCluster, oracle_kit
 from oracle import reference
 
-from pdcluster import messages as m
-from pdcluster.errors import BadRequest, Overloaded
-from pdcluster.grammar import Grammar
+from pdcluster.core import messages as m
+from pdcluster.core.errors import BadRequest, Overloaded
+from pdcluster.core.grammar import Grammar
 from pdcluster.node.grammar_queue import LOOK_S, MAX_WAITING, RESERVE_S, GrammarQueue
 from pdcluster.node.outbox import Outbox
-from pdcluster.transfer.base import Peer
+from pdcluster.transfer.backends.base import Peer
 
 ROUTER, OTHER = Peer("router", "r1"), Peer("router-2", "r2")
 ENDPOINT = m.Endpoint("p", "p1", "127.0.0.1:1")

@@ -9,8 +9,8 @@ import pytest
 
 PROGRAM = """
 import sys, time
-from pdcluster.engine.grammar import Grammars, Vocabulary
-from pdcluster.grammar import Grammar
+from pdcluster.engine.sampling.grammar import Grammars, Vocabulary
+from pdcluster.core.grammar import Grammar
 from pdcluster.node.server import leave_if_stuck
 grammars = Grammars(lambda: Vocabulary([bytes([each]) for each in range(256)] + [b""], 257, [256]))
 pattern = "a*" * 3000

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.messages import Finished, Sampling, Timings, TokenLogprobs, TokenRow, Tokens, Work, pack_tokens
+from pdcluster.core.messages import Finished, Sampling, Timings, TokenLogprobs, TokenRow, Tokens, Work, pack_tokens
 from pdcluster.node.legs import Ended, EndedLegs, Output, key_of
 from pdcluster.node.outbox import Outbox
-from pdcluster.transfer.base import Peer
+from pdcluster.transfer.backends.base import Peer
 
 ROUTER = Peer("router", "boot")
 

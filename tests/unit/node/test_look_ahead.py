@@ -9,10 +9,10 @@ import pytest
 from local_cluster import LocalCluster
 from oracle import VOCAB, reference
 
-from pdcluster.config import NodeConfig, SchedulerConfig
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 from pdcluster.node.loop import MAX_FAILURES
 from pdcluster.node.server import check
+from pdcluster.settings.config import NodeConfig, SchedulerConfig
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

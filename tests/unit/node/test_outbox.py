@@ -6,11 +6,23 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pdcluster.errors import BadRequest
-from pdcluster.messages import PROTOCOL_VERSION, AnyMessage, Endpoint, Envelope, Release, Sampling, TokenLogprobs, TokenRow, Tokens, Work, pack_tokens
+from pdcluster.core.errors import BadRequest
+from pdcluster.core.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Endpoint,
+    Envelope,
+    Release,
+    Sampling,
+    TokenLogprobs,
+    TokenRow,
+    Tokens,
+    Work,
+    pack_tokens,
+)
 from pdcluster.node.outbox import MAX_ROWS_BYTES, Outbox, bytes_of, most_bytes
 from pdcluster.node.sequences import SequenceFactory
-from pdcluster.transfer.base import Peer
+from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.codec import MAX_FRAME_BYTES, decode, encode
 
 ROUTER = Peer("router", "router-1")

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from pdcluster.api.files import files_digest
-from pdcluster.errors import ModelError
+from pdcluster.checkpoint.text_files import files_digest
+from pdcluster.core.errors import ModelError
+from pdcluster.core.messages import CacheDelta, FetchFile, Load, PathLoad
 from pdcluster.kv.hashing import block_hashes
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import CacheDelta, FetchFile, Load, PathLoad
 from pdcluster.node.files import CHUNK_BYTES, ModelFiles
-from pdcluster.node.report import MAX_REPORTED_PEERS, Reporter, by_reason, path_loads
-from pdcluster.transfer.base import Peer
-from pdcluster.transfer.measure import MeasureSettings, Paths
+from pdcluster.node.load_report import MAX_REPORTED_PEERS, Reporter, by_reason, path_loads
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.paths.measure import MeasureSettings, Paths
 
 FIRST, SECOND = Peer("router-1", "a"), Peer("router-2", "b")
 IDLE = Load(0, 0, 0, 0, 8, 8, 0, 0, 0, 4, 0)

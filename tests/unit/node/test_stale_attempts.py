@@ -8,8 +8,8 @@ import pytest
 from simulated_cluster import SimulatedCluster
 from virtual_time import VirtualLoop, run_virtually
 
-from pdcluster.messages import Endpoint, Prefill, Refused, Reserve, Sampling, Work, pack_tokens
-from pdcluster.transfer.base import Peer
+from pdcluster.core.messages import Endpoint, Prefill, Refused, Reserve, Sampling, Work, pack_tokens
+from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.hub import Received
 
 ROUTER = Peer("router", "another")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdcluster.messages import Manage, Managed, Role
-from pdcluster.node.standing import Standing
+from pdcluster.core.messages import Manage, Managed, Role
+from pdcluster.node.availability import Standing
 
 
 class Card:

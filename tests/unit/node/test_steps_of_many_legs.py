@@ -8,7 +8,7 @@ from oracle import reference
 from simulated_cluster import SimulatedCluster
 from virtual_time import VirtualLoop, run_virtually
 
-from pdcluster.step import StepPlan
+from pdcluster.core.step import StepPlan
 
 
 def test_a_step_looks_at_the_legs_of_its_rows_only() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdcluster.cost import NodeCost
-from pdcluster.node.stopwatch import Stopwatch
-from pdcluster.step import Row, StepPlan
+from pdcluster.core.step import Row, StepPlan
+from pdcluster.cost.cost import NodeCost
+from pdcluster.node.step_timer import Stopwatch
 
 
 def plan(*rows: tuple[int, int]) -> StepPlan:

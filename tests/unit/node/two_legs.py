@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from pulling_nodes import PullingNodes, work_of
 from stepped_nodes import Letter
 
-from pdcluster.messages import Commit, Deliver, Prefill, Reserve, Reserved
+from pdcluster.core.messages import Commit, Deliver, Prefill, Reserve, Reserved
 
 
 class TwoLegs(PullingNodes):

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from scripted_dispatcher import MODEL, ROUTE, TEXT, ScriptedDispatcher
 
-from pdcluster.api import openai
-from pdcluster_router.answer import answer
-from pdcluster_router.generation import Chunk, Generation, Sink
-from pdcluster_router.http_exchange import Asked, Exchange
-from pdcluster_router.posting import Posting
-from pdcluster_router.prepare import Terms, prepare_chat, prepare_completion
-from pdcluster_router.server import router_metrics
+from pdcluster.api.openai import requests
+from pdcluster_router.core.generation import Chunk, Generation, Sink
+from pdcluster_router.frontend.prepare import Terms, prepare_chat, prepare_completion
+from pdcluster_router.frontend.response import answer
+from pdcluster_router.frontend.server import router_metrics
+from pdcluster_router.http.exchange import Asked, Exchange
+from pdcluster_router.http.write_coalescing import Posting
 
 
 class Line:
@@ -79,9 +79,9 @@ def asked(dispatcher: ByHand, *, is_chat: bool = False, is_http_1_0: bool = Fals
     terms, common = Terms("r", time.monotonic(), 128, 60.0), {"model": MODEL, "max_tokens": 50, **fields}
     if is_chat:
         prepared = prepare_chat(
-            openai.decode_chat(json.dumps({"messages": [{"role": "user", "content": "hi"}], **common}).encode()), dispatcher, terms
+            requests.decode_chat(json.dumps({"messages": [{"role": "user", "content": "hi"}], **common}).encode()), dispatcher, terms
         )
     else:
-        prepared = prepare_completion(openai.decode_completion(json.dumps({"prompt": "hi", **common}).encode()), dispatcher, terms)
+        prepared = prepare_completion(requests.decode_completion(json.dumps({"prompt": "hi", **common}).encode()), dispatcher, terms)
     answer(exchange, prepared, dispatcher, router_metrics())
     return line, exchange

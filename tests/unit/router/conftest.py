@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from checkpoints import KERNEL_CACHE
 
-from pdcluster_router.policy import compiled
+from pdcluster_router.policy.predicted import compiled
 
 
 @pytest.fixture(params=["plain", "compiled"])

@@ -23,31 +23,31 @@ from prometheus_client import generate_latest
 from scripted_cluster import EMPTY_LOAD, FakeCluster, make_chooser, make_node, settle
 from scripted_dispatcher import EOS, TEXT, VOCAB
 
-from pdcluster import messages as m
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
-from pdcluster.errors import Overloaded, UnknownModel
+from pdcluster.core import messages as m
+from pdcluster.core.errors import Overloaded, UnknownModel
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster.kv.hashing import chain_root
-from pdcluster.metrics import ExplainMetrics, HoldMetrics
-from pdcluster_router.admission import Slo
-from pdcluster_router.app import HttpSettings, create_app
-from pdcluster_router.dispatch import Dispatch
-from pdcluster_router.explain import Explainer
-from pdcluster_router.generation import ModelInfo
-from pdcluster_router.hold import HoldLimits
-from pdcluster_router.http_errors import ClientLeft
-from pdcluster_router.http_exchange import Asked, Exchange
-from pdcluster_router.job import HashChain, RetryAttempt
-from pdcluster_router.pending import Sent, work_of
-from pdcluster_router.places import Places
-from pdcluster_router.plain import Plain
+from pdcluster.telemetry.metrics import ExplainMetrics, HoldMetrics
+from pdcluster_router.cluster.in_flight import Sent, work_of
+from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.core.generation import ModelInfo
+from pdcluster_router.core.job import HashChain, RetryAttempt
+from pdcluster_router.core.stages import StageDeadlines
+from pdcluster_router.core.tenants import Entry, Tenants
+from pdcluster_router.explain.recorder import Explainer
+from pdcluster_router.frontend.app import HttpSettings, create_app
+from pdcluster_router.frontend.places import Places
+from pdcluster_router.frontend.server import router_metrics
+from pdcluster_router.http.errors import ClientLeft
+from pdcluster_router.http.exchange import Asked, Exchange
 from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.placed import Placed
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.retries import DispatchSettings
-from pdcluster_router.server import router_metrics
-from pdcluster_router.stages import StageDeadlines
-from pdcluster_router.tenants import Entry, Tenants
-from pdcluster_router.view import ClusterView, NodeView
+from pdcluster_router.queueing.admission import Slo
+from pdcluster_router.queueing.hold_queue import HoldLimits
+from pdcluster_router.request.dispatcher import Dispatch
+from pdcluster_router.request.plain.plain import Plain
+from pdcluster_router.request.retries import DispatchSettings
 
 MODEL = "tiny"
 BUSY_LOAD = msgspec.structs.replace(EMPTY_LOAD, waiting=50, running=8, slots_used=8, waiting_tokens=10**7, rows=8)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
-from pdcluster.messages import Endpoint, Load, Role
+from pdcluster.core.messages import Endpoint, Load, Role
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster_router.cluster.view import ClusterView, NodeView, Pending
 from pdcluster_router.policy.base import Query
-from pdcluster_router.view import ClusterView, NodeView, Pending
 
 COST = NodeCost(PrefillCost(0.005, 1e-4, 1e-9, 512, 100), DecodeCost(0.008, 2e-4, 1e-8, 100))
 

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pdcluster import messages as m
-from pdcluster.errors import NodeLost
-from pdcluster_router.chooser import Chooser, PolicyHolder
-from pdcluster_router.legs import Ledger
+from pdcluster.core import messages as m
+from pdcluster.core.errors import NodeLost
+from pdcluster_router.cluster.legs import Ledger
+from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.view import ClusterView, NodeView
+from pdcluster_router.policy.selector import Chooser, PolicyHolder
 
 EMPTY_LOAD = m.Load(0, 0, 0, 0, 100, 100, 0, 0, 0, 8, 0)
 

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, S
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
-from pdcluster.api.text import TextModel
-from pdcluster.errors import PdclusterError, UnknownModel
-from pdcluster.messages import FinishReason, TokenLogprobs
-from pdcluster_router.app import HttpSettings, create_app
-from pdcluster_router.generation import Chunk, Done, Generation, ModelInfo, Route, Sink, Timeline
-from pdcluster_router.places import Places
-from pdcluster_router.server import listening, router_metrics
+from pdcluster.api.text.model_text import TextModel
+from pdcluster.core.errors import PdclusterError, UnknownModel
+from pdcluster.core.messages import FinishReason, TokenLogprobs
+from pdcluster_router.core.generation import Chunk, Done, Generation, ModelInfo, Route, Sink, Timeline
+from pdcluster_router.frontend.app import HttpSettings, create_app
+from pdcluster_router.frontend.places import Places
+from pdcluster_router.frontend.server import listening, router_metrics
 from tests.unit.api.tiny_tokenizers import byte_level_files
 
 MODEL = "tiny"

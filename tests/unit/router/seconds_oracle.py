@@ -12,10 +12,11 @@ from heapq import nsmallest
 
 from msgspec.structs import replace
 
-from pdcluster.errors import Unavailable
-from pdcluster_router.pace import Pace
+from pdcluster.core.errors import Unavailable
+from pdcluster_router.cluster.pacing import Pace
+from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.base import Candidate, Choice, LegName, Predicted, Query
-from pdcluster_router.policy.estimates import (
+from pdcluster_router.policy.predicted.cost_model import (
     COMFORT,
     COPY_WEIGHT,
     DECODE_TERMS,
@@ -29,10 +30,9 @@ from pdcluster_router.policy.estimates import (
     UNMEASURED_BYTES_S,
     WELL,
 )
+from pdcluster_router.policy.predicted.scoring import MOST_CANDIDATES, MOST_SHARE
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Scored
-from pdcluster_router.policy.weighing import MOST_CANDIDATES, MOST_SHARE
-from pdcluster_router.view import ClusterView, NodeView
 
 Values = tuple[float, ...]
 

@@ -19,19 +19,19 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from local_cluster import LocalCluster
 from oracle import VOCAB, reference
 
-from pdcluster.config import RouterConfig
-from pdcluster.errors import Cancelled, ConfigError
+from pdcluster.core.errors import Cancelled, ConfigError
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
 from pdcluster.rpc import bootstrap_pb2
-from pdcluster_router.admin import Admin
-from pdcluster_router.admin_api import SERVICE, listening
-from pdcluster_router.explain import MAX_ALIKE
-from pdcluster_router.generation import ANYBODY
-from pdcluster_router.headroom import Headroom
-from pdcluster_router.names import own_id
+from pdcluster.settings.config import RouterConfig
+from pdcluster_router.admin.grpc import SERVICE, listening
+from pdcluster_router.admin.roles import RoleController, RoleSettings
+from pdcluster_router.admin.service import Admin
+from pdcluster_router.core.generation import ANYBODY
+from pdcluster_router.core.ids import own_id
+from pdcluster_router.explain.recorder import MAX_ALIKE
 from pdcluster_router.process import keep_roles
-from pdcluster_router.roles import RoleController, RoleSettings
+from pdcluster_router.queueing.headroom import Headroom
 
 TOKEN = "0123456789abcdef0123"
 PAIR = {"p0": "prefill", "d0": "decode"}

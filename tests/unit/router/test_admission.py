@@ -3,9 +3,9 @@
 import pytest
 from scripted_cluster import make_node
 
-from pdcluster import errors
-from pdcluster_router.admission import DrainRate, Outlook, Slo, check_fits, check_service
-from pdcluster_router.view import ClusterView
+from pdcluster.core import errors
+from pdcluster_router.cluster.view import ClusterView
+from pdcluster_router.queueing.admission import DrainRate, Outlook, Slo, check_fits, check_service
 
 
 def test_without_a_service_level_nobody_is_refused_for_being_late() -> None:

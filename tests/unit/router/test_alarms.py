@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import VirtualLoop, run_virtually
 
-from pdcluster_router.alarms import COARSE_TICKS, FAR_S, TICK_S, Alarms
+from pdcluster_router.request.timers import COARSE_TICKS, FAR_S, TICK_S, Alarms
 
 
 def test_a_dropped_alarm_does_not_ring_and_leaves_nothing() -> None:

@@ -9,10 +9,10 @@ import pytest
 from answer_by_hand import ByHand, asked
 from scripted_dispatcher import ROUTE, TEXT
 
-from pdcluster.errors import NodeLost
-from pdcluster_router.answer import named_headers
-from pdcluster_router.generation import Done, Timeline
-from pdcluster_router.http_exchange import JSON
+from pdcluster.core.errors import NodeLost
+from pdcluster_router.core.generation import Done, Timeline
+from pdcluster_router.frontend.response import named_headers
+from pdcluster_router.http.exchange import JSON
 
 
 async def test_a_stop_string_that_was_left_unread_does_not_end_the_other_choices() -> None:

@@ -10,12 +10,12 @@ import pytest
 from scripted_cluster import FakeCluster, ScriptedPair, make_chooser, make_node, make_ticket, row, settle
 from test_dispatch import EXPECTED, NoModels, collect, make_dispatch, make_generation, make_pair
 
-from pdcluster import errors
-from pdcluster import messages as m
-from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.generation import Chunk, Generation, ModelInfo
-from pdcluster_router.legs import Lost
-from pdcluster_router.stages import StageDeadlines
+from pdcluster.core import errors
+from pdcluster.core import messages as m
+from pdcluster_router.cluster.legs import Lost
+from pdcluster_router.core.generation import Chunk, Generation, ModelInfo
+from pdcluster_router.core.stages import StageDeadlines
+from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 
 def with_stages(cluster: FakeCluster, **stages: float) -> Dispatch:

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_cluster import FakeCluster, make_chooser, make_node, make_ticket
 
-from pdcluster import messages as m
+from pdcluster.core import messages as m
+from pdcluster.core.sampling import Sampling
 from pdcluster.kv.hashing import chain_root
-from pdcluster.sampling import Sampling
-from pdcluster_router.attempt import Attempt
-from pdcluster_router.generation import Chunk, Mode
-from pdcluster_router.job import HashChain, Job
+from pdcluster_router.core.generation import Chunk, Mode
+from pdcluster_router.core.job import HashChain, Job
+from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.policy.base import Choice
-from pdcluster_router.stages import StageDeadlines
+from pdcluster_router.request.attempt import Attempt
 
 TOKENS = tuple(range(100, 112))
 LOGPROBS = tuple(m.TokenLogprobs(-float(index)) for index in range(len(TOKENS)))

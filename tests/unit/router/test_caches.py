@@ -7,11 +7,11 @@ import random
 import pytest
 from prometheus_client import CollectorRegistry
 
+from pdcluster.core.messages import CacheDelta
 from pdcluster.kv.hashing import block_hashes
-from pdcluster.messages import CacheDelta
-from pdcluster_router.caches import ASK_AGAIN_S, SLICE_BLOCKS, Caches
-from pdcluster_router.index import LEAST_MOVED, MOVED_PER_BLOCK, PrefixIndex
-from pdcluster_router.index_metrics import IndexCollector
+from pdcluster_router.cluster.index_metrics import IndexCollector
+from pdcluster_router.prefix_index.index import LEAST_MOVED, MOVED_PER_BLOCK, PrefixIndex
+from pdcluster_router.prefix_index.updates import ASK_AGAIN_S, SLICE_BLOCKS, Caches
 
 CHAIN = block_hashes(range(40), block_tokens=4)
 

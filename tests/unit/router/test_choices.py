@@ -9,17 +9,17 @@ import pytest
 from scripted_dispatcher import MODEL, ROUTE, TEXT, VOCAB
 from test_answer import ByHand
 
-from pdcluster.api import openai
-from pdcluster.errors import Cancelled, IntegrityError, ProtocolError
-from pdcluster.messages import TokenLogprobs
-from pdcluster_router import streaming
-from pdcluster_router.choices import Choice, pieces_of
-from pdcluster_router.generation import Chunk
-from pdcluster_router.prepare import Terms, prepare_completion
+from pdcluster.api.openai import requests
+from pdcluster.core.errors import Cancelled, IntegrityError, ProtocolError
+from pdcluster.core.messages import TokenLogprobs
+from pdcluster_router.core.generation import Chunk
+from pdcluster_router.frontend.choices import Choice, pieces_of
+from pdcluster_router.frontend.prepare import Terms, prepare_completion
+from pdcluster_router.request import stream
 
 
 def one_choice(dispatcher: ByHand, **fields: object) -> Choice:
-    request = openai.decode_completion(json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 50, **fields}).encode())
+    request = requests.decode_completion(json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 50, **fields}).encode())
     return prepare_completion(request, dispatcher, Terms("r", time.monotonic(), 128, 60.0)).choices[0]
 
 
@@ -40,7 +40,7 @@ async def test_a_stop_string_ends_its_generation_at_once_though_nobody_takes_its
 
 
 async def test_a_reader_that_is_too_far_behind_gets_what_waits_and_then_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "MAX_UNREAD", 2)
+    monkeypatch.setattr(stream, "MAX_UNREAD", 2)
     dispatcher = ByHand()
     pieces = pieces_of(one_choice(dispatcher), dispatcher)
     dispatcher.on_start = lambda: dispatcher.says(0, 0, "a")

@@ -6,18 +6,18 @@ import pytest
 from msgspec.structs import replace
 from policy_cases import COST, make_load, make_node, view
 
+from pdcluster.core.messages import Sampling
 from pdcluster.kv.hashing import chain_root
-from pdcluster.messages import Sampling
-from pdcluster_router.chooser import FORK, Chooser, PolicyHolder
-from pdcluster_router.job import HashChain, Job
-from pdcluster_router.lost_prefixes import NEWEST, PRIOR
+from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.core.job import HashChain, Job
 from pdcluster_router.policy.base import Choice, Query
-from pdcluster_router.policy.estimates import LOST
+from pdcluster_router.policy.cache_pressure import NEWEST, PRIOR
 from pdcluster_router.policy.placed import Asked
+from pdcluster_router.policy.predicted.cost_model import LOST
+from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.policy.scales import asked_of
-from pdcluster_router.policy.seconds import Seconds
-from pdcluster_router.view import ClusterView, NodeView
+from pdcluster_router.policy.selector import FORK, Chooser, PolicyHolder
 
 NODES = view(make_node("p0", "prefill"), make_node("d0", "decode"), make_node("d1", "decode"))
 

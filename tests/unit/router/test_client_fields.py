@@ -6,7 +6,7 @@ import httpx
 import pytest
 from scripted_dispatcher import MODEL, ScriptedDispatcher, served
 
-from pdcluster.api.text import TextModel
+from pdcluster.api.text.model_text import TextModel
 from tests.unit.api.tiny_tokenizers import byte_level_files
 
 SHOWING = TextModel(

@@ -12,16 +12,16 @@ from msgspec.structs import replace
 from policy_cases import COST, make_load
 
 from pdcluster.bootstrap.card import NodeCard
+from pdcluster.core.messages import HASH_BYTES, Cancel, Endpoint, Failed, Load, Message, Prefill, Refused, Reserve, Work
+from pdcluster.core.sampling import Sampling
 from pdcluster.kv.layout import Fingerprint, KVLayout
-from pdcluster.messages import HASH_BYTES, Cancel, Endpoint, Failed, Load, Message, Prefill, Refused, Reserve, Work
-from pdcluster.sampling import Sampling
-from pdcluster.transfer.base import Peer
-from pdcluster.wire.links import LinkState
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.wire.router_link import LinkState
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.cluster import Cluster, NodeState
-from pdcluster_router.legs import Leg
-from pdcluster_router.pending import Sent
-from pdcluster_router.view import ClusterView, Pending
+from pdcluster_router.cluster.in_flight import Sent
+from pdcluster_router.cluster.legs import Leg
+from pdcluster_router.cluster.node_table import Cluster, NodeState
+from pdcluster_router.cluster.view import ClusterView, Pending
 
 FINGERPRINT = Fingerprint("tiny", "sha-1", 1, 32, KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, page_tokens=32, dtype="float32"))
 

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_cases import batch, make_node, view
 
-from pdcluster.api import token_list
-from pdcluster.api.id_scan import scan_ids
+from pdcluster.api.openai import token_list
+from pdcluster.api.openai.token_id_scan import scan_ids
 from pdcluster_router import process
-from pdcluster_router.policy import compiled, estimates
 from pdcluster_router.policy.base import Query
-from pdcluster_router.policy.seconds import Seconds
-from pdcluster_router.stations import Station
+from pdcluster_router.policy.predicted import compiled, cost_model
+from pdcluster_router.policy.predicted.node_rows import Station
+from pdcluster_router.policy.predicted_seconds import Seconds
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def endless(directory: Path) -> Path:
 
 
 def test_columns_are_the_fields_of_a_station_in_their_order() -> None:
-    assert [getattr(estimates, name.upper()) for name in Station.__struct_fields__] == list(range(len(Station.__struct_fields__)))
+    assert [getattr(cost_model, name.upper()) for name in Station.__struct_fields__] == list(range(len(Station.__struct_fields__)))
 
 
 def test_the_compiled_scan_of_token_ids_finds_what_the_plain_one_does() -> None:

@@ -9,11 +9,11 @@ import pytest
 import pytest_asyncio
 from scripted_dispatcher import MODEL, ScriptedDispatcher, says, served
 
-from pdcluster.errors import Overloaded
-from pdcluster_router.app import HttpSettings
-from pdcluster_router.cors import Cors
-from pdcluster_router.places import Places
-from pdcluster_router.tenants import Entry, Tenants
+from pdcluster.core.errors import Overloaded
+from pdcluster_router.core.tenants import Entry, Tenants
+from pdcluster_router.frontend.app import HttpSettings
+from pdcluster_router.frontend.places import Places
+from pdcluster_router.http.cors import Cors
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_dispatcher import MODEL, TEXT, ScriptedDispatcher, logprobs_of, says, served
 
-from pdcluster.api.choice import ChoiceText, Piece
-from pdcluster.api.stop import StopMatcher
+from pdcluster.api.text.choice_text import ChoiceText, Piece
+from pdcluster.api.text.stop_strings import StopMatcher
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 

@@ -10,16 +10,16 @@ import pytest
 from msgspec.structs import replace
 from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_chooser, make_node, row, settle
 
-from pdcluster import errors
-from pdcluster import messages as m
+from pdcluster.core import errors
+from pdcluster.core import messages as m
 from pdcluster.kv.hashing import block_hashes, chain_root
-from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.generation import Chunk, Done, Generation, Take
-from pdcluster_router.job import HashChain, Job, RetryAttempt
+from pdcluster_router.core.generation import Chunk, Done, Generation, Take
+from pdcluster_router.core.job import HashChain, Job, RetryAttempt
+from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.policy.base import Force
-from pdcluster_router.retries import RetryBudget
-from pdcluster_router.stages import StageDeadlines
-from pdcluster_router.streaming import Events
+from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
+from pdcluster_router.request.retries import RetryBudget
+from pdcluster_router.request.stream import Events
 
 
 class NoModels:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from pdcluster_router.drawn import NUM_BYTES, draw, draw_bits
+from pdcluster_router.core.random_pool import NUM_BYTES, draw, draw_bits
 
 
 def test_nobody_gets_what_another_thread_got() -> None:

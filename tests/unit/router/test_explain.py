@@ -14,25 +14,25 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from scripted_cluster import FakeCluster, ScriptedPair, make_chooser, make_node
 
-from pdcluster import errors
-from pdcluster import messages as m
-from pdcluster.cost import CostError, DecodeCost, NodeCost, PrefillCost
+from pdcluster.core import errors
+from pdcluster.core import messages as m
+from pdcluster.core.messages import pack_tokens
+from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost
 from pdcluster.kv.hashing import chain_root, extend
-from pdcluster.messages import pack_tokens
-from pdcluster.metrics import ExplainMetrics
-from pdcluster_router import kept_views
-from pdcluster_router.chooser import Decision
-from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.explain import MAX_ALIKE, MAX_DECISIONS, Explainer, Kept, Record
-from pdcluster_router.explain_records import MAX_CANDIDATES, Explanation
-from pdcluster_router.explain_text import text_of
-from pdcluster_router.generation import ANYBODY, Done, Generation, Standing
-from pdcluster_router.headroom import Headroom
-from pdcluster_router.job import HashChain
+from pdcluster.telemetry.metrics import ExplainMetrics
+from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.core.generation import ANYBODY, Done, Generation, Standing
+from pdcluster_router.core.job import HashChain
+from pdcluster_router.explain import kept_views
+from pdcluster_router.explain.recorder import MAX_ALIKE, MAX_DECISIONS, Explainer, Kept, Record
+from pdcluster_router.explain.records import MAX_CANDIDATES, Explanation
+from pdcluster_router.explain.text import text_of
 from pdcluster_router.policy.base import Choice, Predicted, Query
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.seen_blocks import SeenBlocks
-from pdcluster_router.view import ClusterView, NodeView
+from pdcluster_router.policy.selector import Decision
+from pdcluster_router.prefix_index.ideal_cache import SeenBlocks
+from pdcluster_router.queueing.headroom import Headroom
+from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 COST = NodeCost(PrefillCost(0.0, 0.001), DecodeCost(0.01, 0.001))
 

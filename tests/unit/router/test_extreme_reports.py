@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from policy_cases import COST, make_load
 
 from pdcluster.bootstrap.card import NodeCard
+from pdcluster.core.messages import PROTOCOL_VERSION, CostReport, Endpoint, Envelope, Load, PathLoad, Role
 from pdcluster.kv.layout import Fingerprint, KVLayout
-from pdcluster.messages import PROTOCOL_VERSION, CostReport, Endpoint, Envelope, Load, PathLoad, Role
-from pdcluster.transfer.base import Peer
+from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire import codec
-from pdcluster.wire.links import LinkState
+from pdcluster.wire.router_link import LinkState
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.cluster import Cluster, NodeState
+from pdcluster_router.cluster.node_table import Cluster, NodeState
 from pdcluster_router.policy.base import Query
-from pdcluster_router.policy.seconds import Seconds
+from pdcluster_router.policy.predicted_seconds import Seconds
 
 FINGERPRINT = Fingerprint("tiny", "sha-1", 1, 32, KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, page_tokens=32, dtype="float32"))
 ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pdcluster.errors import IntegrityError
-from pdcluster_router.fairness import FairQueue, Held
+from pdcluster.core.errors import IntegrityError
+from pdcluster_router.queueing.fairness import FairQueue, Held
 
 QUANTUM = 4.0
 

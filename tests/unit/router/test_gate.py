@@ -10,18 +10,18 @@ import pytest
 from msgspec.structs import replace
 from scripted_cluster import make_node
 
-from pdcluster import errors
-from pdcluster import messages as m
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
-from pdcluster_router.admission import Slo
-from pdcluster_router.chooser import Decision
-from pdcluster_router.fairness import Held
-from pdcluster_router.gate import Gate
-from pdcluster_router.headroom import Headroom
-from pdcluster_router.hold import HoldLimits
+from pdcluster.core import errors
+from pdcluster.core import messages as m
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster_router.cluster.view import ClusterView, NodeView, Pending
 from pdcluster_router.policy.base import Query, suits_all
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.view import ClusterView, NodeView, Pending
+from pdcluster_router.policy.selector import Decision
+from pdcluster_router.queueing.admission import Slo
+from pdcluster_router.queueing.fairness import Held
+from pdcluster_router.queueing.gate import Gate
+from pdcluster_router.queueing.headroom import Headroom
+from pdcluster_router.queueing.hold_queue import HoldLimits
 
 TOKEN_S = 0.001
 COST = NodeCost(PrefillCost(0.0, TOKEN_S), DecodeCost(0.01, 0.001))

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from scripted_dispatcher import EOS, MAX_LEN, MODEL, ROUTE, TEXT, ScriptedDispatcher, Tokens, Wait, says, until
 
 from pdcluster import client as api
-from pdcluster.errors import BadRequest, ConfigError, DeadlineExceeded, NodeLost, Overloaded, PdclusterError, Unavailable, UnknownModel
-from pdcluster.metrics import RouterMetrics
-from pdcluster_router.grpc_api import SERVICE, GrpcSettings, Inference, listening
-from pdcluster_router.places import Places
-from pdcluster_router.server import router_metrics
-from pdcluster_router.tenants import Entry, Tenants
+from pdcluster.core.errors import BadRequest, ConfigError, DeadlineExceeded, NodeLost, Overloaded, PdclusterError, Unavailable, UnknownModel
+from pdcluster.telemetry.metrics import RouterMetrics
+from pdcluster_router.core.tenants import Entry, Tenants
+from pdcluster_router.frontend.grpc import SERVICE, GrpcSettings, Inference, listening
+from pdcluster_router.frontend.places import Places
+from pdcluster_router.frontend.server import router_metrics
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,8 +12,8 @@ import pytest
 from scripted_dispatcher import SPEAKING, SpeakingDispatcher, says
 
 from pdcluster import client as api
-from pdcluster.api.openai import ChatRequest
-from pdcluster.errors import BadRequest
+from pdcluster.api.openai.requests import ChatRequest
+from pdcluster.core.errors import BadRequest
 from pdcluster.rpc import inference
 from pdcluster.rpc import inference_pb2 as pb
 from pdcluster.rpc.inference import request_from_proto

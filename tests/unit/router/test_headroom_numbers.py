@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from policy_cases import batch, clusters, make_load, make_node, queries, queue, view
 
-from pdcluster.errors import Unavailable
-from pdcluster_router.headroom import Headroom
+from pdcluster.core.errors import Unavailable
+from pdcluster_router.cluster.view import ClusterView, Pending
 from pdcluster_router.policy.base import Choice, Query
+from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Scored
-from pdcluster_router.policy.seconds import Seconds
-from pdcluster_router.view import ClusterView, Pending
+from pdcluster_router.queueing.headroom import Headroom
 
 UNHURRIED = settings(max_examples=examples(60, 400), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 HEADROOM = Headroom()

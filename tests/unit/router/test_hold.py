@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdcluster_router.fairness import Held
-from pdcluster_router.hold import Answer, HoldLimits, HoldQueue
+from pdcluster_router.queueing.fairness import Held
+from pdcluster_router.queueing.hold_queue import Answer, HoldLimits, HoldQueue
 
 
 def held(request: str, tenant: str = "a", *, work: float = 1.0, size_bytes: int = 10, arrived: float = 0.0, deadline: float = math.inf) -> Held:

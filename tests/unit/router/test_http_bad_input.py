@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from scripted_dispatcher import MAX_LEN, MODEL, VOCAB, ScriptedDispatcher, served
 
-from pdcluster_router.app import HttpSettings
+from pdcluster_router.frontend.app import HttpSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

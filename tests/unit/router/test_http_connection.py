@@ -13,10 +13,10 @@ from contextlib import asynccontextmanager
 import pytest
 from scripted_dispatcher import MODEL, TEXT, ScriptedDispatcher, Wait, says, served, until
 
-from pdcluster_router.app import HttpSettings
-from pdcluster_router.http_connection import MAX_HEAD_BYTES, Connection, Connections, LineLimits
-from pdcluster_router.http_exchange import Exchange
-from pdcluster_router.server import KEEPALIVE, bind
+from pdcluster_router.frontend.app import HttpSettings
+from pdcluster_router.frontend.server import KEEPALIVE, bind
+from pdcluster_router.http.connection import MAX_HEAD_BYTES, Connection, Connections, LineLimits
+from pdcluster_router.http.exchange import Exchange
 
 PLAIN = "/v1/completions"
 BODY = json.dumps({"model": MODEL, "prompt": "hi"}).encode()
@@ -434,7 +434,7 @@ def test_who_does_not_read_the_last_answer_is_not_waited_for_for_ever() -> None:
 
 
 async def test_an_idle_connection_is_closed_when_its_time_is_over(dispatcher: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdcluster_router.server.LineLimits", lambda *given, **named: LineLimits(*given, idle_s=0.1, **named))
+    monkeypatch.setattr("pdcluster_router.frontend.server.LineLimits", lambda *given, **named: LineLimits(*given, idle_s=0.1, **named))
     async with served(dispatcher) as url, opened(url) as (reader, writer):
         writer.write(HEALTH)
         assert (await answer(reader))[0] == 200
@@ -474,7 +474,7 @@ async def test_a_client_that_reads_again_gets_all_that_it_left_unread(dispatcher
 
 
 async def test_a_client_that_is_too_far_behind_is_given_up(dispatcher: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdcluster_router.answer.MAX_UNREAD", 100)
+    monkeypatch.setattr("pdcluster_router.frontend.response.MAX_UNREAD", 100)
     dispatcher.max_len = 2**20
     words = says("word " * 100, "length") * 1000
     dispatcher.script = lambda _: words

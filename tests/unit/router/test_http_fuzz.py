@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_dispatcher import MODEL, ScriptedDispatcher
 
-from pdcluster.api.openai import ChatRequest, CompletionRequest
-from pdcluster_router.app import HttpSettings, create_app
-from pdcluster_router.http_connection import Connection, Connections, LineLimits
-from pdcluster_router.server import router_metrics
+from pdcluster.api.openai.requests import ChatRequest, CompletionRequest
+from pdcluster_router.frontend.app import HttpSettings, create_app
+from pdcluster_router.frontend.server import router_metrics
+from pdcluster_router.http.connection import Connection, Connections, LineLimits
 
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(alphabet=st.characters(exclude_categories=()), max_size=12)

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_dispatcher import MODEL
 
-from pdcluster_router import http_connection
-from pdcluster_router.app import HttpSettings, create_app
-from pdcluster_router.http_connection import Connection, Connections, LineLimits
-from pdcluster_router.http_exchange import Asked, Exchange
-from pdcluster_router.http_heads import KEPT_S, MAX_BYTES, MAX_HEADS, Heads, Known, taken_apart
-from pdcluster_router.places import Places
-from pdcluster_router.server import _sweep, router_metrics
-from pdcluster_router.tenants import Entry, Tenants
+from pdcluster_router.core.tenants import Entry, Tenants
+from pdcluster_router.frontend.app import HttpSettings, create_app
+from pdcluster_router.frontend.places import Places
+from pdcluster_router.frontend.server import _sweep, router_metrics
+from pdcluster_router.http import connection as http_connection
+from pdcluster_router.http.connection import Connection, Connections, LineLimits
+from pdcluster_router.http.exchange import Asked, Exchange
+from pdcluster_router.http.heads import KEPT_S, MAX_BYTES, MAX_HEADS, Heads, Known, taken_apart
 
 Heard = tuple[str, str, dict[bytes, bytes], bytes, bool]
 

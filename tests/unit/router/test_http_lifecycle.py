@@ -14,11 +14,11 @@ import psutil
 import pytest
 from scripted_dispatcher import MAX_LEN, MODEL, TEXT, ScriptedDispatcher, Step, Wait, says, served, until
 
-from pdcluster.errors import Cancelled, ConfigError, DeadlineExceeded, NodeLost
-from pdcluster_router.app import HttpSettings, create_app
-from pdcluster_router.generation import Chunk, Done, Generation, Running, Sink
-from pdcluster_router.open_requests import OpenRequest, OpenRequests
-from pdcluster_router.server import listening, router_metrics
+from pdcluster.core.errors import Cancelled, ConfigError, DeadlineExceeded, NodeLost
+from pdcluster_router.core.generation import Chunk, Done, Generation, Running, Sink
+from pdcluster_router.frontend.app import HttpSettings, create_app
+from pdcluster_router.frontend.server import listening, router_metrics
+from pdcluster_router.request.open_requests import OpenRequest, OpenRequests
 
 CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"

@@ -13,8 +13,8 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from scripted_dispatcher import EOS, MAX_LEN, MODEL, TEXT, ScriptedDispatcher, Step, Tokens, Wait, says, served
 
-from pdcluster.errors import Overloaded, Unavailable
-from pdcluster_router.generation import Generation, Route
+from pdcluster.core.errors import Overloaded, Unavailable
+from pdcluster_router.core.generation import Generation, Route
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

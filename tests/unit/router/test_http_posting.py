@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pdcluster_router.http_connection import MOST_POSTED_BYTES, Application, Connection, Connections, LineLimits
-from pdcluster_router.http_exchange import NO_BUFFERING, Exchange
+from pdcluster_router.http.connection import MOST_POSTED_BYTES, Application, Connection, Connections, LineLimits
+from pdcluster_router.http.exchange import NO_BUFFERING, Exchange
 
 ASKED = b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n"
 

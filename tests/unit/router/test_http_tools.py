@@ -12,9 +12,9 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from scripted_dispatcher import MODEL, SPEAKING, SpeakingDispatcher, says, served
 
-from pdcluster.api.openai import ChatMessage, messages_of
-from pdcluster.api.structured import any_object, json_form
-from pdcluster.errors import BadRequest
+from pdcluster.api.openai.requests import ChatMessage, messages_of
+from pdcluster.api.structured.constraints import any_object, json_form
+from pdcluster.core.errors import BadRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pytest import MonkeyPatch
 
+from pdcluster.core.messages import HASH_BYTES
 from pdcluster.kv.hashing import block_hashes
-from pdcluster.messages import HASH_BYTES
-from pdcluster_router import block_table
-from pdcluster_router import index as index_module
-from pdcluster_router.expected import ExpectedBlocks
-from pdcluster_router.index import PrefixIndex
+from pdcluster_router.prefix_index import block_table
+from pdcluster_router.prefix_index import index as index_module
+from pdcluster_router.prefix_index.expected import ExpectedBlocks
+from pdcluster_router.prefix_index.index import PrefixIndex
 
 NODES = [f"node-{i}" for i in range(5)]
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)

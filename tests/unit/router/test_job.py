@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 
+from pdcluster.core.messages import HASH_BYTES, Sampling, pack_tokens
 from pdcluster.kv.hashing import block_hashes, chain_root
-from pdcluster.messages import HASH_BYTES, Sampling, pack_tokens
-from pdcluster_router.job import HashChain, Job, Named
+from pdcluster_router.core.job import HashChain, Job, Named
 
 ROOT = chain_root(block_tokens=4, salt=b"")
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from pdcluster_router import kept_heap
-from pdcluster_router.kept_heap import keep_heap
+from pdcluster_router.core import kept_heap
+from pdcluster_router.core.kept_heap import keep_heap
 
 ROUNDS = 40
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdcluster_router.leaders import Leaders
+from pdcluster_router.request.forks import Leaders
 
 
 def test_followers_hear_once_where_their_leader_decodes() -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster.api.files import files_digest
 from pdcluster.bootstrap.card import NodeCard
-from pdcluster.errors import NodeLost
+from pdcluster.checkpoint.text_files import files_digest
+from pdcluster.core.errors import NodeLost
+from pdcluster.core.messages import FileChunk
 from pdcluster.kv.layout import Fingerprint, KVLayout
-from pdcluster.messages import FileChunk
-from pdcluster_router import models as module
-from pdcluster_router.models import Models
+from pdcluster_router.cluster import models as module
+from pdcluster_router.cluster.models import Models
 from tests.unit.api.tiny_tokenizers import byte_level_files
 
 WAIT_S = 20.0

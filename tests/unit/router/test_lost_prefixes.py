@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster_router.lost_prefixes import NEWEST, PRIOR, LostPrefixes
-from pdcluster_router.policy.estimates import MUCH_LOST
+from pdcluster_router.policy.cache_pressure import NEWEST, PRIOR, LostPrefixes
+from pdcluster_router.policy.predicted.cost_model import MUCH_LOST
 
 TOKENS = st.integers(0, 200_000)
 

@@ -6,9 +6,9 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from scripted_cluster import EMPTY_LOAD, FakeCluster, make_node
 
-from pdcluster.cost import CostError, DecodeCost, NodeCost, PrefillCost
-from pdcluster.messages import PathLoad
-from pdcluster_router.node_metrics import NodeCollector
+from pdcluster.core.messages import PathLoad
+from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost
+from pdcluster_router.cluster.metrics import NodeCollector
 
 
 def test_bandwidth_choice_and_breaker_of_every_path_and_what_failed_by_reason() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from pdcluster.errors import Cancelled
-from pdcluster_router.events import EventLog
-from pdcluster_router.open_requests import OpenRequest, OpenRequests
+from pdcluster.core.errors import Cancelled
+from pdcluster_router.cluster.events import EventLog
+from pdcluster_router.request.open_requests import OpenRequest, OpenRequests
 
 
 def open_one(requests: OpenRequests, name: str, ended: list[Cancelled]) -> None:

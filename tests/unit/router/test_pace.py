@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
-from pdcluster_router.pace import MIN_SAMPLES, SURE_SAMPLES, Pace, Work, pace, typical_cost
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
+from pdcluster_router.cluster.pacing import MIN_SAMPLES, SURE_SAMPLES, Pace, Work, pace, typical_cost
 
 COST = NodeCost(PrefillCost(0.005, 1e-4, 2e-9, 256, 100), DecodeCost(0.02, 1e-4, 1e-8, 100))
 

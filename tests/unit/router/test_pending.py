@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 from policy_cases import make_node
 
-from pdcluster.errors import IntegrityError
-from pdcluster.messages import Endpoint, Prefill, Reserve, Sampling, Work, pack_tokens
-from pdcluster_router.pending import PendingWork, Sent, work_of
-from pdcluster_router.view import NOTHING_PENDING, Pending
+from pdcluster.core.errors import IntegrityError
+from pdcluster.core.messages import Endpoint, Prefill, Reserve, Sampling, Work, pack_tokens
+from pdcluster_router.cluster.in_flight import PendingWork, Sent, work_of
+from pdcluster_router.cluster.view import NOTHING_PENDING, Pending
 
 NODES = st.sampled_from(["a", "b"])
 REQUESTS = st.sampled_from(["r1", "r2", "r3", "r4"])

@@ -16,25 +16,25 @@ from msgspec.structs import replace
 from policy_cases import COST, batch, clusters, make_node, queries, queue, view
 from prometheus_client import CollectorRegistry
 
-from pdcluster.cost import CostError
-from pdcluster.errors import Unavailable
-from pdcluster.metrics import ExplainMetrics
-from pdcluster_router.admission import Slo
-from pdcluster_router.chooser import Decision
-from pdcluster_router.explain import BRIEF_BYTES, Explainer, Kept, Record
-from pdcluster_router.explain_brief import Brief
-from pdcluster_router.explain_records import MAX_CANDIDATES
-from pdcluster_router.gate import Gate
-from pdcluster_router.generation import Standing
-from pdcluster_router.headroom import Headroom
-from pdcluster_router.hold import HoldLimits
+from pdcluster.core.errors import Unavailable
+from pdcluster.cost.cost import CostError
+from pdcluster.telemetry.metrics import ExplainMetrics
+from pdcluster_router.cluster.view import ClusterView, NodeView, Pending
+from pdcluster_router.core.generation import Standing
+from pdcluster_router.explain.brief import Brief
+from pdcluster_router.explain.recorder import BRIEF_BYTES, Explainer, Kept, Record
+from pdcluster_router.explain.records import MAX_CANDIDATES
 from pdcluster_router.policy.base import Query
 from pdcluster_router.policy.placed import Asked, Placed
-from pdcluster_router.policy.placing import ESTIMATE_S
+from pdcluster_router.policy.predicted.placing import ESTIMATE_S
+from pdcluster_router.policy.predicted_seconds import Seconds
+from pdcluster_router.policy.pull import PullMode, PullRule
 from pdcluster_router.policy.scales import asked_of
-from pdcluster_router.policy.seconds import Seconds
-from pdcluster_router.pull import PullMode, PullRule
-from pdcluster_router.view import ClusterView, NodeView, Pending
+from pdcluster_router.policy.selector import Decision
+from pdcluster_router.queueing.admission import Slo
+from pdcluster_router.queueing.gate import Gate
+from pdcluster_router.queueing.headroom import Headroom
+from pdcluster_router.queueing.hold_queue import HoldLimits
 
 TOO_SLOW = HealthCheck.too_slow, HealthCheck.function_scoped_fixture
 UNHURRIED = settings(max_examples=examples(150, 2000), deadline=None, suppress_health_check=TOO_SLOW)

@@ -13,9 +13,9 @@ from plain_scripts import FIELDS, HAPPENS, LATE, LETTERS, LOCAL, ONE, PROMPT, RE
 from scripted_cluster import FakeCluster, settle
 from scripted_dispatcher import EOS, TEXT, VOCAB
 
-from pdcluster import messages as m
-from pdcluster_router.explain import Record
-from pdcluster_router.http_exchange import Exchange
+from pdcluster.core import messages as m
+from pdcluster_router.explain.recorder import Record
+from pdcluster_router.http.exchange import Exchange
 
 
 @st.composite
@@ -156,9 +156,9 @@ async def test_the_next_request_of_a_line_is_judged_without_the_one_before_it(se
 
 
 def stay_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdcluster_router.general.become", lambda plain: pytest.fail("it became general"))
-    monkeypatch.setattr("pdcluster_router.dispatch.Dispatch.start", lambda *words: pytest.fail("it went the general way from the start"))
-    monkeypatch.setattr("pdcluster_router.app.prepare_completion", lambda *words: pytest.fail("it was prepared in the general way"))
+    monkeypatch.setattr("pdcluster_router.request.plain.general.become", lambda plain: pytest.fail("it became general"))
+    monkeypatch.setattr("pdcluster_router.request.dispatcher.Dispatch.start", lambda *words: pytest.fail("it went the general way from the start"))
+    monkeypatch.setattr("pdcluster_router.frontend.app.prepare_completion", lambda *words: pytest.fail("it was prepared in the general way"))
 
 
 def text_of(num_tokens: int) -> str:
@@ -239,7 +239,7 @@ OTHERS: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("fields", OTHERS)
 async def test_what_needs_more_than_text_is_not_plain(fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdcluster_router.plain_run.PlainRun.start", lambda run: pytest.fail("it is no plain request"))
+    monkeypatch.setattr("pdcluster_router.request.plain.plain_run.PlainRun.start", lambda run: pytest.fail("it is no plain request"))
     assert (await play(True, "one node", [], fields)).cluster.sent
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from plain_both_ways import CLUSTERS, Setting, Steps, play, told
 from plain_scripts import FIELDS, LOCAL, ONE, PROMPT, REMOTE, USUAL
 
-from pdcluster_router.policy.seconds import Seconds
+from pdcluster_router.policy.predicted_seconds import Seconds
 
 OTHERS = st.sampled_from(["ask", "ask", "ask", "turn", "turn", "report", "report", "shut"])
 CROWD = st.tuples(OTHERS, st.integers(0, 11), st.tuples(st.integers(0, 11)))

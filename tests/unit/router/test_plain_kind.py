@@ -1,4 +1,4 @@
-"""`pdcluster_router.plain_kind`: which prompts are taken as they are."""
+"""`pdcluster_router.request.plain.plain_kind`: which prompts are taken as they are."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.api.openai import CompletionRequest
-from pdcluster_router.plain_kind import FEW_TOKENS, Kind, packed
+from pdcluster.api.openai.requests import CompletionRequest
+from pdcluster_router.request.plain.plain_kind import FEW_TOKENS, Kind, packed
 
 VOCAB = 151_936
 NEAR = [0, 1, VOCAB - 1, VOCAB, VOCAB + 1, -1, -VOCAB, 1 << 16, (1 << 31) - 1, -(1 << 31), 1 << 31, 1 << 32, -(1 << 31) - 1]

@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 from scripted_cluster import EMPTY_LOAD, make_node
 
-from pdcluster.errors import Unavailable
+from pdcluster.core.errors import Unavailable
+from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.base import Choice, Force, Query
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.view import ClusterView, NodeView
 
 PRODUCT = make_policy("product")
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from policy_cases import batch, clusters, make_node, queries, queue, view
 
-from pdcluster.errors import Unavailable
+from pdcluster.core.errors import Unavailable
+from pdcluster_router.cluster.view import ClusterView
 from pdcluster_router.policy.base import Choice, Policy, Query
 from pdcluster_router.policy.registry import POLICIES, make_policy
-from pdcluster_router.view import ClusterView
 
 MADE = [make_policy(name) for name in POLICIES]
 EVERY = pytest.mark.parametrize("policy", MADE, ids=lambda policy: policy.name)

@@ -11,22 +11,22 @@ import httpx
 import pytest
 from scripted_dispatcher import MODEL, TEXT, ScriptedDispatcher, served
 
-from pdcluster.api import openai
-from pdcluster.api.segments import SHORT_CHARACTERS
-from pdcluster.api.text import TextModel
-from pdcluster.errors import BadRequest
-from pdcluster.sampling import Sampling
-from pdcluster_router.prepare import MANY_MESSAGES, OPTIONS, Terms, _plan, find_model, is_long, prepare_completion
+from pdcluster.api.openai import requests
+from pdcluster.api.text.model_text import TextModel
+from pdcluster.api.text.segments import SHORT_CHARACTERS
+from pdcluster.core.errors import BadRequest
+from pdcluster.core.sampling import Sampling
+from pdcluster_router.frontend.prepare import MANY_MESSAGES, OPTIONS, Terms, _plan, find_model, is_long, prepare_completion
 
 LONG = "a" * (SHORT_CHARACTERS + 1)
 
 
-def chat(*contents: str | list[openai.ContentPart]) -> openai.ChatRequest:
-    return openai.ChatRequest(model="tiny", messages=[openai.ChatMessage(role="user", content=content) for content in contents])
+def chat(*contents: str | list[requests.ContentPart]) -> requests.ChatRequest:
+    return requests.ChatRequest(model="tiny", messages=[requests.ChatMessage(role="user", content=content) for content in contents])
 
 
-def said(**fields) -> openai.ChatRequest:
-    return openai.ChatRequest(model="tiny", messages=[openai.ChatMessage(role="assistant", content="a", **fields)])
+def said(**fields) -> requests.ChatRequest:
+    return requests.ChatRequest(model="tiny", messages=[requests.ChatMessage(role="assistant", content="a", **fields)])
 
 
 @pytest.mark.parametrize(
@@ -34,15 +34,15 @@ def said(**fields) -> openai.ChatRequest:
     [
         chat(*["a"] * (MANY_MESSAGES + 1)),
         chat(LONG[: SHORT_CHARACTERS // 2], LONG[: SHORT_CHARACTERS // 2 + 2]),
-        chat([openai.ContentPart(type="text", text=LONG)]),
+        chat([requests.ContentPart(type="text", text=LONG)]),
         said(reasoning_content=LONG),
         said(name=LONG),
-        said(tool_calls=[openai.ToolCall(id="1", function=openai.FunctionCall(name=LONG, arguments="{}"))]),
-        said(tool_calls=[openai.ToolCall(id="1", function=openai.FunctionCall(name="f", arguments="{}"))] * (SHORT_CHARACTERS // 16)),
-        openai.ChatRequest(model="tiny", messages=[], chat_template_kwargs={"documents": [LONG]}),
-        openai.CompletionRequest(model="tiny", prompt=LONG),
-        openai.CompletionRequest(model="tiny", prompt=["a", LONG]),
-        openai.TokenizeRequest(prompt=LONG),
+        said(tool_calls=[requests.ToolCall(id="1", function=requests.FunctionCall(name=LONG, arguments="{}"))]),
+        said(tool_calls=[requests.ToolCall(id="1", function=requests.FunctionCall(name="f", arguments="{}"))] * (SHORT_CHARACTERS // 16)),
+        requests.ChatRequest(model="tiny", messages=[], chat_template_kwargs={"documents": [LONG]}),
+        requests.CompletionRequest(model="tiny", prompt=LONG),
+        requests.CompletionRequest(model="tiny", prompt=["a", LONG]),
+        requests.TokenizeRequest(prompt=LONG),
     ],
     ids=["many messages", "long messages", "long part", "thoughts", "name", "tool", "many calls", "arguments", "prompt", "prompts", "tokenize"],
 )
@@ -54,10 +54,10 @@ def test_what_takes_long_is_prepared_in_a_thread(request_) -> None:
     "request_",
     [
         chat(*["a"] * MANY_MESSAGES),
-        openai.CompletionRequest(model="tiny", prompt=LONG[1:]),
-        openai.CompletionRequest(model="tiny", prompt=[1] * 100_000),
-        openai.CompletionRequest(model="tiny", prompt=[[1] * 100_000]),
-        openai.TokenizeRequest(messages=[openai.ChatMessage(role="user", content="a")]),
+        requests.CompletionRequest(model="tiny", prompt=LONG[1:]),
+        requests.CompletionRequest(model="tiny", prompt=[1] * 100_000),
+        requests.CompletionRequest(model="tiny", prompt=[[1] * 100_000]),
+        requests.TokenizeRequest(messages=[requests.ChatMessage(role="user", content="a")]),
     ],
     ids=["messages", "prompt", "token ids", "lists of token ids", "tokenize"],
 )
@@ -66,7 +66,7 @@ def test_what_is_short_or_given_as_token_ids_costs_no_thread(request_) -> None:
 
 
 def test_a_deadline_counts_from_the_requests_arrival_and_not_from_the_end_of_its_preparation() -> None:
-    request = openai.CompletionRequest(model=MODEL, prompt="hi")
+    request = requests.CompletionRequest(model=MODEL, prompt="hi")
     late, too_late = (
         prepare_completion(request, ScriptedDispatcher(), Terms("r", time.monotonic() - ago_s, 128, 60.0)).choices[0].generation
         for ago_s in (20.0, 70.0)
@@ -93,7 +93,7 @@ VALUES = {
 
 def planned(**fields) -> tuple[Sampling, tuple[str, ...], bool]:
     """What a request with these options gets besides its prompt."""
-    request = openai.CompletionRequest(model=MODEL, prompt=[1, 2, 3], seed=5, **fields)
+    request = requests.CompletionRequest(model=MODEL, prompt=[1, 2, 3], seed=5, **fields)
     choice = prepare_completion(request, ScriptedDispatcher(), Terms("r", time.monotonic(), 128, 60.0)).choices[0]
     return choice.generation.sampling, choice.text._stops._stops, 7 in choice.text._silent
 
@@ -111,9 +111,9 @@ def test_what_is_planned_once_depends_on_nothing_but_the_options_it_is_found_by(
     class Looked:
         def __getattr__(self, name: str) -> object:
             asked.add(name)
-            return getattr(openai.CompletionRequest(model=MODEL, prompt=[1], **VALUES), name)
+            return getattr(requests.CompletionRequest(model=MODEL, prompt=[1], **VALUES), name)
 
-    _plan(cast(openai.Common, Looked()), find_model(ScriptedDispatcher(), MODEL))
+    _plan(cast(requests.Common, Looked()), find_model(ScriptedDispatcher(), MODEL))
     assert asked == set(OPTIONS)
 
 

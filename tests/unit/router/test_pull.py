@@ -9,13 +9,13 @@ from msgspec.structs import replace
 from scripted_cluster import make_node
 from test_dispatch import EXPECTED, NoModels, collect, make_generation, make_pair
 
-from pdcluster import messages as m
-from pdcluster_router.chooser import Chooser, PolicyHolder
-from pdcluster_router.dispatch import Dispatch, DispatchSettings
+from pdcluster.core import messages as m
+from pdcluster_router.cluster.view import ClusterView
 from pdcluster_router.policy.base import Choice, Predicted, Query
+from pdcluster_router.policy.pull import PullRule
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.pull import PullRule
-from pdcluster_router.view import ClusterView
+from pdcluster_router.policy.selector import Chooser, PolicyHolder
+from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 P0 = make_node("p0", "prefill")
 D0, D1, D2 = (make_node(f"d{number}", "decode") for number in range(3))

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pdcluster.messages import Endpoint, Load, Role
-from pdcluster_router.headroom import Headroom
-from pdcluster_router.roles import Flip, RoleController, RoleSettings
-from pdcluster_router.view import ClusterView, NodeView
+from pdcluster.core.messages import Endpoint, Load, Role
+from pdcluster_router.admin.roles import Flip, RoleController, RoleSettings
+from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.queueing.headroom import Headroom
 
 SETTINGS = RoleSettings()
 HEADROOM = Headroom(cold_token_s=1e-3)

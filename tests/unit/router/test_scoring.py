@@ -11,9 +11,9 @@ from plain_both_ways import told
 from plain_scripts import EARLY_END, LOCAL, PROMPT
 from scripted_dispatcher import EOS, MODEL, TEXT, VOCAB, ScriptedDispatcher, Tokens, logprobs_of, served
 
-from pdcluster.api.text import TextModel
-from pdcluster_router.places import Places
-from pdcluster_router.tenants import Entry, Tenants
+from pdcluster.api.text.model_text import TextModel
+from pdcluster_router.core.tenants import Entry, Tenants
+from pdcluster_router.frontend.places import Places
 from tests.unit.api.tiny_tokenizers import CHAT_TEMPLATE, byte_level_files, sentencepiece_files
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"

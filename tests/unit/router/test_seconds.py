@@ -11,12 +11,21 @@ import pytest
 from msgspec.structs import replace
 from policy_cases import batch, make_load, make_node, queue, view
 
-from pdcluster.cost import CostError, DecodeCost, NodeCost, PrefillCost
-from pdcluster.messages import Endpoint, Load, Role
+from pdcluster.core.messages import Endpoint, Load, Role
+from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost
+from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.base import Choice, Query
-from pdcluster_router.policy.estimates import COMFORT, COPY_WEIGHT, HANDOVER_S, LAST_GROUP, MOST_PAUSE_WEIGHT, MUCH_LOST, STRAIN, UNMEASURED_BYTES_S
-from pdcluster_router.policy.seconds import Seconds
-from pdcluster_router.view import ClusterView, NodeView
+from pdcluster_router.policy.predicted.cost_model import (
+    COMFORT,
+    COPY_WEIGHT,
+    HANDOVER_S,
+    LAST_GROUP,
+    MOST_PAUSE_WEIGHT,
+    MUCH_LOST,
+    STRAIN,
+    UNMEASURED_BYTES_S,
+)
+from pdcluster_router.policy.predicted_seconds import Seconds
 
 TOKEN_S, STEP_S, ROW_S = 1e-4, 0.01, 0.001
 COST = NodeCost(PrefillCost(0.0, TOKEN_S, 0.0, 0, 100), DecodeCost(STEP_S, ROW_S, 0.0, 100))

@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 from scripted_cluster import EMPTY_LOAD, make_node
 
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
+from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.base import Candidate, Query
-from pdcluster_router.policy.seconds import Seconds
-from pdcluster_router.view import ClusterView, NodeView
+from pdcluster_router.policy.predicted_seconds import Seconds
 
 COST = NodeCost(PrefillCost(0.005, 1e-4, 2e-9, 512, 100), DecodeCost(0.02, 1.5e-4, 3e-8, 100))
 QUERY = Query(num_tokens=4000, expected_output=200, usual_tokens=4000)

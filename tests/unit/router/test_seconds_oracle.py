@@ -14,17 +14,17 @@ from msgspec.structs import replace
 from policy_cases import COST, clusters, make_load, make_node, queries
 from seconds_oracle import PlainSeconds
 
-from pdcluster.bounds import MAX_SECONDS, UINT63
-from pdcluster.config import cache_directory
-from pdcluster.cost import NodeCost
-from pdcluster.errors import Unavailable
-from pdcluster.messages import Endpoint
-from pdcluster_router.headroom import Headroom
-from pdcluster_router.policy import compiled
+from pdcluster.core.bounds import MAX_SECONDS, UINT63
+from pdcluster.core.errors import Unavailable
+from pdcluster.core.messages import Endpoint
+from pdcluster.cost.cost import NodeCost
+from pdcluster.settings.config import cache_directory
+from pdcluster_router.cluster.view import ClusterView, NodeView, Pending
 from pdcluster_router.policy.base import Candidate, Choice, Policy, Query
-from pdcluster_router.policy.compiled import Weighing
-from pdcluster_router.policy.seconds import Seconds
-from pdcluster_router.view import ClusterView, NodeView, Pending
+from pdcluster_router.policy.predicted import compiled
+from pdcluster_router.policy.predicted.compiled import Weighing
+from pdcluster_router.policy.predicted_seconds import Seconds
+from pdcluster_router.queueing.headroom import Headroom
 
 UNHURRIED = settings(max_examples=examples(40, 300), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 CLOSE = 1e-9

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from policy_cases import make_load, make_node
 
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
-from pdcluster_router.sent import SentWork
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster_router.policy.sent import SentWork
 
 COST = NodeCost(PrefillCost(0.01, 1e-4, 0.0, 0, 100), DecodeCost(0.01, 0.001, 0.0, 100))
 NODE = make_node("p0", "prefill", make_load(), COST)

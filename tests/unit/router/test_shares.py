@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.errors import IntegrityError
-from pdcluster_router.shares import Shares
+from pdcluster.core.errors import IntegrityError
+from pdcluster_router.queueing.shares import Shares
 
 
 def fill(shares: Shares, tenant: str) -> int:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from scripted_cluster import FakeCluster, make_chooser, make_node
 from test_dispatch import NoModels, make_dispatch, make_generation
 
-from pdcluster import messages as m
-from pdcluster_router.dispatch import Dispatch
-from pdcluster_router.generation import Chunk, Done, Take
-from pdcluster_router.retries import DispatchSettings
-from pdcluster_router.run import Run
-from pdcluster_router.stages import StageDeadlines
+from pdcluster.core import messages as m
+from pdcluster_router.core.generation import Chunk, Done, Take
+from pdcluster_router.core.stages import StageDeadlines
+from pdcluster_router.request.dispatcher import Dispatch
+from pdcluster_router.request.retries import DispatchSettings
+from pdcluster_router.request.run import Run
 
 BOOT = "m0-boot"
 

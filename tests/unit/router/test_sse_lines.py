@@ -12,7 +12,7 @@ from plain_scripts import PROMPT, REMOTE, TALK
 from scripted_dispatcher import MODEL, TEXT, ScriptedDispatcher, SpeakingDispatcher, says, served
 
 from pdcluster.api import sse
-from pdcluster.errors import Overloaded
+from pdcluster.core.errors import Overloaded
 
 BREAKS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\r\n"
 SAID = f"one{BREAKS}two\u2019 \u00e9{BREAKS}"

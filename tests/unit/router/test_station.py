@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_cases import make_load
 
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
-from pdcluster.messages import Endpoint, Load, Role
-from pdcluster_router.pace import pace
-from pdcluster_router.view import NodeView, Pending
+from pdcluster.core.messages import Endpoint, Load, Role
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster_router.cluster.pacing import pace
+from pdcluster_router.cluster.view import NodeView, Pending
 
 COUNTS = st.integers(0, 5000)
 SAMPLES = st.sampled_from([0, 1, 7, 8, 31, 32, 63, 64, 500, 5000])

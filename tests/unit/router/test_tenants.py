@@ -11,10 +11,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from scripted_dispatcher import MODEL, ScriptedDispatcher, Wait, says, served, until
 
-from pdcluster.errors import BadRequest, ConfigError, Overloaded, Unauthorized
-from pdcluster.metrics import HoldMetrics
-from pdcluster_router.places import Places
-from pdcluster_router.tenants import ANYBODY, Tenants, read_tenants
+from pdcluster.core.errors import BadRequest, ConfigError, Overloaded, Unauthorized
+from pdcluster.telemetry.metrics import HoldMetrics
+from pdcluster_router.core.tenants import ANYBODY, Tenants, read_tenants
+from pdcluster_router.frontend.places import Places
 
 ACME, OTHER = "sk-acme-0001", "sk-other-0001"
 FILE = f"""

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_dispatcher import EOS, ROUTE, TEXT, VOCAB
 
-from pdcluster.errors import NodeLost
-from pdcluster_router.generation import Chunk, Done, Timeline
-from pdcluster_router.http_errors import ClientLeft
+from pdcluster.core.errors import NodeLost
+from pdcluster_router.core.generation import Chunk, Done, Timeline
+from pdcluster_router.http.errors import ClientLeft
 
 LETTERS = TEXT.encode("stop this, \u00e9\u4e16 \U0001f642 END", add_special_tokens=False)
 TOKENS = st.one_of(st.sampled_from([*LETTERS]), st.integers(0, VOCAB - 1), st.just(EOS))

@@ -11,17 +11,17 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from scripted_cluster import FakeCluster, make_chooser, make_node, settle
 
-from pdcluster import errors
-from pdcluster import messages as m
+from pdcluster.core import errors
+from pdcluster.core import messages as m
 from pdcluster.kv.hashing import chain_root
-from pdcluster.metrics import HoldMetrics
-from pdcluster_router.admission import Slo
-from pdcluster_router.dispatch import Dispatch, DispatchSettings
-from pdcluster_router.gate import Gate, Released
-from pdcluster_router.generation import Chunk, Done, Generation, Standing
-from pdcluster_router.hold import HoldLimits
-from pdcluster_router.job import HashChain
-from pdcluster_router.stages import StageDeadlines
+from pdcluster.telemetry.metrics import HoldMetrics
+from pdcluster_router.core.generation import Chunk, Done, Generation, Standing
+from pdcluster_router.core.job import HashChain
+from pdcluster_router.core.stages import StageDeadlines
+from pdcluster_router.queueing.admission import Slo
+from pdcluster_router.queueing.gate import Gate, Released
+from pdcluster_router.queueing.hold_queue import HoldLimits
+from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 BUSY = m.Load(100, 0, 100_000, 0, 100, 100, 0, 0, 0, 8, 0)
 IDLE = m.Load(0, 0, 0, 0, 100, 100, 0, 0, 0, 8, 0)

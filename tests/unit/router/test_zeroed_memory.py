@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdcluster.messages import HASH_BYTES
-from pdcluster_router import zeroed_memory
-from pdcluster_router.block_table import GONE, BlockTable, Keys
-from pdcluster_router.zeroed_memory import ZeroedMemory
+from pdcluster.core.messages import HASH_BYTES
+from pdcluster_router.prefix_index import zeroed_memory
+from pdcluster_router.prefix_index.block_table import GONE, BlockTable, Keys
+from pdcluster_router.prefix_index.zeroed_memory import ZeroedMemory
 
 NUM_PAGES = 4
 

@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from pdcluster import errors
+from pdcluster.core import errors
 from pdcluster.rpc.status import error_of, status_of
 
 

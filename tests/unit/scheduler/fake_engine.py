@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from pdcluster.core.messages import Sampling, TokenLogprobs, Work, pack_tokens
+from pdcluster.core.step import Row, RowResult, StepPlan, StepResult
 from pdcluster.kv.hashing import block_hashes, chain_root
-from pdcluster.messages import Sampling, TokenLogprobs, Work, pack_tokens
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import Row, RowResult, StepPlan, StepResult
 
 VOCAB = 13
 EMPTY = -1

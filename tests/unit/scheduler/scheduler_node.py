@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fake_engine import FakeEngine, draw, kv_of, make_sequence, reference
 
+from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
 from pdcluster.scheduler.scheduler import Limits, Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import StepPlan
 
 PAGE = 4
 LONG = list(range(10)) + [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]

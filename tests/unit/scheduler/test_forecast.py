@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fake_engine import FakeEngine, make_sequence
 
-from pdcluster.errors import Overloaded
+from pdcluster.core.errors import Overloaded
 from pdcluster.kv.pages import PagePool
 from pdcluster.scheduler.forecast import LONGEST_S, SHORTEST_S
 from pdcluster.scheduler.scheduler import Limits, Scheduler

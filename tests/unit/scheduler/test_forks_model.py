@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pdcluster.errors import IntegrityError, Overloaded
+from pdcluster.core.errors import IntegrityError, Overloaded
+from pdcluster.core.lifecycle import Residence
+from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
-from pdcluster.lifecycle import Residence
 from pdcluster.scheduler.scheduler import Limits, Scheduler
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import StepPlan
 
 PAGE = 4
 EOS: frozenset[int] = frozenset()

@@ -6,8 +6,8 @@ import pytest
 from fake_engine import make_sequence
 from scheduler_node import LONG, Node, shape
 
-from pdcluster.errors import Overloaded
-from pdcluster.lifecycle import IllegalTransition, Residence
+from pdcluster.core.errors import Overloaded
+from pdcluster.core.lifecycle import IllegalTransition, Residence
 
 
 def test_a_held_sequence_is_passed_and_admitted_in_its_old_place_afterwards() -> None:

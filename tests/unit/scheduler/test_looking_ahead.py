@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from fake_engine import FakeEngine, kv_of, make_sequence, reference
 
-from pdcluster.errors import IntegrityError
+from pdcluster.core.errors import IntegrityError
+from pdcluster.core.messages import Sampling
+from pdcluster.core.sampling import Shaping
+from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
-from pdcluster.messages import Sampling
-from pdcluster.sampling import Shaping
 from pdcluster.scheduler.scheduler import Limits, Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import StepPlan
 
 PAGE = 4
 PROMPT = [1, 2, 3, 4, 5]

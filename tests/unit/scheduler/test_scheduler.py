@@ -7,11 +7,11 @@ import pytest
 from fake_engine import draw, kv_of, make_sequence
 from scheduler_node import LONG, Node, shape
 
-from pdcluster.errors import BadRequest, ConfigError, IntegrityError, Overloaded, ProtocolError, RequestTooLarge
-from pdcluster.lifecycle import Residence
+from pdcluster.core.errors import BadRequest, ConfigError, IntegrityError, Overloaded, ProtocolError, RequestTooLarge
+from pdcluster.core.lifecycle import Residence
+from pdcluster.core.step import RowResult, StepPlan, StepResult
 from pdcluster.scheduler.rows import finish
 from pdcluster.scheduler.scheduler import Occupancy
-from pdcluster.step import RowResult, StepPlan, StepResult
 
 # ---------------------------------------------------------------- steps
 

@@ -16,13 +16,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pdcluster.errors import Overloaded, RequestTooLarge
+from pdcluster.core.errors import Overloaded, RequestTooLarge
+from pdcluster.core.lifecycle import Residence
+from pdcluster.core.messages import HASH_BYTES, Sampling
+from pdcluster.core.step import StepPlan, StepResult
 from pdcluster.kv.pages import PagePool
-from pdcluster.lifecycle import Residence
-from pdcluster.messages import HASH_BYTES, Sampling
 from pdcluster.scheduler.scheduler import Limits, Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import StepPlan, StepResult
 
 EOS = frozenset({0})
 MAX_LEN = 30

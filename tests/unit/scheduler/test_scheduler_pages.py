@@ -8,11 +8,11 @@ import pytest
 from fake_engine import kv_of, make_sequence, prompt_logprob
 from scheduler_node import LONG, Node, shape
 
-from pdcluster.errors import Overloaded
-from pdcluster.lifecycle import Residence
+from pdcluster.core.errors import Overloaded
+from pdcluster.core.lifecycle import Residence
+from pdcluster.core.step import RowError, RowResult
 from pdcluster.scheduler.limits import logprob_tokens_of
 from pdcluster.scheduler.sequence import Sequence
-from pdcluster.step import RowError, RowResult
 
 # ---------------------------------------------------------------- prefix cache
 

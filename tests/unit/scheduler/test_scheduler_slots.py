@@ -6,9 +6,9 @@ import pytest
 from fake_engine import draw, kv_of, make_sequence
 from scheduler_node import LONG, Node, shape
 
-from pdcluster.errors import Overloaded, ProtocolError, RequestTooLarge
-from pdcluster.lifecycle import Residence
-from pdcluster.messages import TokenLogprobs
+from pdcluster.core.errors import Overloaded, ProtocolError, RequestTooLarge
+from pdcluster.core.lifecycle import Residence
+from pdcluster.core.messages import TokenLogprobs
 
 # ---------------------------------------------------------------- remote prefill
 

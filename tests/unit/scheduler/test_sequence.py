@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from fake_engine import make_sequence, make_work
 
-from pdcluster.errors import BadRequest, IntegrityError
+from pdcluster.core.errors import BadRequest, IntegrityError
+from pdcluster.core.lifecycle import IllegalTransition, Residence
+from pdcluster.core.messages import pack_tokens
 from pdcluster.kv.hashing import block_hashes
-from pdcluster.lifecycle import IllegalTransition, Residence
-from pdcluster.messages import pack_tokens
 from pdcluster.scheduler.sequence import Sequence
 
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pdcluster.messages import ChunkEntry, Commit, Endpoint, Leg, Ticket, pack_tokens
-from pdcluster.transfer.base import Arrival, Peer, Stamp
-from pdcluster.transfer.geometry import PageShape
-from pdcluster.transfer.incoming import (
+from pdcluster.core.messages import ChunkEntry, Commit, Endpoint, Leg, Ticket, pack_tokens
+from pdcluster.transfer.backends.base import Arrival, Peer, Stamp
+from pdcluster.transfer.layout.geometry import PageShape
+from pdcluster.transfer.protocol.reader_state import (
     Incoming,
     Landing,
     are_in_place,

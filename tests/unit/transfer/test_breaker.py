@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.transfer.base import Peer
-from pdcluster.transfer.breaker import Breaker, Breakers, BreakerSettings, BreakerState
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.paths.breaker import Breaker, Breakers, BreakerSettings, BreakerState
 
 CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN
 SETTINGS = BreakerSettings(failures=3, window_s=10.0, pause_s=1.0, longest_s=8.0, probe_s=5.0)

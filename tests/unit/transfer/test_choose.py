@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster.errors import ConfigError
-from pdcluster.transfer.base import Peer
-from pdcluster.transfer.choose import auto_names, check_fabric, create_backends
-from pdcluster.transfer.mooncake import environment
-from pdcluster.transfer.nixl import environment as nixl_environment
-from pdcluster.transfer.staging import Fabric, StagedSettings
+from pdcluster.core.errors import ConfigError
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.backends.mooncake import environment
+from pdcluster.transfer.backends.nixl import environment as nixl_environment
+from pdcluster.transfer.backends.staging import Fabric, StagedSettings
+from pdcluster.transfer.paths.choose import auto_names, check_fabric, create_backends
 
 ME = Peer("n0", "boot")
 
@@ -60,8 +60,8 @@ def test_auto_goes_on_without_a_nixl_that_does_not_start(monkeypatch: pytest.Mon
     def broken(me: Peer, settings: StagedSettings) -> object:
         raise ConfigError("transfer backend nixl does not start: no device")
 
-    monkeypatch.setattr("pdcluster.transfer.choose.auto_names", lambda *_, **__: ("shm", "tcp", "nixl"))
-    monkeypatch.setattr("pdcluster.transfer.choose._create_nixl", broken)
+    monkeypatch.setattr("pdcluster.transfer.paths.choose.auto_names", lambda *_, **__: ("shm", "tcp", "nixl"))
+    monkeypatch.setattr("pdcluster.transfer.paths.choose._create_nixl", broken)
     backends = create_backends("auto", ME, host="127.0.0.1", staging_bytes=1 << 20)
     for backend in backends.values():
         backend.shutdown()

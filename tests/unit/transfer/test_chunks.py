@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.transfer.chunks import digest, page_slice
+from pdcluster.transfer.layout.spans import digest, page_slice
 
 
 def test_a_partial_last_page_is_in_the_slice() -> None:

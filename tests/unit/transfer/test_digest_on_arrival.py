@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 from transfer_harness import Pair, take_digests
 
-from pdcluster.transfer.base import Arrival
-from pdcluster.transfer.fake import Fault
+from pdcluster.transfer.backends.base import Arrival
+from pdcluster.transfer.backends.fake import Fault
 
 PAGES, SOURCE, TOKENS = [10, 11, 30, 31], [3, 4, 5, 20], 16
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from transfer_harness import PAGE_BYTES, QUICK, Pair
 
-from pdcluster.transfer.chunks import digest
-from pdcluster.transfer.rank_memory import Answer, Answers
-from pdcluster.transfer.reader import Reader
-from pdcluster.transfer.runs import SpanTable
+from pdcluster.transfer.layout.runs import SpanTable
+from pdcluster.transfer.layout.spans import digest
+from pdcluster.transfer.protocol.rank_memory import Answer, Answers
+from pdcluster.transfer.protocol.reader import Reader
 
 PAGES = list(range(16))
 

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_harness import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, QUICK, WRITER, Clock, Node
 
-from pdcluster.messages import Abort, CommitAck, Endpoint
-from pdcluster.transfer.base import Peer, Stamp
-from pdcluster.transfer.fake import FakeNetwork, Fault
-from pdcluster.transfer.geometry import PageShape
-from pdcluster.transfer.reader import Reader
-from pdcluster.transfer.session import Acked, Send
-from pdcluster.transfer.writer import Writer
+from pdcluster.core.messages import Abort, CommitAck, Endpoint
+from pdcluster.transfer.backends.base import Peer, Stamp
+from pdcluster.transfer.backends.fake import FakeNetwork, Fault
+from pdcluster.transfer.layout.geometry import PageShape
+from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.session import Acked, Send
+from pdcluster.transfer.protocol.writer import Writer
 
 TICK_S = 0.01
 

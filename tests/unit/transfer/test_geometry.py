@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.transfer.geometry import (
+from pdcluster.transfer.layout.geometry import (
     PageShape,
     Part,
     Piece,
@@ -23,7 +23,7 @@ from pdcluster.transfer.geometry import (
     piece_of,
     plan_courses,
 )
-from pdcluster.transfer.runs import span_table
+from pdcluster.transfer.layout.runs import span_table
 
 SIZES = [(1, 1), (2, 1), (1, 2), (2, 4), (4, 2), (4, 4), (1, 4)]
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from transfer_harness import WRITER, Pair
 
-from pdcluster.messages import Endpoint
-from pdcluster.transfer import shm
-from pdcluster.transfer.base import Fence, Peer
-from pdcluster.transfer.shm import ShmBackend
+from pdcluster.core.messages import Endpoint
+from pdcluster.transfer.backends import shm
+from pdcluster.transfer.backends.base import Fence, Peer
+from pdcluster.transfer.backends.shm import ShmBackend
 
 ME = Peer("d0", "d0-1")
 

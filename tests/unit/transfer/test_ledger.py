@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pdcluster.transfer.base import Arrival, Peer, Permit, Stamp, WriteStatus
-from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits, Writes
+from pdcluster.transfer.backends.base import Arrival, Peer, Permit, Stamp, WriteStatus
+from pdcluster.transfer.backends.ledger import Arrivals, Counts, Doorbell, Permits, Writes
 
 ME, OTHER = Peer("p0", "a"), Peer("p0", "b")
 

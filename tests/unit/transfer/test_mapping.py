@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 
-from pdcluster.transfer.mapping import POPULATE_BYTES, MappedMemory
+from pdcluster.transfer.backends.shm_memory import POPULATE_BYTES, MappedMemory
 
 
 def test_what_is_written_through_the_mapping_is_in_the_memory_whether_populated_or_not() -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.transfer.base import Peer
-from pdcluster.transfer.breaker import BreakerSettings, BreakerState
-from pdcluster.transfer.measure import MeasureSettings, Paths
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.paths.breaker import BreakerSettings, BreakerState
+from pdcluster.transfer.paths.measure import MeasureSettings, Paths
 
 PEER, REBORN = Peer("d0", "b1"), Peer("d0", "b2")
 ORDER = ["shm", "nixl", "tcp"]

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from staged_ends import BLOCK, BLOCKS, FLYING, READER, Breaking, Ends, Slow, SlowStraight, Straight, Ungiving, Unreliable, eventually
 
-from pdcluster.errors import PeerUnreachable
-from pdcluster.transfer import staged, staged_pieces
-from pdcluster.transfer.base import Run, Stamp, WriteStatus
+from pdcluster.core.errors import PeerUnreachable
+from pdcluster.transfer.backends import staged, staged_pieces
+from pdcluster.transfer.backends.base import Run, Stamp, WriteStatus
 
 
 @pytest.fixture

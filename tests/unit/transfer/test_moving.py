@@ -8,10 +8,10 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdcluster.transfer import moving
-from pdcluster.transfer.base import Run
-from pdcluster.transfer.moving import GilWaits, Payload, copies, copies_inside, packed, packing, reads, table_of
-from pdcluster.transfer.runs import RunTable, run_table
+from pdcluster.transfer.backends.base import Run
+from pdcluster.transfer.copying import copy
+from pdcluster.transfer.copying.copy import GilWaits, Payload, copies, copies_inside, packed, packing, reads, table_of
+from pdcluster.transfer.layout.runs import RunTable, run_table
 
 SIZE = 1 << 16
 
@@ -19,9 +19,9 @@ SIZE = 1 << 16
 @pytest.fixture(params=["compiled", "python"])
 def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "python":
-        monkeypatch.setattr(moving, "native", lambda: None)
+        monkeypatch.setattr(copy, "native", lambda: None)
     else:
-        assert moving.native() is not None, "numba and xxhash's functions are there in the development environment"
+        assert copy.native() is not None, "numba and xxhash's functions are there in the development environment"
     return str(request.param)
 
 
@@ -116,8 +116,8 @@ def test_a_machine_without_the_compiled_loop_says_so_and_goes_on(monkeypatch: py
     def fail() -> None:
         raise ImportError("no numba")
 
-    monkeypatch.setattr(moving, "_Native", fail)
-    assert moving.native.__wrapped__() is None and "no numba" in caplog.text
+    monkeypatch.setattr(copy, "_Native", fail)
+    assert copy.native.__wrapped__() is None and "no numba" in caplog.text
 
 
 def test_tables_of_addresses_name_the_bytes_that_runs_and_spans_mean() -> None:
@@ -147,7 +147,7 @@ def test_runs_are_taken_only_when_all_lie_inside_of_both_memories_and_add_up(
     good = good and 0 < nbytes == sum(count for *_, count in rows)
     with pytest.MonkeyPatch.context() as patch:
         if not is_compiled:
-            patch.setattr(moving, "native", lambda: None)
+            patch.setattr(copy, "native", lambda: None)
         table = copies_inside(RunTable(np.array(rows, dtype=np.int64).reshape(-1, 3)), source, target, nbytes)
     assert (table is not None) == good
     if table is not None:

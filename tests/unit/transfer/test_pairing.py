@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.errors import IntegrityError
-from pdcluster.messages import pack_tokens
-from pdcluster.transfer import pairing
-from pdcluster.transfer.geometry import join_runs_in_parts
-from pdcluster.transfer.page_kernel import MOST_PAGES
-from pdcluster.transfer.pairing import Row, are_below, are_distinct, paired, unpack_pages
+from pdcluster.core.errors import IntegrityError
+from pdcluster.core.messages import pack_tokens
+from pdcluster.transfer.copying import page_pairs
+from pdcluster.transfer.copying.page_kernel import MOST_PAGES
+from pdcluster.transfer.copying.page_pairs import Row, are_below, are_distinct, paired, unpack_pages
+from pdcluster.transfer.layout.geometry import join_runs_in_parts
 
 PAGES = st.lists(st.integers(-2, 9) | st.sampled_from([63, 64, 65, MOST_PAGES - 1, MOST_PAGES, 2**31 - 1, -(2**31)]), max_size=12)
 PAGE_BYTES = 48
@@ -25,7 +25,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
     """Both ways."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "numpy":
-            patch.setattr(pairing, "native", lambda: None)
+            patch.setattr(page_pairs, "native", lambda: None)
         yield
 
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_harness import PAGE_BYTES, QUICK, READER, Pair
 
-from pdcluster.errors import PeerUnreachable
-from pdcluster.messages import Ticket
-from pdcluster.transfer.base import Stamp, WriteStatus
-from pdcluster.transfer.breaker import BreakerState
-from pdcluster.transfer.fake import Fault
-from pdcluster.transfer.ladder import Ladder
-from pdcluster.transfer.measure import MeasureSettings, Paths
+from pdcluster.core.errors import PeerUnreachable
+from pdcluster.core.messages import Ticket
+from pdcluster.transfer.backends.base import Stamp, WriteStatus
+from pdcluster.transfer.backends.fake import Fault
+from pdcluster.transfer.paths.breaker import BreakerState
+from pdcluster.transfer.paths.measure import MeasureSettings, Paths
+from pdcluster.transfer.protocol.ladder import Ladder
 
 FAILS = Fault(status=WriteStatus.FAILED)
 MEDIA = ("fast", "slow")

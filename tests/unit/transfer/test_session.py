@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from transfer_harness import LOGPROBS, PAGE_BYTES, PAGE_TOKENS, QUICK, READER, WRITER, Pair
 
-from pdcluster.errors import IntegrityError, PeerUnreachable, TransferError
-from pdcluster.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Leg, pack_tokens
-from pdcluster.transfer import writer
-from pdcluster.transfer.base import Peer, Stamp, WriteStatus
-from pdcluster.transfer.fake import Fault
-from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
-from pdcluster.transfer.writer import Writer
+from pdcluster.core.errors import IntegrityError, PeerUnreachable, TransferError
+from pdcluster.core.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Leg, pack_tokens
+from pdcluster.transfer.backends.base import Peer, Stamp, WriteStatus
+from pdcluster.transfer.backends.fake import Fault
+from pdcluster.transfer.protocol import writer
+from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
+from pdcluster.transfer.protocol.writer import Writer
 
 PAGES = [10, 11, 30, 31, 32, 5]
 SOURCE = [3, 4, 5, 20, 21, 40]

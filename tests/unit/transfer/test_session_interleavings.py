@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from transfer_harness import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, READER, WRITER, Pair, take_digests
 
-from pdcluster.errors import TransferError
-from pdcluster.messages import Abort, AbortAck, Commit, CommitAck, Ticket
-from pdcluster.transfer.base import Fence, Peer, Stamp, WriteStatus
-from pdcluster.transfer.fake import FakeBackend, Fault
-from pdcluster.transfer.incoming import Incoming
-from pdcluster.transfer.reader import Reader
-from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
-from pdcluster.transfer.writer import Writer
+from pdcluster.core.errors import TransferError
+from pdcluster.core.messages import Abort, AbortAck, Commit, CommitAck, Ticket
+from pdcluster.transfer.backends.base import Fence, Peer, Stamp, WriteStatus
+from pdcluster.transfer.backends.fake import FakeBackend, Fault
+from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.reader_state import Incoming
+from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
+from pdcluster.transfer.protocol.writer import Writer
 
 FAULTS = (
     Fault(),

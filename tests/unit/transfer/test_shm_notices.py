@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from pdcluster.errors import ProtocolError
-from pdcluster.transfer.base import Peer, Permit, Region, Stamp
-from pdcluster.transfer.ledger import Arrivals, Counts, Doorbell, Permits
-from pdcluster.transfer.runs import span_table
-from pdcluster.transfer.shm_frames import MAX_NOTICE_SPANS, Notice, decode_notice, pack_notice, pack_progress
-from pdcluster.transfer.shm_notices import Notices
+from pdcluster.core.errors import ProtocolError
+from pdcluster.transfer.backends.base import Peer, Permit, Region, Stamp
+from pdcluster.transfer.backends.ledger import Arrivals, Counts, Doorbell, Permits
+from pdcluster.transfer.backends.shm_frames import MAX_NOTICE_SPANS, Notice, decode_notice, pack_notice, pack_progress
+from pdcluster.transfer.backends.shm_notices import Notices
+from pdcluster.transfer.layout.runs import span_table
 
 WRITER, OTHER = Peer("w", "w1"), Peer("o", "o1")
 SPANS = span_table([(4096, 1024), (512, 512)])

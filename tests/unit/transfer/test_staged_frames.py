@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from staged_ends import READER
 
-from pdcluster.errors import ProtocolError
-from pdcluster.transfer import staged_frames
-from pdcluster.transfer.links import Link, sealed
-from pdcluster.transfer.staged_frames import MAX_BLOCKS
+from pdcluster.core.errors import ProtocolError
+from pdcluster.transfer.backends import staged_frames
+from pdcluster.transfer.backends.staged_frames import MAX_BLOCKS
+from pdcluster.transfer.backends.tcp_links import Link, sealed
 
 
 @contextmanager

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.transfer import staged_pieces
-from pdcluster.transfer.base import Run
-from pdcluster.transfer.runs import SpanTable, run_table
-from pdcluster.transfer.staged_pieces import ENTRY_BYTES, Piece, cut
-from pdcluster.transfer.waiting import LEAST_S, MOST_S, Pace
+from pdcluster.transfer.backends import staged_pieces
+from pdcluster.transfer.backends.base import Run
+from pdcluster.transfer.backends.staged_pieces import ENTRY_BYTES, Piece, cut
+from pdcluster.transfer.backends.waiting import LEAST_S, MOST_S, Pace
+from pdcluster.transfer.layout.runs import SpanTable, run_table
 
 ADDRESS = 1 << 30
 RUNS = st.lists(st.builds(Run, st.integers(0, 300), st.integers(0, 1000), st.integers(1, 50)), min_size=1, max_size=20)

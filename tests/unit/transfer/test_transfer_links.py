@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.errors import PeerUnreachable, ProtocolError
-from pdcluster.transfer import links
-from pdcluster.transfer.base import Peer
-from pdcluster.transfer.ledger import Counts
-from pdcluster.transfer.links import (
+from pdcluster.core.errors import PeerUnreachable, ProtocolError
+from pdcluster.transfer.backends import tcp_links
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.backends.ledger import Counts
+from pdcluster.transfer.backends.tcp_links import (
     BURST_BYTES,
     GATHER_BYTES,
     HELLO,
@@ -34,7 +34,7 @@ from pdcluster.transfer.links import (
     is_same_host,
     send_unpaced,
 )
-from pdcluster.transfer.runs import span_table
+from pdcluster.transfer.layout.runs import span_table
 
 ME, OTHER = Peer("p0", "a"), Peer("d0", "b")
 
@@ -209,7 +209,7 @@ def test_few_bytes_are_taken_when_the_others_take_their_time_and_silence_ends_in
 
 def test_after_a_payload_that_was_gathered_the_next_byte_is_news_to_every_poller(monkeypatch: pytest.MonkeyPatch) -> None:
     """A medium that polls the socket by itself, as `staged` does, would otherwise wait for as many bytes as were last gathered."""
-    monkeypatch.setattr(links, "GATHER_S", 5.0)
+    monkeypatch.setattr(tcp_links, "GATHER_S", 5.0)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as far:
         near, _ = server.accept()
         link = Link(near, Peer("p", "1"), 5.0)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import xxhash
 
-from pdcluster.messages import Endpoint, Message, Ticket, TokenLogprobs
-from pdcluster.transfer.base import Arrival, Handle, Peer, Region, Runs, Spans, Stamp
-from pdcluster.transfer.fake import FakeBackend, FakeNetwork, Fault
-from pdcluster.transfer.geometry import PageShape
-from pdcluster.transfer.reader import Reader
-from pdcluster.transfer.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed, Send, Settings
-from pdcluster.transfer.writer import Writer
+from pdcluster.core.messages import Endpoint, Message, Ticket, TokenLogprobs
+from pdcluster.transfer.backends.base import Arrival, Handle, Peer, Region, Runs, Spans, Stamp
+from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork, Fault
+from pdcluster.transfer.layout.geometry import PageShape
+from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed, Send, Settings
+from pdcluster.transfer.protocol.writer import Writer
 
 PAGE_TOKENS = 4
 PAGE_BYTES = 64

@@ -9,7 +9,7 @@ import zmq
 from patient_loop import PatientLoop
 from wire_nodes import SETTINGS, Node, clock_of_test
 
-from pdcluster.transfer.base import Peer
+from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.hub import Hub
 from pdcluster.wire.sockets import WireSettings
 

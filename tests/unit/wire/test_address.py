@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.errors import ProtocolError
+from pdcluster.core.errors import ProtocolError
 from pdcluster.wire.address import format_address, is_wildcard, parse_address
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pdcluster import messages as m
-from pdcluster.errors import ProtocolError
-from pdcluster.grammar import MAX_CHARS, Grammar
-from pdcluster.sampling import Shaping
+from pdcluster.core import messages as m
+from pdcluster.core.errors import ProtocolError
+from pdcluster.core.grammar import MAX_CHARS, Grammar
+from pdcluster.core.sampling import Shaping
 from pdcluster.wire.codec import DIGEST_BYTES, decode, encode, seal
 
 GRAMMAR = Grammar('{"type":"regex","pattern":"a+"}')

@@ -6,8 +6,8 @@ import pytest
 import zmq
 from wire_nodes import Node, pump
 
-from pdcluster import messages as m
-from pdcluster.errors import ConfigError
+from pdcluster.core import messages as m
+from pdcluster.core.errors import ConfigError
 from pdcluster.wire.curve import Gatekeeper
 from pdcluster.wire.sockets import WireSettings, derive_keys
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster import messages as m
-from pdcluster.errors import ProtocolError
-from pdcluster.transfer.base import Peer
+from pdcluster.core import messages as m
+from pdcluster.core.errors import ProtocolError
+from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.batch import MAX_BATCH_BYTES, Batch
 from pdcluster.wire.codec import MAX_FRAME_BYTES, decode, encode, seal
 

@@ -7,9 +7,9 @@ import pytest
 import zmq
 from wire_nodes import SETTINGS, Node, pump, start_again
 
-from pdcluster import messages as m
-from pdcluster.errors import ConfigError
-from pdcluster.transfer.base import Peer
+from pdcluster.core import messages as m
+from pdcluster.core.errors import ConfigError
+from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.codec import decode, encode
 from pdcluster.wire.hub import Hub, LeaseEnded, LinkGap, LinkLost, Received
 from pdcluster.wire.sockets import WireSettings

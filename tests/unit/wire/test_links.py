@@ -11,13 +11,13 @@ import uvloop
 import zmq
 from wire_nodes import SETTINGS, Node, start_again
 
-from pdcluster import messages as m
-from pdcluster.errors import NodeLost
-from pdcluster.transfer.base import Peer
-from pdcluster.wire import links
+from pdcluster.core import messages as m
+from pdcluster.core.errors import NodeLost
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.wire import router_link
+from pdcluster.wire.client_link import Open
 from pdcluster.wire.codec import decode, encode
-from pdcluster.wire.dialer import Open
-from pdcluster.wire.links import LinkState, NodeLink
+from pdcluster.wire.router_link import LinkState, NodeLink
 from pdcluster.wire.sockets import WireSettings
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -130,14 +130,14 @@ async def test_a_node_is_heard_while_every_turn_sends_it_more_than_one_frame(
 ) -> None:
     """Each of them may swallow the edge that told of what came, also when others of the same turn are held for the next one."""
     now = 1.0
-    monkeypatch.setattr(links, "perf_counter", lambda: now)
+    monkeypatch.setattr(router_link, "perf_counter", lambda: now)
     router = Router(own, node.endpoint, PATIENT)
     await until(lambda: router.states, node)
     for number in range(200):
         node.hub.send(ME, m.Scheduled("r", number))
         node.turn()
         time.sleep(0.002)  # so that it lies there before the loop looks
-        now += links.HELD_S
+        now += router_link.HELD_S
         for _ in range(200):  # ZMQ's thread may be late, the link may not
             router.link.send(m.Release("lets go of what was held"))
             router.link.send(m.Release("is held"))
@@ -145,7 +145,7 @@ async def test_a_node_is_heard_while_every_turn_sends_it_more_than_one_frame(
             if len(router.messages) >= number - 2:
                 break
             time.sleep(0.002)
-            now += links.HELD_S
+            now += router_link.HELD_S
         assert len(router.messages) >= number - 2
     router.link.close()
 
@@ -153,7 +153,7 @@ async def test_a_node_is_heard_while_every_turn_sends_it_more_than_one_frame(
 async def test_what_is_more_than_one_drain_takes_is_read_while_every_turn_sends(
     listener: "Listener", caller: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "HELD_S", 1e9)
+    monkeypatch.setattr(router_link, "HELD_S", 1e9)
     for number in range(2000):
         listener.say(m.Scheduled("r", number), number + 2)
     time.sleep(0.2)  # a stall: all of it lies there
@@ -289,7 +289,7 @@ async def test_a_full_queue_raises_node_lost_and_the_link_goes_on(own: Own, make
 
 async def test_a_full_queue_is_not_tried_in_every_turn_of_the_loop(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody at the other end says a word, so that nothing leaves. HELD_S: the retry comes long after this test."""
-    monkeypatch.setattr(links, "HELD_S", 1000.0)
+    monkeypatch.setattr(router_link, "HELD_S", 1000.0)
     silent = socket.create_server(("127.0.0.1", 0))
     router = Router(own, m.Endpoint("decode-0", "boot-1", f"127.0.0.1:{silent.getsockname()[1]}"), dataclasses.replace(PATIENT, high_water=4))
     with pytest.raises(NodeLost, match="takes no more frames"):
@@ -391,7 +391,7 @@ async def make_busy(router: Router, listener: Listener) -> None:
 
 
 async def test_what_is_sent_alone_leaves_at_once(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "HELD_S", 1e9)
+    monkeypatch.setattr(router_link, "HELD_S", 1e9)
     for number in range(5):
         listener.frames()
         caller.link.send(m.Release(f"alone {number}"))
@@ -405,7 +405,7 @@ async def test_what_is_sent_alone_leaves_at_once(listener: Listener, caller: Rou
 async def test_what_follows_in_the_same_turn_is_one_frame_behind_the_first(
     listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "HELD_S", 1e9)
+    monkeypatch.setattr(router_link, "HELD_S", 1e9)
     listener.frames()
     for number in range(4):
         caller.link.send(m.Release(f"r{number}"))
@@ -415,7 +415,7 @@ async def test_what_follows_in_the_same_turn_is_one_frame_behind_the_first(
 
 
 async def test_what_is_sent_in_one_turn_of_the_loop_is_one_frame(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "HELD_S", 1e9)
+    monkeypatch.setattr(router_link, "HELD_S", 1e9)
     await make_busy(caller, listener)
     numbers = {caller.link.send(m.Release(f"r{number}")) for number in range(50)}
     frames: list[m.Envelope] = []
@@ -428,7 +428,7 @@ async def test_what_is_sent_in_one_turn_of_the_loop_is_one_frame(listener: Liste
 async def test_what_is_sent_in_turns_that_follow_each_other_is_one_frame(
     listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "HELD_S", 1e9)
+    monkeypatch.setattr(router_link, "HELD_S", 1e9)
     loop, sent = asyncio.get_running_loop(), [m.Release(f"r{number}") for number in range(50)]
 
     def send_next(number: int) -> None:
@@ -444,7 +444,7 @@ async def test_what_is_sent_in_turns_that_follow_each_other_is_one_frame(
 
 
 async def test_a_frame_leaves_as_soon_as_a_turn_sends_nothing(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "HELD_S", 1e9)
+    monkeypatch.setattr(router_link, "HELD_S", 1e9)
     await make_busy(caller, listener)
     caller.link.send(m.Release("alone"))
     assert caller.link._dialer.has_unsent
@@ -455,7 +455,7 @@ async def test_a_frame_leaves_as_soon_as_a_turn_sends_nothing(listener: Listener
 
 
 async def test_what_follows_turn_by_turn_is_held_no_longer_than_that(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "HELD_S", 0.02)
+    monkeypatch.setattr(router_link, "HELD_S", 0.02)
     await make_busy(caller, listener)
     frames: list[m.Envelope] = []
     async with asyncio.timeout(20):
@@ -467,7 +467,7 @@ async def test_what_follows_turn_by_turn_is_held_no_longer_than_that(listener: L
 
 
 async def test_what_is_sent_in_answer_to_a_frame_is_one_frame(own: Own, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "HELD_S", 1e9)
+    monkeypatch.setattr(router_link, "HELD_S", 1e9)
     calm = WireSettings(heartbeat_s=5.0, lease_s=20.0)
 
     def answer(message: m.AnyMessage) -> None:
@@ -487,10 +487,10 @@ async def test_a_turn_that_takes_long_does_not_hold_the_first_message_back(
     listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await make_busy(caller, listener)
-    monkeypatch.setattr(links, "HELD_S", 1e9)
+    monkeypatch.setattr(router_link, "HELD_S", 1e9)
     caller.link.send(m.Release("first"))
     assert not listener.socket.poll(0)
-    monkeypatch.setattr(links, "HELD_S", 0.0)  # any turn takes longer than that
+    monkeypatch.setattr(router_link, "HELD_S", 0.0)  # any turn takes longer than that
     caller.link.send(m.Release("second"))
     caller.link.send(m.Release("third"))
     assert listener.socket.poll(10_000)  # without a turn of the loop
@@ -498,7 +498,7 @@ async def test_a_turn_that_takes_long_does_not_hold_the_first_message_back(
 
 
 async def test_more_than_a_frame_holds_goes_as_several(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "HELD_S", 1e9)
+    monkeypatch.setattr(router_link, "HELD_S", 1e9)
     await make_busy(caller, listener)
     sent = [m.Release(f"r{number}") for number in range(m.MAX_MESSAGES + 1)] + [m.FileChunk("f", 0, 1 << 20, bytes(200 << 10)) for _ in range(3)]
     numbers = [caller.link.send(message) for message in sent]

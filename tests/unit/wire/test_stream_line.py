@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from pdcluster.wire import stream_line
-from pdcluster.wire.line import DOWN, REFUSED
+from pdcluster.wire.link_socket import DOWN, REFUSED
 from pdcluster.wire.sockets import CLUSTER_KEY_BYTES, WireSettings, open_router
 from pdcluster.wire.stream_line import COPIED_BYTES, MAX_WAITING_BYTES, StreamLine
 from pdcluster.wire.zmtp import GREETING, framed

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.errors import ProtocolError
+from pdcluster.core.errors import ProtocolError
 from pdcluster.wire.zmtp import GREETING, GREETING_BYTES, MAX_COMMAND_BYTES, READY, Reader, framed, head_of
 
 MOST = 1000

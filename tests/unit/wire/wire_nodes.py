@@ -8,9 +8,9 @@ from typing import Any
 
 from patient_loop import PatientClock
 
-from pdcluster.errors import ConfigError
-from pdcluster.messages import AnyMessage, Endpoint
-from pdcluster.transfer.base import Peer
+from pdcluster.core.errors import ConfigError
+from pdcluster.core.messages import AnyMessage, Endpoint
+from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.hub import Event, Hub, Received
 from pdcluster.wire.sockets import WireSettings
 

@@ -11,11 +11,11 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.api.structured import grammar_of
+from pdcluster.api.structured.constraints import grammar_of
 from pdcluster.api.tools.calls import CallDelta
 from pdcluster.api.tools.formats import FORMATS
 from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, Offer, Tool, offer_of
-from pdcluster.errors import BadRequest
+from pdcluster.core.errors import BadRequest
 
 STRICT = {
     "type": "object",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.replay.scenario import Layout
 from pdcluster_router.replay.simulation import LinkSpec
 from pdcluster_router.replay.trace import Chain, Trace, TraceRequest

@@ -11,7 +11,7 @@ import pytest
 
 from bench.real_turns import MEAN_OUTPUT, MEAN_PROMPT, Asked, Target, crowd, requests, turn, unseen
 from bench.routing_real import floors
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 
 OK = b"HTTP/1.1 200 OK\r\nX-PDCluster-Prefill: p\r\nX-PDCluster-Decode: d\r\n\r\ndata: {}\n\ndata: [DONE]\n\n"
 BUSY = b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\n\r\n"

@@ -9,10 +9,10 @@ from typing import get_type_hints
 import pytest
 from typer.testing import CliRunner
 
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 from pdcluster_router.pdctl import app
-from pdcluster_router.replay.asked import Nodes, Routing
 from pdcluster_router.replay.command import layout_of, split_policies
+from pdcluster_router.replay.options import Nodes, Routing
 
 RUN = CliRunner()
 FIELDS = {"policy", "ttft_mean_s", "ttft_p90_s", "ttft_p99_s", "tpot_mean_s", "goodput", "hit", "hit_oracle", "imbalance"}
@@ -91,7 +91,7 @@ import sys
 from typer.testing import CliRunner
 from pdcluster_router.pdctl import app
 assert CliRunner().invoke(app, ["replay", "--help"]).exit_code == 0
-assert {m for m in sys.modules if m.startswith("pdcluster_router.")} == {"pdcluster_router." + m for m in ("pdctl", "replay", "replay.asked")}
+assert {m for m in sys.modules if m.startswith("pdcluster_router.")} == {"pdcluster_router." + m for m in ("pdctl", "replay", "replay.options")}
 assert "numpy" not in sys.modules, "imported for --help"
 assert CliRunner().invoke(app, ["replay", "generate:rag:5", "--mixed", "1"]).exit_code == 0
 sys.exit("torch was loaded" if {"torch", "transformers", "numba"} & {m.split(".")[0] for m in sys.modules} else 0)

@@ -5,9 +5,9 @@ import random
 import pytest
 from replay_cases import COST, random_trace
 
-from pdcluster_router.index import PrefixIndex
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.policy.registry import make_policy
+from pdcluster_router.prefix_index.index import PrefixIndex
 from pdcluster_router.replay.feed import IMMEDIATE, REPORT_S, Feed, FeedSpec
 from pdcluster_router.replay.node import NodeSpec, SimNode, Task
 from pdcluster_router.replay.routing import ReplayRouter, RouterSpec

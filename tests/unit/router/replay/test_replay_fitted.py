@@ -11,12 +11,12 @@ import pytest
 from google.protobuf.json_format import MessageToJson
 from replay_cases import random_trace
 
-from pdcluster.cost import CostError, DecodeCost, NodeCost, PrefillCost
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
+from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost
 from pdcluster.rpc import admin_pb2 as pb
-from pdcluster_router.replay.asked import Nodes, Routing, Traffic
 from pdcluster_router.replay.command import layout_of, rows
 from pdcluster_router.replay.fitted import drawn, read_cost
+from pdcluster_router.replay.options import Nodes, Routing, Traffic
 from pdcluster_router.replay.scenario import replay
 
 COST = NodeCost(

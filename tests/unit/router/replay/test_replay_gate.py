@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from replay_cases import COST, layout, request, trace
 
-from pdcluster_router.admission import Slo
-from pdcluster_router.headroom import Headroom
-from pdcluster_router.hold import HoldLimits
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.policy.registry import make_policy
+from pdcluster_router.queueing.admission import Slo
+from pdcluster_router.queueing.headroom import Headroom
+from pdcluster_router.queueing.hold_queue import HoldLimits
 from pdcluster_router.replay.node import NodeSpec, SimNode, Task
 from pdcluster_router.replay.routing import PATIENT, ReplayRouter, RouterSpec
 from pdcluster_router.replay.scenario import Conditions, replay

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from replay_cases import COST
 
-from pdcluster.cost import PrefillCost
+from pdcluster.cost.cost import PrefillCost
+from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.base import Choice, Query
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.replay.node import NodeSpec, SimNode
 from pdcluster_router.replay.routing import ReplayRouter, RouterSpec
 from pdcluster_router.replay.simulation import Simulation
 from pdcluster_router.replay.workloads import generate
-from pdcluster_router.view import ClusterView, NodeView
 
 BLOCK_TOKENS = 512
 FAST = replace(COST, prefill=PrefillCost(0.01, 1e-5, 0.0, BLOCK_TOKENS, 10))

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_cases import COST, layout, random_trace, request, trace
 
-from pdcluster.messages import Endpoint
+from pdcluster.core.messages import Endpoint
+from pdcluster_router.cluster.view import NodeView
 from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import POLICIES
 from pdcluster_router.replay.feed import FeedSpec
@@ -16,7 +17,6 @@ from pdcluster_router.replay.node import Task
 from pdcluster_router.replay.report import Slo, figures
 from pdcluster_router.replay.scenario import Conditions, Layout, replay
 from pdcluster_router.replay.trace import Trace
-from pdcluster_router.view import NodeView
 
 LAYOUTS = [layout(mixed=1), layout(mixed=3), layout(prefill=2, decode=1), layout(prefill=1, decode=2, mixed=1), layout(prefill=2), layout(decode=2)]
 

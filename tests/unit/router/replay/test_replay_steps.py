@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replay_cases import COST
 
-from pdcluster.cost import num_pairs
+from pdcluster.cost.cost import num_pairs
 from pdcluster_router.replay.steps import Segment, segment
 
 

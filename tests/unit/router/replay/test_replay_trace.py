@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 from pdcluster_router.replay.trace import Chain, read_trace
 
 

@@ -9,11 +9,11 @@ import math
 import pytest
 
 from bench.real_turns import requests
-from pdcluster.cost import DecodeCost, NodeCost, PrefillCost
-from pdcluster.messages import Sampling
-from pdcluster_router.job import HashChain
+from pdcluster.core.messages import Sampling
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster_router.core.job import HashChain
 from pdcluster_router.policy.base import Force
-from pdcluster_router.policy.seconds import Seconds
+from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.replay.node import NodeSpec, SimNode, Task
 from pdcluster_router.replay.report import Slo
 from pdcluster_router.replay.routing import Recorded, ReplayRouter, RouterSpec

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 from pdcluster_router.replay.trace import Trace
 from pdcluster_router.replay.workloads import KINDS, generate
 

@@ -8,7 +8,7 @@ import pytest
 
 from bench.routing import FORCED, OURS, RECORDED, Way, modes, plan_of, without_peak
 from bench.routing_runs import Run, Workload
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 from pdcluster_router.replay.report import Figures
 from pdcluster_router.replay.scenario import Layout
 

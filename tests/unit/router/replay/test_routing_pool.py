@@ -11,7 +11,7 @@ from bench.real_turns import Answer
 from bench.report import Row, write_json
 from bench.routing import main, report
 from bench.routing_real import LIMITS, WAYS, Floor, Round, Turn, by_limit, figures, judged, orders, pooled, ratio, what_was_in_time
-from pdcluster.errors import ConfigError
+from pdcluster.core.errors import ConfigError
 
 
 def written(path: Path, *good: tuple[int, int, int]) -> Path:

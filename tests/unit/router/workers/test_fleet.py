@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from worker_desks import ScriptedWorker, node_status, two_workers
 
-from pdcluster.errors import BadRequest, DeadlineExceeded, PdclusterError, Unavailable, UnknownName
-from pdcluster_router.explain_records import Explanation
-from pdcluster_router.operations import CachedNode, CacheStatus
+from pdcluster.core.errors import BadRequest, DeadlineExceeded, PdclusterError, Unavailable, UnknownName
+from pdcluster_router.admin.operations import CachedNode, CacheStatus
+from pdcluster_router.explain.records import Explanation
 from pdcluster_router.workers import fleet as fleet_module
 
 

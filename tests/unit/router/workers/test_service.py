@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pdcluster_router.workers.service import _until
+from pdcluster_router.workers.supervisor import _until
 
 
 async def test_a_signal_while_the_workers_start_is_no_start() -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.errors import BadRequest, DeadlineExceeded, Overloaded, PdclusterError, ProtocolError, UnknownName
-from pdcluster_router.events import Event
+from pdcluster.core.errors import BadRequest, DeadlineExceeded, Overloaded, PdclusterError, ProtocolError, UnknownName
+from pdcluster_router.cluster.events import Event
 from pdcluster_router.workers import channel as channel_module
 from pdcluster_router.workers import frames
 from pdcluster_router.workers.channel import Channel, Silent

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.config import RouterConfig, load
-from pdcluster.errors import ConfigError
-from pdcluster_router.names import worker_of
-from pdcluster_router.server import bind
-from pdcluster_router.tenants import read_tenants
+from pdcluster.core.errors import ConfigError
+from pdcluster.settings.config import RouterConfig, load
+from pdcluster_router.core.ids import worker_of
+from pdcluster_router.core.tenants import read_tenants
+from pdcluster_router.frontend.server import bind
 from pdcluster_router.workers import ports
-from pdcluster_router.workers.service import worker_spec
+from pdcluster_router.workers.supervisor import worker_spec
 from pdcluster_router.workers.worker import Worker, share_of
 
 

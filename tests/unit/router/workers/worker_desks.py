@@ -12,11 +12,11 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from pdcluster.errors import BadRequest, PdclusterError, UnknownName
-from pdcluster.messages import Load, Role
-from pdcluster_router.events import Event, EventLog
-from pdcluster_router.explain_records import Explanation
-from pdcluster_router.operations import CachedNode, CacheStatus, NodeStatus, PolicyStatus, Progress, RequestList, RequestStatus
+from pdcluster.core.errors import BadRequest, PdclusterError, UnknownName
+from pdcluster.core.messages import Load, Role
+from pdcluster_router.admin.operations import CachedNode, CacheStatus, NodeStatus, PolicyStatus, Progress, RequestList, RequestStatus
+from pdcluster_router.cluster.events import Event, EventLog
+from pdcluster_router.explain.records import Explanation
 from pdcluster_router.workers.desk import Desk
 from pdcluster_router.workers.fleet import Fleet
 from pdcluster_router.workers.worker import Worker

@@ -1,0 +1,132 @@
+"""What a request may ask of one model: lengths, token ids in range, and the Sampling that follows from its fields and the model's defaults."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from pdcluster.api.openai.requests import Common
+from pdcluster.api.text.model_text import SamplingDefaults
+from pdcluster.api.text.text_bound import TextBound
+from pdcluster.core.errors import BadRequest, ContextTooLong
+from pdcluster.core.grammar import Grammar
+from pdcluster.core.sampling import Sampling, Shaping
+
+FEW = 32
+"""Ids that are looked at sooner than numpy is called."""
+
+_largest = np.maximum.reduce
+"""An array's own `max` is this behind a function of Python, which costs more than a thousand ids."""
+
+SHORTEN = "shorten it or serve with a higher --max-len"
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for plain completions; chat goes on to the end of the context."""
+
+
+class Limits(Protocol):
+    """Of a model. max_len: prompt and output tokens together; vocab_size: ids it has an embedding for."""
+
+    @property
+    def max_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> array[int]:
+    if token_ids and not _are_within(token_ids, vocab_size):
+        index, token_id = next((index, token_id) for index, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
+        raise BadRequest(f"{param}[{index}] is {token_id}, which is no token id of this model; ids go from 0 to {vocab_size - 1}", param)
+    return token_ids if isinstance(token_ids, array) else array("i", token_ids)
+
+
+def _are_within(token_ids: Sequence[int], vocab_size: int) -> bool:
+    if isinstance(token_ids, array) and len(token_ids) > FEW:
+        return bool(_largest(np.frombuffer(token_ids, np.uint32)) < vocab_size)  # without a sign, what is below 0 is above all others
+    return min(token_ids) >= 0 and max(token_ids) < vocab_size
+
+
+def check_prompt(num_tokens: int, limits: Limits, param: str) -> None:
+    if num_tokens == 0:
+        raise BadRequest(f"{param} has no tokens; send a prompt with at least one", param)
+    if num_tokens >= limits.max_len:
+        raise ContextTooLong(limits.max_len, f"{param} has {num_tokens} tokens; {SHORTEN}", param)
+
+
+def check_bytes(text: str, bound: TextBound, limits: Limits, param: str) -> None:
+    """Before it is tokenized, whatever for."""
+    size = bound.excess_bytes(text, limits.max_len)
+    if size:
+        raise ContextTooLong(limits.max_len, f"{param} has {size} bytes of text, which makes more; {SHORTEN}", param)
+
+
+def check_text(text: str, bound: TextBound, limits: Limits, param: str) -> None:
+    """Before a prompt is tokenized: whether it can have so few tokens."""
+    check_bytes(text, bound, limits, param)
+    if bound.is_clearly_over(text, limits.max_len):
+        however = f"{param} has {len(text)} characters of text, which make more; {SHORTEN}"
+        raise ContextTooLong(limits.max_len, however, param)
+
+
+def check_output(num_tokens: int, limits: Limits, param: str) -> None:
+    """Of ids that are to be made text: no model gave more."""
+    if num_tokens > limits.max_len:
+        raise BadRequest(f"{param} has {num_tokens} ids, this model takes and gives {limits.max_len} at most; send them in parts", param)
+
+
+def output_tokens(asked: int | None, default: int | None, num_prompt: int, limits: Limits, param: str) -> int:
+    """max_tokens of one request: as asked, if it fits; else the default or all that is left."""
+    left = limits.max_len - num_prompt
+    if asked is None:
+        return left if default is None else min(default, left)
+    if asked > left:
+        however = f"the prompt's {num_prompt} tokens and {param} {asked} make {num_prompt + asked}"
+        raise ContextTooLong(limits.max_len, f"{however}; lower {param} to at most {left} or shorten the prompt", param)
+    return asked
+
+
+def check_least(min_tokens: int, max_tokens: int) -> None:
+    if min_tokens > max_tokens:
+        raise BadRequest(f"min_tokens is {min_tokens}, more than the {max_tokens} output tokens allowed; lower it or raise max_tokens", "min_tokens")
+
+
+def build_sampling(
+    request: Common,
+    defaults: SamplingDefaults,
+    limits: Limits,
+    *,
+    max_tokens: int,
+    seed: int,
+    logprobs: int | None,
+    shaping: Shaping | None = None,
+    grammar: Grammar | None = None,
+) -> Sampling:
+    min_tokens = request.min_tokens or 0
+    check_least(min_tokens, max_tokens)
+    top_k = defaults.top_k if request.top_k is None else request.top_k
+    top_p = defaults.top_p if request.top_p is None else request.top_p
+    min_p = defaults.min_p if request.min_p is None else request.min_p
+    return Sampling(
+        max_tokens=max_tokens,
+        seed=seed,
+        min_tokens=min_tokens,
+        temperature=defaults.temperature if request.temperature is None else request.temperature,
+        # the neutral values mean that the filter is off
+        top_k=top_k if top_k is not None and top_k > 0 else None,
+        top_p=top_p if top_p is not None and top_p < 1 else None,
+        min_p=min_p if min_p else None,
+        stop_token_ids=tuple(check_token_ids(request.stop_token_ids, limits.vocab_size, "stop_token_ids")) if request.stop_token_ids else (),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=logprobs,
+        shaping=shaping,
+        grammar=grammar,
+    )
+
+
+def wire_seed(seed: int) -> int:
+    """OpenAI's seeds are signed 64-bit numbers, the generator's key is 63 bits: the same seed always gives the same key."""
+    return seed & (2**63 - 1)

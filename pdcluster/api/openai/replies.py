@@ -1,0 +1,424 @@
+"""What clients get, in OpenAI's words: chat and plain completions, whole or as a stream of chunks, usage, models, errors.
+
+A format makes bytes; it knows neither sockets nor who generated the tokens. `UNSET` fields are left out of the JSON, None is written as null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from pdcluster.api import sse
+from pdcluster.api.text.choice_text import Piece
+from pdcluster.api.text.detokenizer import Pieces
+from pdcluster.api.text.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs, chat_logprobs, completion_logprobs, prompt_logprobs
+from pdcluster.api.tools.calls import CallDelta
+from pdcluster.core.errors import BadRequest, PdclusterError
+
+_encode = msgspec.json.Encoder().encode
+
+
+# ---------------------------------------------------------------- usage and route
+
+
+class Timeline(Struct, frozen=True):
+    """Seconds of one choice's life, as far as they are known; None where there is no such moment (no second token). ttft and ttst are the request's,
+    whichever attempts they came from; the rest is of the attempt that came to the end, which was given its nodes placed_s after the request came:
+    before that it was held, or tried before. A stop string ends it before nodes report: their times are 0."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    ttft_s: float | None = None
+    ttst_s: float | None = None
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+    transfer_bytes: int = 0
+    pulled_tokens: int = 0
+    placed_s: float | None = None
+
+
+class RouteReport(Struct):
+    """Where one choice ran."""
+
+    mode: str
+    prefill: str | None
+    decode: str | None
+    transfer: str
+    attempts: int | None
+    timeline: Timeline | None
+    choices: list[RouteReport] | UnsetType = UNSET
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None
+    pdcluster: RouteReport
+
+
+class UsageSoFar(Struct):
+    """In chunks of a stream, where it is asked for: of all choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+    def add(self, num_output: int) -> None:
+        self.completion_tokens += num_output
+        self.total_tokens = self.prompt_tokens + self.completion_tokens
+
+
+# ---------------------------------------------------------------- chat
+
+
+class CalledFunction(Struct, omit_defaults=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CalledTool(Struct):
+    """A whole call; one that has an index is more of the call of that index."""
+
+    function: CalledFunction
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
+class ChatReplyMessage(Struct):
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
+
+
+class ChatChoice(Struct):
+    index: int
+    message: ChatReplyMessage
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatReply(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatDelta(Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChatDelta
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UsageSoFar | UnsetType | None = UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+# ---------------------------------------------------------------- plain completions
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class CompletionReply(Struct):
+    """The same object whole and as a chunk, as OpenAI has it."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UsageSoFar | UnsetType | None = UNSET
+    object: Literal["text_completion"] = "text_completion"
+
+
+# ---------------------------------------------------------------- formats
+
+
+class Head(Struct, frozen=True):
+    """What all chunks of one reply share. pieces: for the text of tokens in logprobs; so_far: what chunks say of usage,
+    None for nothing."""
+
+    id: str
+    created: int
+    model: str
+    pieces: Pieces
+    logprobs: bool
+    token_ids: bool
+    include_usage: bool
+    so_far: UsageSoFar | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether chunks differ in nothing but text, so that they can be put together from prepared parts."""
+        return not (self.logprobs or self.token_ids or self.so_far is not None)
+
+
+class Format(Protocol):
+    def opening(self, index: int) -> bytes:
+        """The event before a choice's first text; b"" for none."""
+        ...
+
+    def chunk(self, index: int, piece: Piece) -> bytes: ...
+
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands before and after the text, as JSON, in chunks that carry nothing else; None where some carry more."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> bytes: ...
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes: ...
+
+
+class ChatFormat:
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._is_plain = head.is_plain
+        self._plain: _PlainChunks | None = None
+
+    def opening(self, index: int) -> bytes:
+        return sse.event(self._encode_chunk(index, Piece(), ChatDelta(role="assistant", content=""), empty=True))
+
+    def chunk(self, index: int, piece: Piece) -> bytes:
+        if index == 0 and piece.finish is None and self._is_plain and not (piece.reasoning or piece.calls):
+            return self._plain_chunks().event(piece.text)
+        delta = _delta(piece)
+        _count(self._head, piece)
+        return sse.event(self._encode_chunk(index, piece, delta))
+
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        return self._plain_chunks().around if index == 0 and self._is_plain else None
+
+    def _plain_chunks(self) -> _PlainChunks:
+        if self._plain is None:
+            self._plain = _PlainChunks(self._encode_chunk(0, Piece(), ChatDelta(content="")), b'"content":""')
+        return self._plain
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return sse.event(_encode(ChatChunk(self._head.id, self._head.created, self._head.model, [], usage)))
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        choices = [
+            ChatChoice(index, _message(piece), piece.finish, self._logprobs(piece), _prompt_ids(piece), _token_ids(self._head, piece))
+            for index, piece in enumerate(pieces)
+        ]
+        reply = ChatReply(self._head.id, self._head.created, self._head.model, choices, usage)
+        reply.prompt_logprobs = _prompt_logprobs(self._head, pieces[0])
+        return _encode(reply)
+
+    def _encode_chunk(self, index: int, piece: Piece, delta: ChatDelta, *, empty: bool = False) -> bytes:
+        logprobs = None if empty else self._logprobs(piece)
+        token_ids = UNSET if empty else _token_ids(self._head, piece)
+        choice = ChatChunkChoice(index, delta, piece.finish, logprobs, _prompt_ids(piece), token_ids)
+        head = self._head
+        return _encode(ChatChunk(head.id, head.created, head.model, [choice], _usage_in_chunks(head)))
+
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        return chat_logprobs(piece.scored, self._head.pieces) if self._head.logprobs else None
+
+
+def _delta(piece: Piece) -> ChatDelta:
+    """Of a piece with nothing to say a delta without text, so that what stands beside it (logprobs, token ids) has a place; the last says nothing."""
+    delta = ChatDelta()
+    if piece.text or (piece.finish is None and not piece.reasoning and not piece.calls):
+        delta.content = piece.text
+    if piece.reasoning:
+        delta.reasoning_content = piece.reasoning
+    if piece.calls:
+        delta.tool_calls = [_more_of(call) for call in piece.calls]
+    return delta
+
+
+def _more_of(call: CallDelta) -> CalledTool:
+    if call.id is None or call.name is None:
+        return CalledTool(CalledFunction(call.arguments), index=call.index)
+    return CalledTool(CalledFunction(call.arguments, call.name), call.id, "function", call.index)
+
+
+def _message(piece: Piece) -> ChatReplyMessage:
+    calls = _whole_calls(piece.calls)
+    return ChatReplyMessage(piece.text if piece.text or not calls else None, reasoning_content=piece.reasoning or UNSET, tool_calls=calls or UNSET)
+
+
+def _whole_calls(deltas: Sequence[CallDelta]) -> list[CalledTool]:
+    arguments: list[list[str]] = []
+    firsts: list[CallDelta] = []
+    for delta in deltas:
+        if delta.id is not None:
+            firsts.append(delta)
+            arguments.append([])
+        arguments[-1].append(delta.arguments)
+    return [
+        CalledTool(CalledFunction("".join(parts), first.name or ""), first.id or "", "function")
+        for first, parts in zip(firsts, arguments, strict=True)
+    ]
+
+
+class CompletionFormat:
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._is_plain = head.is_plain
+        self._plain: _PlainChunks | None = None
+
+    def opening(self, index: int) -> bytes:
+        return b""
+
+    def chunk(self, index: int, piece: Piece) -> bytes:
+        if index == 0 and piece.finish is None and self._is_plain:
+            return self._plain_chunks().event(piece.text)
+        _count(self._head, piece)
+        return sse.event(self._encode_chunk(index, piece))
+
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        return self._plain_chunks().around if index == 0 and self._is_plain else None
+
+    def _plain_chunks(self) -> _PlainChunks:
+        if self._plain is None:
+            self._plain = _PlainChunks(self._encode_chunk(0, Piece()), b'"text":""')
+        return self._plain
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return sse.event(_encode(CompletionReply(self._head.id, self._head.created, self._head.model, [], usage)))
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        choices = [self._choice(0, pieces[0])] if len(pieces) == 1 else [self._choice(index, piece) for index, piece in enumerate(pieces)]
+        return _encode(CompletionReply(self._head.id, self._head.created, self._head.model, choices, usage))
+
+    def _encode_chunk(self, index: int, piece: Piece) -> bytes:
+        head, choice = self._head, self._choice(index, piece)
+        return _encode(CompletionReply(head.id, head.created, head.model, [choice], _usage_in_chunks(head)))
+
+    def _choice(self, index: int, piece: Piece) -> CompletionChoice:
+        if self._is_plain and piece.prompt_token_ids is None and piece.prompt_logprobs is None:
+            return CompletionChoice(index, piece.text, piece.finish, None)
+        logprobs = completion_logprobs([*piece.echo, *piece.scored], self._head.pieces) if self._head.logprobs else None
+        of_prompt = _prompt_logprobs(self._head, piece)
+        return CompletionChoice(index, piece.text, piece.finish, logprobs, _prompt_ids(piece), _token_ids(self._head, piece), of_prompt)
+
+
+class _PlainChunks:
+    """Chunks of the first choice that carry only text: everything around the text is encoded once."""
+
+    def __init__(self, example: bytes, empty: bytes) -> None:
+        before, after = sse.one_line(example).split(empty, 1)
+        self.around = b"data: " + before + empty[:-2], after + b"\n\n"
+
+    def event(self, text: str) -> bytes:
+        before, after = self.around
+        return before + sse.text_json(text) + after
+
+
+def _count(head: Head, piece: Piece) -> None:
+    if head.so_far is not None:
+        head.so_far.add(len(piece.tokens))
+
+
+def _usage_in_chunks(head: Head) -> UsageSoFar | UnsetType | None:
+    """With include_usage every chunk but the last says `usage: null`, or the usage so far. Without either the field is
+    absent."""
+    if head.so_far is not None:
+        return head.so_far
+    return None if head.include_usage else UNSET
+
+
+def _token_ids(head: Head, piece: Piece) -> list[int] | UnsetType:
+    return [token.id for token in piece.tokens] if head.token_ids else UNSET
+
+
+def _prompt_ids(piece: Piece) -> list[int] | UnsetType:
+    return UNSET if piece.prompt_token_ids is None else piece.prompt_token_ids
+
+
+def _prompt_logprobs(head: Head, piece: Piece) -> PromptLogprobs | UnsetType:
+    return UNSET if piece.prompt_logprobs is None else prompt_logprobs(piece.prompt_logprobs, head.pieces)
+
+
+# ---------------------------------------------------------------- models, tokens
+
+
+class ModelCard(Struct):
+    id: str
+    created: int
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "pdcluster"
+
+
+class ModelList(Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class TokenizeReply(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeReply(Struct):
+    prompt: str
+
+
+# ---------------------------------------------------------------- errors
+
+
+class ErrorBody(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(Struct):
+    error: ErrorBody
+
+
+ERROR_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
+
+
+def error_body(error: PdclusterError) -> bytes:
+    """OpenAI's shape for any of our errors."""
+    status = error.http_status
+    kind = "invalid_request_error" if 400 <= status < 429 else ERROR_TYPES.get(status, "server_error")
+    param = error.param if isinstance(error, BadRequest) else None
+    return _encode(ErrorReply(ErrorBody(str(error), kind, param, error.code)))

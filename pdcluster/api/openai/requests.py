@@ -1,0 +1,475 @@
+"""What clients may ask, in OpenAI's words: the bodies of the /v1 endpoints, /tokenize and /detokenize, and what they must hold.
+
+A field is supported, without effect here (accepted), or refused by name: unknown ones always, those we know but cannot honour when they are
+set to something that would change the output. Lengths against the model's limits are in `api.openai.limits`, replies in `api.openai.replies`.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Annotated, Any, Literal, TypeAlias, cast
+
+import msgspec
+from msgspec import Meta, Struct
+
+from pdcluster.api import validate
+from pdcluster.api.body_bound import check_bulk
+from pdcluster.api.openai.token_list import LONG_BYTES, MARK, cut_list, token_list
+from pdcluster.api.structured.constraints import JsonSchema, ResponseFormat, StructuredOutputs
+from pdcluster.api.text.chat_template import RESERVED
+from pdcluster.api.tools.arguments import arguments_of
+from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, Tool
+from pdcluster.core.errors import BadRequest
+from pdcluster.core.sampling import LEAST_REPETITION, MAX_BAD_WORDS, MAX_LOGPROBS, MOST_REPETITION
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+"""Of one of them: all text that begins one is held back and compared again with every token."""
+MAX_STOP_TOKENS = 256
+"""They go to the nodes with every choice of a request and every attempt at it."""
+
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Length: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""0: nothing is generated, see `_check_length`."""
+Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+TokenId: TypeAlias = int
+Hint: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Common(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What chat and plain completions share. Fields typed `object` are looked at by `check_unsupported`, or by nobody."""
+
+    model: str
+    max_tokens: Length | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=LEAST_REPETITION, le=MOST_REPETITION)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: Annotated[list[str], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    seed: Seed | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-10, le=10)] | None = None
+    pdcluster_mode: Literal["auto", "remote", "local"] | None = None
+    # without effect here
+    user: object = None
+    metadata: object = None
+    store: object = None
+    service_tier: object = None
+    safety_identifier: object = None
+    prompt_cache_key: object = None
+    prompt_cache_retention: object = None
+    request_id: object = None
+    cache_prompt: object = None
+    # would change the output
+    length_penalty: object = None
+    best_of: object = None
+    use_beam_search: object = None
+    include_stop_str_in_output: object = None
+    truncate_prompt_tokens: object = None
+    spaces_between_special_tokens: object = None
+    return_tokens_as_token_ids: object = None
+    allowed_token_ids: object = None
+
+
+class FunctionCall(Struct):
+    """Parts of messages let unknown fields pass: clients and other servers keep things there that no template shows."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Struct):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] | None = "function"
+
+
+class ContentPart(Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class ChatMessage(Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    # what others call reasoning_content, and content of a model that refused
+    reasoning: object = None
+    refusal: object = None
+    # would change the output, see UNSUPPORTED_IN_MESSAGES
+    audio: object = None
+    function_call: object = None
+    images: object = None
+    videos: object = None
+    prefix: object = None
+    partial: object = None
+
+
+class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_completion_tokens: Length | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    # hints that the template may know
+    reasoning_effort: Hint | None = None
+    verbosity: Hint | None = None
+    # without effect here
+    prediction: object = None
+    # would change the output
+    chat_template: object = None
+    functions: object = None
+    function_call: object = None
+    audio: object = None
+    modalities: object = None
+    web_search_options: object = None
+    documents: object = None
+    echo: object = None
+    include_reasoning: object = None
+    separate_reasoning: object = None
+
+
+class CompletionRequest(Common, kw_only=True, forbid_unknown_fields=True):
+    prompt: str | list[str | int | list[TokenId]]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: object = None
+
+
+class _BareCompletion(CompletionRequest, kw_only=True, forbid_unknown_fields=True):
+    """The same with its prompt as it was written."""
+
+    prompt: msgspec.Raw  # type: ignore[assignment]
+
+
+class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Either prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    tokens: list[TokenId]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+NESTED: Mapping[str, type[Struct]] = {
+    "stream_options": StreamOptions,
+    "response_format": ResponseFormat,
+    "response_format.json_schema": JsonSchema,
+    "structured_outputs": StructuredOutputs,
+    "tools[…]": Tool,
+    "tools[…].function": Function,
+    "tool_choice": NamedChoice,
+    "tool_choice.function": NamedFunction,
+    "messages[…]": ChatMessage,
+    "messages[…].content[…]": ContentPart,
+    "messages[…].tool_calls[…]": ToolCall,
+    "messages[…].tool_calls[…].function": FunctionCall,
+}
+
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "length_penalty": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "chat_template": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "modalities": (["text"],),
+    "web_search_options": (),
+    "documents": ([],),
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "allowed_token_ids": ([],),
+    "suffix": ("",),
+}
+"""Fields we know but cannot honour → the values, besides null, that ask for nothing."""
+
+UNSUPPORTED_IN_MESSAGES: Mapping[str, str] = {
+    "audio": "leave it out",
+    "function_call": "send tool_calls",
+    "images": "only text is taken",
+    "videos": "only text is taken",
+    "prefix": "set continue_final_message of the request",
+    "partial": "set continue_final_message of the request",
+}
+"""Of all that a message may carry, what other servers act on → the way out. Empty or false it asks for nothing."""
+
+_CHAT_UNSUPPORTED = tuple(name for name in ChatRequest.__struct_fields__ if name in UNSUPPORTED)
+_COMPLETION_UNSUPPORTED = tuple(
+    name for name in CompletionRequest.__struct_fields__ if name in UNSUPPORTED and name != "echo"
+)
+
+_COMPLETION_SCHEMAS: Mapping[str, type[Struct]] = {"": CompletionRequest, **NESTED}
+
+_CHAT = msgspec.json.Decoder(ChatRequest)
+_COMPLETION = msgspec.json.Decoder(CompletionRequest)
+_IDS_BEGIN = re.compile(rb'"prompt"[ \t\r\n]*:[ \t\r\n]*\[')
+_BARE_COMPLETION = msgspec.json.Decoder(_BareCompletion)
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def decode_chat(body: bytes) -> ChatRequest:
+    return _checked_chat(validate.decode(body, _CHAT, {"": ChatRequest, **NESTED}))
+
+
+def chat_of(fields: Mapping[str, object]) -> ChatRequest:
+    """The same from plain values, for other protocols than JSON over HTTP."""
+    return _checked_chat(validate.convert(fields, ChatRequest, {"": ChatRequest, **NESTED}))
+
+
+def _checked_chat(request: ChatRequest) -> ChatRequest:
+    _check_unsupported(request, _CHAT_UNSUPPORTED, request.n)
+    _check_common(request)
+    if request.top_logprobs and not request.logprobs:
+        raise BadRequest(f"top_logprobs is {request.top_logprobs} but logprobs is not true; set logprobs to true", "top_logprobs")
+    if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
+        raise BadRequest("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
+    param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    _check_length(getattr(request, param), param, scores_prompt=request.prompt_logprobs is not None)
+    return request
+
+
+def decode_completion(body: bytes) -> CompletionRequest:
+    return check_completion(read_completion(body))
+
+
+def read_completion(body: bytes) -> CompletionRequest:
+    """Of the right form; whether it asks for what there is, `check_completion` says."""
+    request = _with_token_list(body) if len(body) > LONG_BYTES else None
+    return request or validate.decode(body, _COMPLETION, _COMPLETION_SCHEMAS)
+
+
+def _with_token_list(body: bytes) -> CompletionRequest | None:
+    """Its prompt packed; None where that is no list of token ids, or something is wrong, which to tell is the full decoder's part."""
+    cut = cut_list(body, _IDS_BEGIN)
+    check_bulk(body if cut is None else cut[1].replace(MARK, b"[]"))
+    try:
+        bare = _BARE_COMPLETION.decode(body if cut is None else cut[1])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    packed, is_prompt = (token_list(memoryview(bare.prompt)), True) if cut is None else (cut[0], bytes(bare.prompt) == MARK)
+    if packed is None or not is_prompt:
+        return None
+    others = {name: getattr(bare, name) for name in CompletionRequest.__struct_fields__ if name != "prompt"}
+    return CompletionRequest(prompt=cast(Any, packed), **others)
+
+
+def completion_of(fields: Mapping[str, object]) -> CompletionRequest:
+    """The same from plain values, for other protocols than JSON over HTTP."""
+    return check_completion(validate.convert(fields, CompletionRequest, _COMPLETION_SCHEMAS))
+
+
+def check_completion(request: CompletionRequest) -> CompletionRequest:
+    _check_unsupported(request, _COMPLETION_UNSUPPORTED, request.n)
+    _check_common(request)
+    scores_prompt = bool(request.echo) or request.prompt_logprobs is not None
+    _check_length(request.max_tokens, "max_tokens", scores_prompt=scores_prompt)
+    return request
+
+
+def decode_tokenize(body: bytes) -> TokenizeRequest:
+    request = validate.decode(body, _TOKENIZE, {"": TokenizeRequest, **NESTED})
+    if (request.prompt is None) == (request.messages is None):
+        raise BadRequest("send either prompt (a string) or messages (a list)", "prompt")
+    return request
+
+
+def decode_detokenize(body: bytes) -> DetokenizeRequest:
+    return validate.decode(body, _DETOKENIZE, {"": DetokenizeRequest})
+
+
+def prompts_of(request: CompletionRequest) -> list[str | Sequence[int]]:
+    """One entry per prompt: text, or token ids."""
+    prompt = request.prompt
+    if isinstance(packed := cast(object, prompt), array):
+        return [packed]
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise BadRequest("prompt is an empty list; send a string, a list of strings, token ids, or a list of token id lists", "prompt")
+    if isinstance(prompt[0], int) and (token_ids := _packed(prompt)) is not None:
+        return [token_ids]
+    kind = type(prompt[0])
+    for index, entry in enumerate(prompt):
+        if type(entry) is not kind:
+            raise BadRequest(f"prompt[{index}] is of another kind than prompt[0]; send only strings, token ids, or token id lists", "prompt")
+    return [entry for entry in prompt if not isinstance(entry, int)]
+
+
+def _packed(prompt: Sequence[object]) -> Sequence[int] | None:
+    """None unless all are whole numbers. They are packed where they fit: who else has a look at 100,000 of them takes longer than that. By a struct,
+    which takes a third of the time that an array does."""
+    try:
+        return array("i", struct.pack(f"{len(prompt)}i", *prompt))
+    except struct.error:
+        return cast(list[int], prompt) if all(isinstance(entry, int) for entry in prompt) else None
+
+
+def stops_of(request: Common) -> tuple[str, ...]:
+    stop = request.stop
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def messages_of(messages: list[ChatMessage]) -> list[dict[str, object]]:
+    """Messages as a chat template wants them: plain text, tool arguments as objects; raises BadRequest for what we cannot show to a model."""
+    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _check_unsupported(request: Common, fields: Sequence[str], n: int | None) -> None:
+    given = attrgetter(*fields)(request)
+    if given.count(None) == len(given):
+        return
+    for name, value in zip(fields, given, strict=True):
+        if value is None or value in UNSUPPORTED[name] or (name == "best_of" and value == n):
+            continue
+        raise BadRequest(f"{name} is {validate.shown(value)}, but {name} is not supported yet; leave it out", name)
+
+
+def _check_length(max_tokens: int | None, param: str, *, scores_prompt: bool) -> None:
+    if max_tokens == 0 and not scores_prompt:
+        way_out = "to score a prompt without an output set echo or prompt_logprobs"
+        raise BadRequest(f"{param} must be at least 1, got 0; {way_out}", param)
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    if len(stops) > MAX_STOPS:
+        raise BadRequest(f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed", "stop")
+    if not all(stops):
+        raise BadRequest("stop has an empty string, which would match everywhere; leave it out", "stop")
+    if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARACTERS:
+        raise BadRequest(f"stop has a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are allowed, send how it begins", "stop")
+
+
+def _check_common(request: Common) -> None:
+    if request.stop is not None:
+        _check_stops(stops_of(request))
+    if request.prompt_logprobs is not None and request.stream:
+        raise BadRequest("prompt_logprobs is set and stream is true; they come with whole replies only, set stream to false", "prompt_logprobs")
+    if request.stream_options is not None and not request.stream:
+        raise BadRequest("stream_options is set but stream is not true; set stream to true or leave stream_options out", "stream_options")
+    if request.stream_options is not None and request.stream_options.include_obfuscation:
+        raise BadRequest("stream_options.include_obfuscation is not supported; leave it out", "stream_options.include_obfuscation")
+
+
+def template_kwargs_of(request: ChatRequest) -> dict[str, Any] | None:
+    """What a template gets besides the messages: what follows from hints, and over it the request's own words for it.
+    None for nothing."""
+    check_template_kwargs(request.chat_template_kwargs)
+    effort, verbosity = request.reasoning_effort, request.verbosity
+    if effort is None and verbosity is None:
+        return request.chat_template_kwargs
+    hints: dict[str, Any] = {} if verbosity is None else {"verbosity": verbosity}
+    if effort is not None:
+        hints |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return hints | (request.chat_template_kwargs or {})
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> None:
+    clash = sorted(RESERVED & set(kwargs or ()))
+    if clash:
+        raise BadRequest(f"chat_template_kwargs may not set {', '.join(clash)}; use the request's own fields", "chat_template_kwargs")
+
+
+def _plain_message(message: ChatMessage, path: str) -> dict[str, object]:
+    for name, way_out in UNSUPPORTED_IN_MESSAGES.items():
+        if getattr(message, name):
+            raise BadRequest(f"{path}.{name} is not supported; {way_out}", f"{path}.{name}")
+    plain: dict[str, object] = {"role": message.role, "content": _plain_content(message, path)}
+    texts = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning_of(message)}
+    for name, text in texts.items():
+        if text is not None:
+            plain[name] = text
+    if message.tool_calls:
+        plain["tool_calls"] = [_plain_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)]
+    return plain
+
+
+def reasoning_of(message: ChatMessage) -> str | None:
+    if message.reasoning_content is None and isinstance(message.reasoning, str):
+        return message.reasoning
+    return message.reasoning_content
+
+
+def _plain_content(message: ChatMessage, path: str) -> str:
+    """The text that the template gets. What an assistant or a tool did not say is empty: some templates would write
+    None, or fail on it."""
+    content = message.content
+    if isinstance(content, list):
+        return "\n".join([_plain_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)])
+    if content is None and message.role not in ("assistant", "tool"):
+        raise BadRequest(f"{path}.content is missing; a {message.role} message needs content (a string or a list of text parts)", f"{path}.content")
+    return content or (message.refusal if isinstance(message.refusal, str) else "")
+
+
+def _plain_part(part: ContentPart, path: str) -> str:
+    if part.type == "refusal":
+        return part.refusal or ""
+    if part.type != "text":
+        raise BadRequest(f"{path}.type is {validate.shown(part.type)}; only text parts are supported, no images, audio or files", f"{path}.type")
+    if part.text is None:
+        raise BadRequest(f"{path}.text is missing; a text part needs it", f"{path}.text")
+    return part.text
+
+
+def _plain_call(call: ToolCall, path: str) -> dict[str, object]:
+    function = {"name": call.function.name, "arguments": arguments_of(call.function.arguments, path)}
+    named: dict[str, object] = {} if call.id is None else {"id": call.id}
+    return named | {"type": "function", "function": function}

@@ -1,0 +1,148 @@
+"""The chat template of a model: messages in, the prompt's text out, as `transformers` would render it.
+
+The template is part of the model's files and runs in Jinja's sandbox; the messages are data. Nothing here tokenizes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pdcluster.core.errors import BadRequest, ModelError
+
+Message = Mapping[str, object]
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""What the server sets itself; a request's chat_template_kwargs may not."""
+
+CONTINUE_MARK = "\ue000pdcluster-continue\ue000 "
+"""Stands at the end of the message to continue while it is rendered. Its last space tells whether the template trims messages."""
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks assistant text for training masks; rendering only keeps what is inside."""
+
+    tags: set[str] = {"generation"}  # noqa: RUF012 (Jinja declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace() without underscore names, which reach into Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        for name in dict(*args[1:], **kwargs):
+            _check_public(name)
+        jinja2.utils.Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        super().__setitem__(name, value)
+
+
+def _check_public(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a chat template may not set {name!r}: names with a leading underscore are reserved")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter: no HTML escapes, keys in their order."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+class ChatTemplate:
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """special_tokens: bos_token, eos_token, … as the template names them. Raises ModelError when the template does not compile."""
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "namespace": _Namespace}
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(f"the model's chat template does not compile: line {error.lineno}: {error.message}") from error
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str:
+        """Raises BadRequest when the template refuses these messages, e.g. because it wants the roles to alternate."""
+        chat = [self._prepare(message) for message in messages]
+        if continue_final_message:
+            chat[-1] = _marked(chat[-1])
+        text = self._guarded(
+            lambda: self._template.render(
+                self._special_tokens | dict(kwargs or {}),
+                messages=chat,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        )
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def _prepare(self, message: Message) -> dict[str, object]:
+        """Templates expect absent keys rather than null; those that do not know `developer` get what it replaced, `system`."""
+        plain = {name: value for name, value in message.items() if value is not None}
+        if plain.get("role") == "developer" and not self._knows_developer:
+            plain["role"] = "system"
+        return plain
+
+    def _guarded(self, render: Callable[[], str]) -> str:
+        try:
+            return render()
+        except jinja2.TemplateError as error:
+            raise BadRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+            # A template is a program over the caller's messages: when it trips over them, they are what must change.
+            reason = f"{type(error).__name__}: {error}"
+            message = f"the model's chat template cannot render these messages ({reason}); check their roles and contents"
+            raise BadRequest(message, "messages") from error
+
+
+def _marked(message: dict[str, object]) -> dict[str, object]:
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise BadRequest("continue_final_message needs a last message with content to continue", "messages")
+    return message | {"content": content + CONTINUE_MARK}
+
+
+def _cut_at_mark(text: str) -> str:
+    at = text.rfind(CONTINUE_MARK.strip())
+    if at < 0:
+        raise BadRequest(
+            "the model's chat template leaves out the last message, so it cannot be continued; set continue_final_message to false",
+            "continue_final_message",
+        )
+    return text[:at] if text.startswith(CONTINUE_MARK, at) else text[:at].rstrip()

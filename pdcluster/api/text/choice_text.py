@@ -1,0 +1,153 @@
+"""The text of one choice while its tokens come: detokenised, without the text of a stop token, taken apart, and the answer cut at a stop string.
+
+Stop strings act on the text of the answer alone: not on thoughts, marks and the arguments of calls.
+
+Pure: tokens in, text out. Who generates them, and how the reply looks, is elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import msgspec
+
+from pdcluster.api.text.detokenizer import ChainDetokenizer, Detokenizer
+from pdcluster.api.text.stop_strings import StopMatcher
+from pdcluster.api.tools.calls import CallDelta
+from pdcluster.api.tools.speech import Said, Speech
+from pdcluster.core.messages import TokenLogprobs
+
+NOTHING = b'""'
+"""An empty text as JSON."""
+
+
+class Token(msgspec.Struct, frozen=True, gc=False):
+    """One token as replies report it. offset: characters of text before it; logprobs None where there is nothing before it to predict it."""
+
+    id: int
+    offset: int
+    logprobs: TokenLogprobs | None = None
+
+
+class Piece(msgspec.Struct):
+    """What one event of a choice adds to its reply. finish is set on the last one.
+
+    reasoning: what the model thought before its answer; calls: of tools; where a choice has a Speech, text is without them.
+    tokens: output only; listed: those of them and of earlier ones whose logprobs are told now, None for all of
+    `tokens` (a stop string may take text away, and its tokens with it); echo: the prompt's, where they are repeated
+    with logprobs; prompt_token_ids, prompt_logprobs: on the first piece, when asked for.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = []
+    tokens: list[Token] = []
+    listed: list[Token] | None = None
+    echo: list[Token] = []
+    finish: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[Token] | None = None
+
+    @property
+    def scored(self) -> list[Token]:
+        """Tokens whose logprobs are told with it."""
+        return self.tokens if self.listed is None else self.listed
+
+
+class ChoiceText:
+    """`stopped` is set when a stop string matched: the generation may end there, and later tokens are not part of the reply."""
+
+    __slots__ = (
+        "_detokenizer", "_offset", "_silent", "_speech", "_stops", "_unlisted", "is_plain", "num_calls", "num_tokens", "stopped",
+    )  # fmt: skip
+
+    def __init__(
+        self, detokenizer: Detokenizer | ChainDetokenizer, stops: StopMatcher, silent: Set[int], offset: int = 0, speech: Speech | None = None
+    ) -> None:
+        """silent: ids that end a generation, whose text is not part of the answer; offset: characters before the first token (an echo); speech: what
+        the text is taken apart by, None for nothing."""
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._silent = silent
+        self._offset = offset
+        self._speech = speech
+        self.is_plain = speech is None and stops.is_idle
+        """Text goes on as it comes."""
+        self._unlisted: list[Token] = []
+        self.num_tokens = 0
+        self.num_calls = 0
+        """Calls of tools that were given away."""
+        self.stopped = False
+
+    def push(self, token_id: int, logprobs: TokenLogprobs | None, piece: Piece) -> None:
+        """Adds the token, and the text that became certain, to the piece."""
+        token = Token(token_id, self._offset, logprobs)
+        piece.tokens.append(token)
+        self.num_tokens += 1
+        if token_id not in self._silent:
+            text = self._detokenizer.feed(token_id)
+            if text:
+                self._offset += len(text)
+                if self.is_plain:
+                    piece.text += text
+                else:
+                    self._release(text, piece)
+        if logprobs is not None and not self._stops.is_idle:
+            self._unlisted.append(token)
+            self._list(piece, self._offset - self._stops.num_uncertain)
+
+    def _list(self, piece: Piece, end: int) -> None:
+        """Tokens that begin before this character are part of the answer."""
+        listed = [token for token in self._unlisted if token.offset < end]
+        del self._unlisted[: len(listed)]
+        piece.listed = [*(piece.listed or ()), *listed]
+
+    def say(self, token_id: int) -> bytes:
+        """The same where nobody asks for tokens, nor for their offsets, and the text is plain: what became certain of it, as JSON."""
+        self.num_tokens += 1
+        return NOTHING if token_id in self._silent else self._detokenizer.say(token_id)
+
+    def known(self, vocab_size: int) -> Detokenizer | ChainDetokenizer:
+        """Whose known texts are also those of the choice: tokens that end it, or that its model does not have, are not among them."""
+        self._detokenizer.ask_for(self._silent, vocab_size)
+        return self._detokenizer
+
+    def finish(self, piece: Piece, *, is_cut: bool = False) -> None:
+        """The generation ended: releases what was held back. An incomplete character may still complete a stop string. is_cut: its tokens ran out."""
+        if self.is_plain:
+            piece.text += self._detokenizer.flush()
+            return
+        if not self.stopped:
+            rest = self._detokenizer.flush()
+            self._release(rest, piece)
+            if self._speech is not None and not self.stopped:
+                self._put(self._speech.flush(is_cut=is_cut), piece)
+            if self._unlisted:
+                end = self._offset + len(rest)
+                self._list(piece, end - self._stops.num_uncertain if self.stopped else end + 1)
+        if not self.stopped:
+            piece.text += self._stops.flush()
+
+    def _release(self, text: str, piece: Piece) -> None:
+        if self._speech is None:
+            piece.text += self._certain(text)
+        elif text:
+            self._put(self._speech.feed(text), piece)
+
+    def _put(self, said: Said, piece: Piece) -> None:
+        """Nothing behind a stop string is part of the reply."""
+        piece.reasoning += said.reasoning
+        for part in said.parts:
+            if isinstance(part, str):
+                piece.text += self._certain(part)
+            else:
+                piece.calls = [*piece.calls, part]
+                self.num_calls += part.id is not None
+            if self.stopped:
+                return
+
+    def _certain(self, text: str) -> str:
+        """Of the answer's text."""
+        certain = self._stops.feed(text)
+        self.stopped = self._stops.matched is not None
+        return certain

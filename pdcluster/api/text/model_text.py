@@ -1,0 +1,231 @@
+"""Everything between text and token ids for one model: its tokenizer, chat template, special tokens and sampling defaults.
+
+Built from the model's files (bytes, whoever brought them), never from the network, and without torch or transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from pdcluster.api.text.chat_template import ChatTemplate, Message
+from pdcluster.api.text.detokenizer import ChainDetokenizer, Detokenizer, build_pieces, detokenize
+from pdcluster.api.text.segments import SHORT_CHARACTERS, SegmentedEncoder
+from pdcluster.api.text.text_bound import TextBound
+from pdcluster.api.tools.formats import detect
+from pdcluster.api.tools.markers import MARKERS
+from pdcluster.api.tools.reasoning import knows_reasoning
+from pdcluster.checkpoint.end_tokens import eos_token_ids
+from pdcluster.checkpoint.text_files import read_text_files
+from pdcluster.core.errors import BadRequest, ModelError
+from pdcluster.core.sampling import LEAST_REPETITION, MOST_REPETITION
+
+ENDS = ("bos_token", "eos_token")
+"""Special tokens that prompts and answers have; a padding token that is not there is never needed."""
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What the model's authors recommend (generation_config.json), for fields a request leaves out."""
+
+    temperature: float = 1.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+
+class TextModel:
+    """Immutable after construction but for the segments of chats that are kept; may be used from several threads.
+
+    info: the tokenizer's configuration as clients may read it, special tokens as text."""
+
+    def __init__(self, files: Mapping[str, bytes], tool_format: str = "auto", reasoning: str = "auto") -> None:
+        """files: contents by name, of those in files.TEXT_FILES that the model has; only tokenizer.json must be there. tool_format, reasoning: how
+        the model marks calls of tools (a name of api.tools.formats) and thoughts (think), or none; auto: as its chat template shows.
+
+        Raises ModelError naming the file that is missing or wrong."""
+        try:
+            self._build(files)
+            source = "" if self.template is None else self.template.source
+            self.tool_format = detect(source) if tool_format == "auto" else None if tool_format == "none" else tool_format
+            self.reasons = knows_reasoning(source) if reasoning == "auto" else reasoning == "think"
+        except (ValueError, TypeError, LookupError, AttributeError) as error:  # of files that are JSON, but of another shape
+            raise ModelError(f"the model's text files are not as expected: {type(error).__name__}: {error}; take its original files") from error
+
+    def _build(self, files: Mapping[str, bytes]) -> None:
+        config = {**_json_file(files, "special_tokens_map.json"), **_json_file(files, "tokenizer_config.json")}
+        generation = _json_file(files, "generation_config.json")
+        special = _special_tokens(config)
+        self._tokenizer = _load_tokenizer(files, config, special)
+        content = _json_file(files, "tokenizer.json")
+        self.segments = SegmentedEncoder(self._tokenizer, content)
+        self.bound = TextBound(self._tokenizer, content)
+        self.pieces = build_pieces(
+            self._tokenizer.get_vocab(with_added_tokens=True),
+            [token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special],
+            content.get("decoder"),
+        )
+        source = _template_source(files, config)
+        self.template = None if source is None else ChatTemplate(source, special)
+        self.info = {"tokenizer_class": None, **config, **special, "chat_template": source}
+        self._marks = frozenset(index for index in self.pieces.special if self.pieces.table[index].decode(errors="replace") in MARKERS)
+        self.defaults = _sampling_defaults(generation)
+        self.eos_token_ids = eos_token_ids(files)
+
+    @classmethod
+    def from_dir(cls, directory: Path) -> TextModel:
+        return cls(read_text_files(directory))
+
+    @property
+    def vocab_size(self) -> int:
+        """Highest token id the tokenizer knows, plus one; the model's own vocabulary may be padded beyond."""
+        return len(self.pieces.table)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
+        """add_special_tokens is for plain prompts; a chat template writes its own. Long text does not hold the interpreter lock."""
+        if len(text) <= SHORT_CHARACTERS:
+            return array("i", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        return array("i", self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def encode_chat(self, text: str) -> array[int]:
+        """What `render_chat` wrote, special tokens found in it and none added: segments that were encoded before cost nothing."""
+        return self.segments.encode(text)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str:
+        """The prompt's text, special tokens included: for `encode_chat`."""
+        if self.template is None:
+            way_out = "use /v1/completions, or put a chat_template.jinja beside its tokenizer.json"
+            raise BadRequest(f"this model has no chat template; {way_out}", "messages")
+        return self.template.render(
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, kwargs=kwargs, tools=tools
+        )
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True, at_start: bool = True) -> str:
+        return detokenize(self.pieces, token_ids, skip_special_tokens=skip_special_tokens, at_start=at_start)
+
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, at_start: bool = True, shows_marks: bool = False
+    ) -> Detokenizer | ChainDetokenizer:
+        """shows_marks: tokens that mark parts of an answer are text, whatever they are to the tokenizer."""
+        detokenizer = self.pieces.stream(skip_special_tokens=skip_special_tokens, at_start=at_start)
+        if shows_marks and self._marks:
+            detokenizer.show(self._marks)
+        return detokenizer
+
+
+def _json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    if name not in files:
+        return {}
+    try:
+        return msgspec.json.decode(files[name], type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ModelError(f"{name} is not a JSON object: {error}; take the model's original file") from error
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """A special token is written as text or as {"content": text, …}."""
+    found: dict[str, str] = {}
+    for name in SPECIAL_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _load_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any], special: Mapping[str, str]) -> Tokenizer:
+    if "tokenizer.json" not in files:
+        way_out = "make one with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        raise ModelError(f"the model has no tokenizer.json; {way_out}")
+    try:
+        tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ModelError(f"tokenizer.json cannot be read: {error}") from error
+    # A file may carry the training run's truncation and padding, which would cut prompts silently.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    _add_missing_tokens(tokenizer, config, special)
+    if "add_bos_token" in config or "add_eos_token" in config:
+        tokenizer.post_processor = _bos_eos_processor(tokenizer, config, special)
+    return tokenizer
+
+
+def _add_missing_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """tokenizer_config.json may name tokens that tokenizer.json lacks, under the ids that follow."""
+    decoder: Mapping[str, Mapping[str, Any]] = config.get("added_tokens_decoder") or {}
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    for token_id, entry in sorted(decoder.items(), key=lambda item: int(item[0])):
+        if entry["content"] in known:
+            continue
+        tokenizer.add_tokens([AddedToken(entry["content"], **{flag: entry[flag] for flag in flags if flag in entry})])
+        got = tokenizer.token_to_id(entry["content"])
+        if got != int(token_id):
+            content = entry["content"]
+            raise ModelError(f"tokenizer_config.json gives {content!r} the id {token_id}, tokenizer.json makes it {got}; use files of one model")
+    there = {name: token for name, token in special.items() if tokenizer.token_to_id(token) is not None}
+    missing = [special[name] for name in ENDS if name in special and name not in there]
+    if missing:
+        raise ModelError(f"tokenizer_config.json names the special tokens {missing}, which tokenizer.json does not hold; use files of one model")
+    tokenizer.add_special_tokens([token for token in there.values() if token not in known])
+
+
+def _bos_eos_processor(tokenizer: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> TemplateProcessing:
+    """add_bos_token and add_eos_token, where a model says them, overrule tokenizer.json's own post-processor."""
+    bos = special.get("bos_token") if config.get("add_bos_token") else None
+    eos = special.get("eos_token") if config.get("add_eos_token") else None
+    single = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
+    return TemplateProcessing(single=single, special_tokens=[(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token])
+
+
+def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja first, then tokenizer_config.json, then chat_template.json; of several named templates the default one."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode()
+    source = config.get("chat_template") or _json_file(files, "chat_template.json").get("chat_template")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if source is not None and not isinstance(source, str):
+        raise ModelError(f"chat_template is a {type(source).__name__}; it must be text, or a list of named templates")
+    return source
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
+    temperature, top_p = _number(generation, "temperature", 0.0, 100.0), _number(generation, "top_p", 1e-6, 1.0)
+    top_k = _number(generation, "top_k", -1, math.inf)
+    return SamplingDefaults(
+        temperature=1.0 if temperature is None else temperature,
+        top_p=None if top_p == 1.0 else top_p,
+        top_k=None if top_k is None or top_k < 1 else int(top_k),
+        min_p=_number(generation, "min_p", 0.0, 1.0) or None,
+        repetition_penalty=_number(generation, "repetition_penalty", LEAST_REPETITION, MOST_REPETITION) or 1.0,
+    )
+
+
+def _number(generation: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
+    """None where the file does not say it."""
+    given = generation.get(name)
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int | float) or not least <= given <= most:
+        allowed = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+        raise ModelError(f"generation_config.json: {name} is {given!r}; it must be a number {allowed}")
+    return float(given)

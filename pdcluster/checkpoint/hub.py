@@ -1,0 +1,111 @@
+"""Models by the names of repositories, ORG/NAME or ORG/NAME@REVISION, through huggingface_hub: its cache, its settings (HF_HOME, HF_ENDPOINT,
+HF_TOKEN, HF_HUB_OFFLINE), its locks between processes. Only the files that are served are downloaded.
+
+It also says by which name a model is served: a snapshot in the hub's cache by its repository's, whoever gave its directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pdcluster.checkpoint.inspection import INDEX, SINGLE
+from pdcluster.checkpoint.text_files import TEXT_FILES
+from pdcluster.core.errors import ModelError
+
+REPOSITORY = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
+SNAPSHOT = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
+ANSWER_S = 5.0
+"""For the hub to answer what it has, before the cache is used instead."""
+log = logging.getLogger(__name__)
+
+
+def is_repository(model: Path) -> bool:
+    """A name of that form, unless something here has it."""
+    return REPOSITORY.fullmatch(str(model)) is not None and not model.exists() and model.suffix.lower() != ".gguf"
+
+
+def local_model(model: Path) -> Path:
+    """The model's directory or file: itself, or of a repository the snapshot, downloaded where it is missing. Raises ModelError."""
+    if not is_repository(model):
+        return model
+    found = REPOSITORY.fullmatch(str(model))
+    assert found is not None
+    name, revision = found["name"], found["revision"]
+    with _told(name, revision):
+        snapshot = _fetch(name, revision, [*TEXT_FILES, INDEX])
+        _fetch(name, snapshot.name, _weights(snapshot))
+    return snapshot
+
+
+def served_name(model: Path) -> str:
+    """The name of a model that nobody named: its repository's, its file's without the ending, or its directory's."""
+    whole = model.absolute()
+    if whole.suffix.lower() == ".gguf":
+        return whole.stem
+    if whole.parent.name == "snapshots" and (found := SNAPSHOT.fullmatch(whole.parent.parent.name)):
+        return f"{found['org']}/{found['name']}"
+    return whole.resolve().name
+
+
+def _weights(snapshot: Path) -> list[str]:
+    """The shards that the index names, else the one file."""
+    index = snapshot / INDEX
+    if not index.exists():
+        return [SINGLE]
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index} is no valid safetensors index: {error!r}; the repository is damaged") from error
+
+
+def _fetch(name: str, revision: str | None, files: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    return Path(snapshot_download(name, revision=revision, allow_patterns=list(files), etag_timeout=ANSWER_S))
+
+
+@contextmanager
+def _told(name: str, revision: str | None) -> Iterator[None]:
+    """What goes wrong, as one ModelError with the way out. No token is in it."""
+    try:
+        from huggingface_hub import constants, errors
+    except ImportError as error:
+        raise ModelError(f"{name} is a repository's name, which needs huggingface_hub: pip install 'pdcluster[node]'; or give a directory") from error
+    what = f"{name}@{revision}" if revision else name
+    by_hand = f"or download it elsewhere (hf download {name}) and give its directory"
+    cache = f"{what} is not in the cache {constants.HF_HUB_CACHE}"
+    log.info("looking for %s at %s and in %s", what, constants.ENDPOINT, constants.HF_HUB_CACHE)
+    try:
+        yield
+    except ModelError:
+        raise
+    except errors.GatedRepoError as error:
+        raise ModelError(f"{what} is gated: accept its terms on its page, then set HF_TOKEN to a token of that account") from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelError(f"{name} has no revision {revision!r}; give a branch, tag or commit that it has") from error
+    except errors.RepositoryNotFoundError as error:
+        way_out = "check the name; if it is private, set HF_TOKEN to a token that may read it"
+        raise ModelError(f"{constants.ENDPOINT} has no repository {name}, or hides it; {way_out}") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        if constants.HF_HUB_OFFLINE:
+            raise ModelError(f"{cache} and HF_HUB_OFFLINE is set; unset it, {by_hand}") from error
+        raise ModelError(f"{constants.ENDPOINT} cannot be reached and {cache}; look at the network and HF_ENDPOINT, {by_hand}") from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no status"
+        raise ModelError(f"{constants.ENDPOINT} answered {status} for {what}; try again later, {by_hand}") from error
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise ModelError(f"no space is left for {what} in {constants.HF_HUB_CACHE}; free some, or set HF_HOME to another disk") from error
+        raise ModelError(f"the download of {what} broke off ({type(error).__name__}: {error}); start again, which goes on with it") from error
+    except Exception as error:  # of whatever HTTP library the hub's uses
+        raise ModelError(f"the download of {what} broke off ({type(error).__name__}: {error}); start again, which goes on with it") from error

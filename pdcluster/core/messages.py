@@ -1,0 +1,478 @@
+"""Every message between router, prefill node and decode node, as frozen msgspec structs of plain values.
+
+They know no torch, no protobuf, no HTTP and no sockets. Sizes and ranges (`bounds`, and more in `wire.codec`) are checked when a frame is decoded.
+Durations are seconds; times never cross a machine (a deadline travels as seconds that are left). Positions of output tokens count
+from 0 over the whole request, whatever attempt produced them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+import msgspec
+
+from pdcluster.core.bounds import (
+    MAX_ITEMS,
+    MAX_PATHS,
+    MAX_RANKS,
+    MAX_REASONS,
+    Adverts,
+    BigCount,
+    Count,
+    Id,
+    Number,
+    NumRanks,
+    Positive,
+    Rank,
+    Reasons,
+    Seconds,
+    SecondsLeft,
+    Text,
+    Unsigned,
+)
+from pdcluster.core.reported import BreakerName as BreakerName
+from pdcluster.core.reported import CostReport as CostReport
+from pdcluster.core.reported import PathLoad as PathLoad
+from pdcluster.core.reported import Value
+from pdcluster.core.sampling import Sampling as Sampling
+from pdcluster.core.sampling import Shaping as Shaping
+from pdcluster.core.sampling import TokenLogprobs as TokenLogprobs
+
+Role = Literal["prefill", "decode", "mixed"]
+FinishReason = Literal["stop", "length", "eos"]
+RefusedLeg = Literal["prefill", "reserve", "deliver"]
+
+HASH_BYTES = 16
+
+
+def pack_tokens(tokens: Iterable[int]) -> bytes:
+    """Token ids as little-endian int32, 4 bytes each."""
+    return array("i", tokens).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """Inverse of `pack_tokens`; raises ValueError when the length is no multiple of 4."""
+    values = array("i")
+    values.frombytes(packed)
+    return values.tolist()
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of everything that is said; one or more of them are a frame."""
+
+
+# ---------------------------------------------------------------- what is asked of a node
+
+
+class Work(Value, frozen=True, array_like=True):
+    """One attempt of one request, as every leg needs to know it.
+
+    token_ids: packed int32 of the prompt and of all tokens emitted by earlier attempts; num_prompt of them are the prompt.
+    hashes: the chained block hashes of token_ids, HASH_BYTES each, full hash blocks only. hash_root: what stands before the chain's first block
+    (kv.hashing.chain_root), so that a node can name what it decodes after a prompt shorter than a stretch; empty: such output is not cached."""
+
+    request: Id
+    attempt: Count
+    token_ids: bytes
+    num_prompt: Positive
+    hashes: bytes
+    sampling: Sampling
+    deadline_s: SecondsLeft
+    hash_root: bytes = b""
+
+
+class Endpoint(Value, frozen=True, array_like=True):
+    """How to reach one boot of one node. adverts: (backend name, opaque bytes that backend's `connect` understands), best first."""
+
+    node: Id
+    incarnation: Id
+    address: str
+    adverts: Adverts = ()
+
+
+class Ticket(Value, frozen=True, array_like=True):
+    """A slot's write permit. The writer may write the KV of tokens [cached_tokens, num_tokens) into `pages`, and nothing else.
+
+    pages: packed int32 ids in the reader's region `region`, in token order from token 0 on (the first cached_tokens/page_tokens of them are
+    already filled and must not be written). nonce is random and names the ticket on the wire. ranks: those of the reader, each with a region of
+    its own from `region` on, all with the same page ids; page_bytes: of one rank's page."""
+
+    nonce: Unsigned
+    request: Id
+    attempt: Count
+    reader: Endpoint
+    writer: Endpoint
+    region: Count
+    pages: bytes
+    page_tokens: Positive
+    page_bytes: Number
+    num_tokens: Positive
+    cached_tokens: Count
+    deadline_s: SecondsLeft
+    ranks: NumRanks = 1
+
+
+class Pull(Value, frozen=True, array_like=True):
+    """Where more of a prompt's KV is cached than on the node that shall compute it: `holder` has that of its first num_tokens tokens.
+    holder.adverts are not used."""
+
+    holder: Endpoint
+    num_tokens: Positive
+
+
+# ---------------------------------------------------------------- router → node
+
+
+class Hello(Message, frozen=True, array_like=True):
+    """First frame of a link, again after every reconnect: who speaks, and what it believes is open there."""
+
+    kind: Literal["router", "node"]
+    open: Annotated[tuple[tuple[Id, Count, Count], ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
+    """(request, attempt, next output position expected) for each attempt the router still waits for."""
+
+
+class Ping(Message, frozen=True, array_like=True):
+    """Renews the sender's lease. A router that stops pinging is gone after `lease_s` of the node's config."""
+
+
+class Prefill(Message, frozen=True, array_like=True):
+    """Compute the prompt's KV and sample the first token. remote: the KV goes to a decode node once its ticket is delivered;
+    otherwise the node goes on decoding itself (mode local). pull: KV to fetch first; when that fails, the node computes it. fork_of: a request
+    of the same prompt that decodes here or soon will; its KV is shared, once it is here."""
+
+    work: Work
+    remote: bool
+    pull: Pull | None = None
+    fork_of: Id | None = None
+
+
+class Reserve(Message, frozen=True, array_like=True):
+    """Reserve a slot for KV that `writer` will push. writer.address is where the node can send it an Abort; its adverts are not used."""
+
+    work: Work
+    writer: Endpoint
+
+
+class Deliver(Message, frozen=True, array_like=True):
+    """Hand a ticket to the prefill node. Its attempt may be later than the Prefill's: parked KV is sent again without recompute."""
+
+    ticket: Ticket
+
+
+class Cancel(Message, frozen=True, array_like=True):
+    """Stop this attempt (and earlier ones) of the request, on whichever leg it runs. Idempotent."""
+
+    request: Id
+    attempt: Count
+    reason: Text
+
+
+class Release(Message, frozen=True, array_like=True):
+    """The prefill node may drop the KV it keeps parked for this request."""
+
+    request: Id
+
+
+class Manage(Message, frozen=True, array_like=True):
+    """An operator's wish for the node: another role, or no new work (cordoned). None leaves that as it is. Idempotent; number names the answer."""
+
+    number: BigCount
+    role: Role | None = None
+    cordoned: bool | None = None
+
+
+class AskCache(Message, frozen=True, array_like=True):
+    """Cache deltas were missed: send a snapshot now."""
+
+
+class FetchFile(Message, frozen=True, array_like=True):
+    """Ask for a piece of one of the model card's files (tokenizer.json, chat template, …)."""
+
+    name: Id
+    offset: BigCount
+
+
+# ---------------------------------------------------------------- node → router
+
+
+class TokenRow(Value, frozen=True, array_like=True):
+    """New output tokens of one attempt, the first of them at `position`."""
+
+    request: Id
+    attempt: Count
+    position: Count
+    tokens: tuple[Count, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Timings(Value, frozen=True, array_like=True):
+    """Seconds spent on one node by one attempt; a leg fills what it knows.
+
+    queue: arrival → first scheduled; prefill: first scheduled → first token; transfer: first write submitted → last write done;
+    exposed: first token → commit acknowledged; decode: first decode step → last token. cached_tokens: those whose KV was not computed;
+    pulled_tokens of them were fetched from another node."""
+
+    queue_s: Seconds = 0.0
+    prefill_s: Seconds = 0.0
+    transfer_s: Seconds = 0.0
+    exposed_s: Seconds = 0.0
+    transfer_bytes: BigCount = 0
+    decode_s: Seconds = 0.0
+    decode_tokens: Count = 0
+    cached_tokens: Count = 0
+    backend: Text = ""
+    pulled_tokens: Count = 0
+
+
+class Welcome(Message, frozen=True, array_like=True):
+    """Answer to Hello. `lost`: those attempts of Hello.open that this boot of the node does not know (any more)."""
+
+    role: Role
+    lost: Annotated[tuple[tuple[Id, Count], ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
+
+
+class Scheduled(Message, frozen=True, array_like=True):
+    """The prefill node took the request out of its queue: now is the time to reserve. cached_tokens: found in its cache."""
+
+    request: Id
+    attempt: Count
+    cached_tokens: Count = 0
+
+
+class Reserved(Message, frozen=True, array_like=True):
+    ticket: Ticket
+
+    @property
+    def request(self) -> str:
+        return self.ticket.request
+
+    @property
+    def attempt(self) -> int:
+        return self.ticket.attempt
+
+
+class Refused(Message, frozen=True, array_like=True):
+    """Not accepted, nothing is held for it. `leg` says which message is answered, attempt is that message's (for deliver, the ticket's; sent
+    also when the ticket broke later: the KV stays parked). retryable False: no node of this size can ever take it. param: what of the work is at
+    fault, "" for nothing in particular."""
+
+    request: Id
+    attempt: Count
+    leg: RefusedLeg
+    reason: Text
+    retry_after_s: Seconds
+    retryable: bool = True
+    param: Text = ""
+
+
+class Tokens(Message, frozen=True, array_like=True):
+    """One frame per step and router with every row's new tokens."""
+
+    rows: tuple[TokenRow, ...]
+
+
+class Delivered(Message, frozen=True, array_like=True):
+    """The decode node acknowledged the commit; the prefill leg is over."""
+
+    request: Id
+    attempt: Count
+    timings: Timings
+
+
+class Finished(Message, frozen=True, array_like=True):
+    """The attempt ended well; its last tokens came before this message. num_output: output tokens of the whole request, so that the
+    router knows when it has them all. stop_token: the id that ended it, if one did."""
+
+    request: Id
+    attempt: Count
+    reason: FinishReason
+    num_output: Count
+    timings: Timings
+    stop_token: Count | None = None
+
+
+class Failed(Message, frozen=True, array_like=True):
+    """The attempt ended badly on this node. code is that of an error in `errors`; retryable: another node may succeed. param: as in Refused."""
+
+    request: Id
+    attempt: Count
+    code: Id
+    message: Text
+    retryable: bool
+    param: Text = ""
+
+
+class Load(Message, frozen=True, array_like=True):
+    """What a node has to do, sent when it changed, at most every report interval. Pages count the KV pool: free, cached (evictable), quarantined
+    (a writer may still write), the rest in use. Counted beside: pinned ones, which a write reads, and parked ones, which hold finished KV that no
+    decode node has taken yet. slots: rows the running batch may have, slots_used those taken.
+
+    waiting_tokens: prompt tokens that are not computed and were not found in the cache, of waiting and of running requests; waiting_pairs: the
+    attention pairs they make (`cost.num_pairs`). rows: those of the running batch and of reservations that decode here or will, so no remote
+    prefills; context_tokens: KV that they attend to. cost: None until the node has one. itl_s: between two tokens of its rows lately,
+    whatever shared their steps; 0 before any. paths: to the decode nodes written to last. failed_writes,
+    resent_chunks, pulls: how many since the node started, by reason or result. draining: no new work, for now or for good. role: None: the card's.
+    seen: number of the last frame from the router that gets the report; what came in it and before is counted."""
+
+    waiting: BigCount
+    running: BigCount
+    waiting_tokens: BigCount
+    context_tokens: BigCount
+    pages_total: BigCount
+    pages_free: BigCount
+    pages_cached: BigCount
+    pages_quarantined: BigCount
+    pages_pinned: BigCount
+    slots: BigCount
+    slots_used: BigCount
+    pages_parked: BigCount = 0
+    draining: bool = False
+    steps: BigCount = 0
+    waiting_pairs: BigCount = 0
+    rows: BigCount = 0
+    cost: CostReport | None = None
+    paths: Annotated[tuple[PathLoad, ...], msgspec.Meta(max_length=MAX_PATHS)] = ()
+    failed_writes: Reasons = ()
+    resent_chunks: Reasons = ()
+    role: Role | None = None
+    seen: BigCount = 0
+    itl_s: Seconds = 0.0
+    pulls: Reasons = ()
+
+
+class CacheDelta(Message, frozen=True, array_like=True):
+    """Block hashes that became cached or were evicted, HASH_BYTES each; `snapshot` replaces all that was known."""
+
+    sequence: BigCount
+    snapshot: bool
+    added: bytes
+    removed: bytes
+
+
+class Managed(Message, frozen=True, array_like=True):
+    """Answer to Manage: how it is now."""
+
+    number: BigCount
+    role: Role
+    cordoned: bool
+
+
+class FileChunk(Message, frozen=True, array_like=True):
+    """total_bytes 0 means that the node has no such file."""
+
+    name: Id
+    offset: BigCount
+    total_bytes: BigCount
+    data: bytes
+
+
+# ---------------------------------------------------------------- node ↔ node
+
+
+class ChunkEntry(Value, frozen=True, array_like=True):
+    """One chunk as its writer describes it: which tokens of which layers, how many payload bytes, their digest (0 with digests off), and which
+    try of it was the last."""
+
+    index: Count
+    first_token: Count
+    num_tokens: Positive
+    first_layer: Count
+    num_layers: Positive
+    nbytes: Number
+    digest: Unsigned
+    trial: Count = 0
+
+
+class Leg(Value, frozen=True, array_like=True):
+    """What one rank of the writer wrote to one rank of the reader: the KV of heads [first_head, first_head + num_heads), counted over the model."""
+
+    rank: Rank
+    reader_rank: Rank
+    first_head: Count
+    num_heads: Positive
+    chunks: Annotated[tuple[ChunkEntry, ...], msgspec.Meta(max_length=MAX_ITEMS)]
+
+
+class Commit(Message, frozen=True, array_like=True):
+    """The writer's last word on a ticket, sent only when every write under it is done or definitively failed and resent.
+    round: 0, then one more after each CommitAck.resend, so that a late duplicate of an older round decides nothing.
+    block_tokens: in the order of the wire, so many tokens follow each other before the next layer, plane or head (transfer.layout.geometry).
+    first_token: None when the KV was pulled, because nothing was sampled then."""
+
+    nonce: Unsigned
+    block_tokens: Positive
+    legs: Annotated[tuple[Leg, ...], msgspec.Meta(max_length=2 * MAX_RANKS)]
+    first_token: Count | None
+    first_logprobs: TokenLogprobs | None = None
+    round: Count = 0
+
+
+class CommitAck(Message, frozen=True, array_like=True):
+    """resend: chunk indexes that did not verify and may be written again under the same ticket; empty means accepted.
+    refused: the ticket is dead at the reader (a new attempt is needed). round: that of the Commit it answers."""
+
+    nonce: Unsigned
+    resend: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
+    refused: Text = ""
+    round: Count = 0
+
+
+class Abort(Message, frozen=True, array_like=True):
+    """Stop writing under this ticket and say when no write can land any more. Also for tickets the writer has not seen yet.
+    remaining_s: how long the writer must remember a ticket that it does not know (a tombstone)."""
+
+    nonce: Unsigned
+    reason: Text
+    remaining_s: SecondsLeft
+
+
+class AbortAck(Message, frozen=True, array_like=True):
+    """Nothing can land under this ticket any more, except by media in `lost`: these need their own fence. Also sent unasked: the writer gave up."""
+
+    nonce: Unsigned
+    reason: Text
+    lost: Annotated[tuple[Id, ...], msgspec.Meta(max_length=MAX_REASONS)] = ()
+
+
+class Fetch(Message, frozen=True, array_like=True):
+    """Write cached KV under this ticket, whose writer you are: that of the tokens that these block hashes name, from the prompt's first on.
+    Answered by the ticket's protocol (writes and Commit, or AbortAck), or by Declined."""
+
+    ticket: Ticket
+    hashes: bytes
+
+
+class Declined(Message, frozen=True, array_like=True):
+    """The holder will not write under that ticket, or gave up when it had begun to. No proof of anything: the reader still aborts it."""
+
+    nonce: Unsigned
+    reason: Text
+    gave_up: bool = False
+
+
+AnyMessage = (
+    Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | Manage | AskCache | FetchFile
+    | Welcome | Scheduled | Reserved | Refused | Tokens | Delivered | Finished | Failed | Load | CacheDelta | Managed | FileChunk
+    | Commit | CommitAck | Abort | AbortAck | Fetch | Declined
+)  # fmt: skip
+
+MAX_MESSAGES = 1024
+"""In one frame."""
+
+
+class Envelope(Value, frozen=True, array_like=True):
+    """What a frame carries: what was said, in order. sequence counts the frames of this sender's incarnation on this link from 1.
+    to_incarnation: the boot the sender means, "" while it does not know it (only Hello may be sent so)."""
+
+    protocol: int
+    sender: Id
+    incarnation: Id
+    to_incarnation: str
+    sequence: Number
+    messages: Annotated[tuple[AnyMessage, ...], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+PROTOCOL_VERSION = 4

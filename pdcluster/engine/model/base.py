@@ -1,0 +1,90 @@
+"""What the engine needs of a model, whatever is inside it (dense, mixture of experts, another attention)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdcluster.engine.model.batch import Batch
+
+
+class Progress:
+    """Counts the layers computed since start. One writer (the worker), any number of readers, also in other processes when `cell` is shared."""
+
+    __slots__ = ("_bells", "_cell", "_start", "bell_fd", "counter")
+
+    def __init__(self, cell: ctypes.c_uint64 | None = None) -> None:
+        self._cell = ctypes.c_uint64() if cell is None else cell
+        self.counter: NDArray[np.uint64] = np.frombuffer(memoryview(self._cell), np.uint64)
+        """The cell, for kernels that count layers themselves; they compute `runs` of them, and whoever calls them rings."""
+        self._start = self._cell.value
+        self._bells: tuple[int, ...] = ()
+        self.bell_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when a layer was done after which the step was asked to ring."""
+
+    def begin(self, bells: tuple[int, ...]) -> None:
+        """A step is about to start: no layer of it is done, and no ring of an earlier one is left. Ring after these numbers of its layers.
+
+        Called by the thread that launches, before the worker sees the step: a late look at an earlier step's bell must not find this one's KV
+        done."""
+        with contextlib.suppress(BlockingIOError):  # it did not ring, or was heard
+            os.eventfd_read(self.bell_fd)
+        self._start = self._cell.value
+        self._bells = bells
+
+    @property
+    def layers_done(self) -> int:
+        """Layers computed of the step that runs, or ran last. Their KV is in the pool."""
+        return self._cell.value - self._start
+
+    @property
+    def value(self) -> int:
+        return self._cell.value
+
+    def advance(self) -> None:
+        self._cell.value += 1
+        self.ring()
+
+    def ring(self) -> None:
+        """To be called after the layers that the step was asked to ring after, and as often as one likes after others."""
+        if self._bells and self.layers_done in self._bells:
+            os.eventfd_write(self.bell_fd, 1)
+
+    def runs(self, count: int) -> tuple[tuple[int, int], ...]:
+        """The step's next `count` layers, [begin, end) from the first of them on, cut where it has to ring."""
+        inner = sorted({bell - self.layers_done for bell in self._bells if 0 < bell - self.layers_done < count})
+        return tuple(pairwise((0, *inner, count)))
+
+    def close(self) -> None:
+        if self.bell_fd >= 0:
+            os.close(self.bell_fd)
+            self.bell_fd = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a forward computed, to be looked at before the model's next one. On each rank `logits` is to be called or is not.
+
+    hidden: the last layer's states, float32 [num_tokens, hidden], before the final norm. logits: float32 [n, vocabulary] of the wanted tokens.
+    best: each one's most likely token, the first of equals, where the forward finds it in passing; -1: its logits are no numbers."""
+
+    hidden: Callable[[], Tensor]
+    logits: Callable[[], Tensor]
+    best: NDArray[np.int64] | None = None
+
+
+class Model(Protocol):
+    def forward(self, batch: Batch, progress: Progress, wanted: Sequence[int] = ()) -> Computed:
+        """Write the batch's KV. wanted: indexes of the tokens that are to yield another one."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [n, vocabulary] of chosen rows of a forward's hidden states."""

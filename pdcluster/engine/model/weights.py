@@ -1,0 +1,224 @@
+"""Reads the tensors of a Hugging Face checkpoint, mapped from its safetensors files, and says which weights they are.
+
+Tensors that are served in the type they are stored in stay views of the files, so that the nodes of one machine share their memory; what products
+make of them (`panels`, `linear`) is a copy beside it. It knows the names a family must have and refuses what is missing or left over; what the
+tensors mean is the model's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pdcluster.checkpoint.gguf import is_gguf, open_gguf
+from pdcluster.core.errors import ModelError
+from pdcluster.engine.model.config import ModelConfig
+from pdcluster.engine.model.gguf_weights import gguf_digest, gguf_tensors
+from pdcluster.kv.layout import DType
+from pdcluster.kv.pool import TORCH_DTYPE
+
+DTypeChoice = Literal["auto", "float32", "bfloat16"]
+
+SERVED_AS: dict[str, DType] = {
+    "bfloat16": "bfloat16",
+    "float32": "float32",
+    "float16": "bfloat16",
+    "half": "bfloat16",
+    "float": "float32",
+    "float64": "float32",
+}
+"""What each stored type is computed in unless somebody says otherwise."""
+log = logging.getLogger(__name__)
+
+_SAMPLED_BLOCKS = 64
+_BLOCK_BYTES = 4096
+_OBSOLETE = ".rotary_emb.inv_freq"
+"""Buffers that early Llama checkpoints carry; they follow from the config."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. Biases and the q/k norms are None where the family has none."""
+
+    input_norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    post_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All tensors of a model. head is the embedding itself when the two are tied."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Tensor
+    dtype: DType
+
+
+def load_weights(model_dir: Path, config: ModelConfig, dtype: DTypeChoice = "auto", device: str = "cpu") -> Weights:
+    """Map and check every tensor of the checkpoint; raises ModelError naming the first one that is missing, left over or of the wrong shape."""
+    stored: dict[str, Tensor] = {} if is_gguf(model_dir) else _open_all(shard_paths(model_dir))
+    chosen = _choose_dtype(dtype, config, stored)
+    if is_gguf(model_dir):
+        stored = gguf_tensors(open_gguf(model_dir), TORCH_DTYPE[chosen])
+    take = _Taker(stored, TORCH_DTYPE[chosen], device)
+    width = config.hidden_size
+    embedding = take("model.embed_tokens.weight", config.vocab_size, width)
+    layers = tuple(_layer(take, config, index) for index in range(config.num_layers))
+    norm = take("model.norm.weight", width)
+    head = _tied_head(take, embedding) if config.tie_word_embeddings else take("lm_head.weight", config.vocab_size, width)
+    take.finish()
+    return Weights(embedding, layers, norm, head, chosen)
+
+
+def shard_paths(model_dir: Path) -> tuple[Path, ...]:
+    """The checkpoint's safetensors files: those its index names, else the single one."""
+    index = model_dir / "model.safetensors.index.json"
+    if not index.exists():
+        single = model_dir / "model.safetensors"
+        if not single.exists():
+            raise ModelError(f"{model_dir} holds neither model.safetensors nor model.safetensors.index.json; other formats are not supported")
+        return (single,)
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index} is no valid safetensors index: {error!r}") from error
+    missing = [name for name in names if Path(name).name != name or not (model_dir / name).exists()]
+    if missing:
+        raise ModelError(f"{index} names {missing[0]!r}, which is not in {model_dir}")
+    return tuple(model_dir / name for name in names)
+
+
+def weights_digest(model_dir: Path, config: ModelConfig) -> str:
+    """32 hex digits that tell checkpoints apart, read in milliseconds whatever their size.
+
+    Covers the parsed config, and of every file its size, its whole header (names, types, shapes, offsets) and 64 blocks of 4 KiB evenly spread
+    over the data. Weights that differ only between the sampled blocks are not told apart; training changes all of them.
+    """
+    if is_gguf(model_dir):
+        return gguf_digest(open_gguf(model_dir), repr(config))
+    digest = hashlib.blake2b(repr(config).encode(), digest_size=16)
+    for path in shard_paths(model_dir):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+            digest.update(f"{size}:{header}:".encode())
+            digest.update(file.read(min(header, size)))
+            for block in range(_SAMPLED_BLOCKS):
+                file.seek(8 + header + (max(size - 8 - header - _BLOCK_BYTES, 0) * block) // (_SAMPLED_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def _open_all(paths: Iterable[Path]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                tensors.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (a handle, not a dict)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+    return tensors
+
+
+def _choose_dtype(choice: DTypeChoice, config: ModelConfig, stored: dict[str, Tensor]) -> DType:
+    if choice != "auto":
+        return choice
+    declared = config.stored_dtype
+    if declared is None:
+        declared = str(next((tensor.dtype for tensor in stored.values()), torch.float32)).removeprefix("torch.")
+    served = SERVED_AS.get(declared)
+    if served is None:
+        raise ModelError(f"the checkpoint's type {declared!r} is not served; choose --dtype float32 or --dtype bfloat16")
+    if served != declared:
+        log.info("the checkpoint is %s and is served as %s; --dtype float32 serves it without rounding", declared, served)
+    return served
+
+
+class _Taker:
+    """Hands out each tensor once, checked, cast and moved, so that what nobody took can be refused."""
+
+    def __init__(self, stored: dict[str, Tensor], dtype: torch.dtype, device: str) -> None:
+        self._stored = stored
+        self._dtype = dtype
+        self._device = device
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        tensor = self._stored.pop(name, None)
+        if tensor is None:
+            raise ModelError(f"tensor {name} is missing from the checkpoint")
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, the config says {shape}")
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(f"tensor {name} is stored as {tensor.dtype}; float32, bfloat16 and float16 are supported")
+        return tensor.to(self._device, self._dtype)
+
+    def has(self, name: str) -> bool:
+        return name in self._stored
+
+    def finish(self) -> None:
+        extra = sorted(name for name in self._stored if not name.endswith(_OBSOLETE))
+        if extra:
+            raise ModelError(f"tensor {extra[0]} is in the checkpoint but not in the architecture its config names ({len(extra)} such tensors)")
+
+
+def _tied_head(take: _Taker, embedding: Tensor) -> Tensor:
+    """Some checkpoints store the tied head a second time; that is fine as long as it is the same."""
+    if take.has("lm_head.weight") and not torch.equal(take("lm_head.weight", *embedding.shape), embedding):
+        raise ModelError("tensor lm_head.weight differs from model.embed_tokens.weight, but the config says tie_word_embeddings")
+    return embedding
+
+
+def _layer(take: _Taker, config: ModelConfig, index: int) -> LayerWeights:
+    at = f"model.layers.{index}."
+    width, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def bias(wanted: bool, name: str, size: int) -> Tensor | None:
+        return take(f"{at}{name}.bias", size) if wanted else None
+
+    return LayerWeights(
+        input_norm=take(f"{at}input_layernorm.weight", width),
+        q=take(f"{at}self_attn.q_proj.weight", queries, width),
+        k=take(f"{at}self_attn.k_proj.weight", keys, width),
+        v=take(f"{at}self_attn.v_proj.weight", keys, width),
+        o=take(f"{at}self_attn.o_proj.weight", width, queries),
+        post_norm=take(f"{at}post_attention_layernorm.weight", width),
+        gate=take(f"{at}mlp.gate_proj.weight", inner, width),
+        up=take(f"{at}mlp.up_proj.weight", inner, width),
+        down=take(f"{at}mlp.down_proj.weight", width, inner),
+        q_bias=bias(config.qkv_bias, "self_attn.q_proj", queries),
+        k_bias=bias(config.qkv_bias, "self_attn.k_proj", keys),
+        v_bias=bias(config.qkv_bias, "self_attn.v_proj", keys),
+        o_bias=bias(config.output_bias, "self_attn.o_proj", width),
+        gate_bias=bias(config.mlp_bias, "mlp.gate_proj", inner),
+        up_bias=bias(config.mlp_bias, "mlp.up_proj", inner),
+        down_bias=bias(config.mlp_bias, "mlp.down_proj", width),
+        q_norm=take(f"{at}self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
+        k_norm=take(f"{at}self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+    )

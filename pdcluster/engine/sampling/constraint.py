@@ -1,0 +1,216 @@
+"""Which tokens a row's grammar allows next. State is a function of the grammar and of the output so far, so any node makes it anew: after a
+hand-over, a preemption, a migration. It is kept between steps only because that is faster.
+
+How long a mask takes depends on the grammar: an ambiguous one takes longer with every token, without end. So masks are made `aside`. A row whose mask
+takes too long, or so long that the next one may, ends, and so do all others of its grammar, which is refused from then on; rows of other grammars
+go on.
+
+A grammar ends in an end-of-sequence token, allowed where it is complete. While a row is shorter than its min_tokens that token is withheld as long
+as anything else may follow.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdcluster.core.errors import BadRequest
+from pdcluster.core.grammar import PARAM, Grammar
+from pdcluster.core.sampling import Sampling
+from pdcluster.core.step import Row, RowError
+from pdcluster.engine.sampling.deadline_pool import Aside, Late, TurnedAway
+from pdcluster.engine.sampling.grammar import Grammars
+
+Mask = NDArray[np.int32]
+"""A bit per token id, lowest first."""
+
+MAX_IDLE_STEPS = 64
+"""After so many steps without it a row's state is dropped: its row is gone, or waits."""
+
+
+MASK_S = 1.0
+"""Longest time for a row's mask, which all rows of the step wait for; most take less than a thousandth of it."""
+
+SLOW = 0.5
+"""Share of that time on a CPU from which a mask counts as too slow though it came: the next one would keep a thread that nobody can end."""
+
+
+STARVED = RowError("this node gets too little time on its CPUs to say what the request's grammar allows next; retry later", retryable=True)
+"""Nothing is known against the grammar then."""
+
+
+class Constraint:
+    """One output's place in its grammar."""
+
+    def __init__(self, compiled: Any, grammar: Grammar | None = None) -> None:
+        import xgrammar
+
+        self.grammar = grammar
+
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._words = -(-compiled.tokenizer_info.vocab_size // 32)
+        self.num_tokens = 0
+
+    def accept(self, token: int) -> bool:
+        """False for a token that the grammar does not allow here."""
+        self.num_tokens += 1
+        return bool(self._matcher.accept_token(token))
+
+    def mask(self) -> Mask:
+        words = np.full((1, self._words), -1, np.int32)
+        if not self._matcher.is_terminated():
+            self._matcher.fill_next_token_bitmask(words, 0)
+        else:
+            words[:] = 0
+        row: Mask = words[0]
+        return row
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """The row cannot go on; says why. is_lost: only because this node no longer has the grammar."""
+
+    reason: str
+    is_lost: bool = False
+
+
+class Stand(NamedTuple):
+    """Where a row stands in its grammar, what it may say next, and how long a CPU took to find that."""
+
+    constraint: Constraint
+    mask: Mask
+    cpu_s: float
+
+
+class Constraints:
+    """The state of an engine's rows; used by its worker thread alone."""
+
+    def __init__(self, grammars: Grammars, eos_token_ids: Sequence[int], mask_s: float = MASK_S) -> None:
+        self._grammars = grammars
+        self._eos = tuple(eos_token_ids)
+        self._rows: dict[str, tuple[Constraint, int]] = {}
+        self._step = 0
+        self._slow_s = mask_s * SLOW
+        self._aside = Aside[Stand | Dead]("masks", mask_s)
+
+    def of_step(self, rows: Sequence[Row]) -> tuple[dict[int, Mask], dict[int, RowError]]:
+        """By place: what the rows that have a grammar may say next, and which of them can not go on."""
+        self._step += 1
+        masks: dict[int, Mask] = {}
+        dead: dict[int, RowError] = {}
+        asked = [
+            (place, row, row.sampling.grammar) for place, row in enumerate(rows) if row.sampling is not None and row.sampling.grammar is not None
+        ]
+        for (place, row, grammar), answer in zip(asked, self._answers([(row, grammar) for _, row, grammar in asked]), strict=True):
+            if isinstance(answer, Stand) and answer.cpu_s < self._slow_s:
+                masks[place] = answer.mask
+                self._rows[row.request] = answer.constraint, self._step
+                continue
+            self._rows.pop(row.request, None)
+            dead[place] = self._error(answer, row, grammar)
+        if self._rows:
+            self._rows = {key: kept for key, kept in self._rows.items() if self._step - kept[1] < MAX_IDLE_STEPS}
+        return masks, dead
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_late(self) -> int:
+        """Masks that nobody waits for and that are still made."""
+        return self._aside.num_left
+
+    def close(self) -> None:
+        self._aside.close()
+
+    def _job(self, row: Row, grammar: Grammar) -> partial[Stand | Dead]:
+        kept = self._rows.get(row.request)
+        return partial(_advanced, row, None if kept is None else kept[0], self._grammars.find(grammar), self._eos)
+
+    def _answers(self, asked: Sequence[tuple[Row, Grammar]]) -> list[Stand | Dead | Late | TurnedAway]:
+        """Nothing is begun for a grammar that was refused while its rows ran."""
+        refused = {grammar: str(error) for _, grammar in asked if (error := self._grammars.refusal(grammar)) is not None}
+        begun = [(row, grammar) for row, grammar in asked if grammar not in refused]
+        found = iter(self._aside.run([self._job(row, grammar) for row, grammar in begun], [grammar for _, grammar in begun]) if begun else ())
+        return [Dead(refused[grammar]) if grammar in refused else next(found) for _, grammar in asked]
+
+    def _error(self, answer: Stand | Dead | Late | TurnedAway, row: Row, grammar: Grammar) -> RowError:
+        if isinstance(answer, Late) and answer.is_starved:
+            return STARVED
+        if isinstance(answer, Late | Stand):
+            return self._too_slow(row, grammar)
+        if isinstance(answer, TurnedAway):
+            return RowError(f"{self._aside.num_left} other grammars take too long on this node; retry later", retryable=True)
+        return RowError(answer.reason, retryable=answer.is_lost, param=PARAM)
+
+    def _too_slow(self, row: Row, grammar: Grammar) -> RowError:
+        reason = f"after {row.output_index} tokens it takes too long to find what the grammar allows next; send a less ambiguous one"
+        self._grammars.refuse(grammar, BadRequest(reason))
+        return RowError(reason, retryable=False, param=PARAM)
+
+
+def _advanced(row: Row, kept: Constraint | None, compiled: Any, eos_token_ids: Sequence[int]) -> Stand | Dead:
+    """kept: the row's state at an earlier step; compiled: its grammar, None when this node has it no longer."""
+    assert row.sampling is not None and row.sampling.grammar is not None
+    output = np.empty(0, np.int32) if row.output is None else row.output
+    if kept is not None and kept.grammar == row.sampling.grammar and kept.num_tokens <= len(output):
+        constraint = kept
+    elif compiled is None:
+        return Dead("this node no longer has the request's grammar", is_lost=True)
+    else:
+        constraint = Constraint(compiled, row.sampling.grammar)
+    for token in output[constraint.num_tokens :].tolist():
+        if not constraint.accept(token):
+            return Dead(f"output token {token} at position {constraint.num_tokens - 1} does not fit the request's grammar")
+    began_s = time.thread_time()
+    mask = constraint.mask()
+    cpu_s = time.thread_time() - began_s
+    mask = _long_enough(mask, row, row.sampling, eos_token_ids)
+    if not mask.any():
+        return Dead(f"after {row.output_index} tokens the request's grammar allows none of the model's tokens; change the grammar")
+    return Stand(constraint, mask, cpu_s)
+
+
+def _long_enough(mask: Mask, row: Row, sampling: Sampling, eos_token_ids: Sequence[int]) -> Mask:
+    """Without the ends of a row that is shorter than its min_tokens, where anything else may follow."""
+    if row.output_index >= sampling.min_tokens:
+        return mask
+    longer = without(mask, (*eos_token_ids, *sampling.stop_token_ids))
+    return longer if longer.any() else mask
+
+
+def without(mask: Mask, token_ids: Sequence[int]) -> Mask:
+    """A copy that does not allow these."""
+    fewer = mask.copy()
+    bits = fewer.view(np.uint32)
+    for token in token_ids:
+        if token >> 5 < len(bits):
+            bits[token >> 5] &= ~np.uint32(1 << (token & 31))
+    return fewer
+
+
+def unbound(sampling: Sampling) -> Sampling:
+    """Without min_tokens, which masks heed already."""
+    return msgspec.structs.replace(sampling, min_tokens=0) if sampling.min_tokens else sampling
+
+
+def masked(logits: Tensor, masks: Mapping[int, Mask]) -> Tensor:
+    """The same tensor when there are no masks, else a copy in which what they do not allow is impossible."""
+    if not masks:
+        return logits
+    places = list(masks)
+    bits = np.stack([masks[place] for place in places]).view(np.uint8)
+    allowed = np.unpackbits(bits, axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
+    logits = logits.clone()
+    rows = logits[places]
+    logits[places] = rows.masked_fill_(torch.from_numpy(~allowed).to(logits.device), float("-inf"))
+    return logits

@@ -1,0 +1,53 @@
+"""What a node is scheduled for and whether it takes new work, as operators and controllers set it while it runs. Owned by the node loop's thread.
+
+A role is advice to routers: every node can do everything, so what runs is not touched by a change, and work that a router sent before it heard
+of the change is done all the same. Draining for good, on the way out, is the loop's.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from pdcluster.core.messages import Manage, Managed, Role
+
+logger = logging.getLogger(__name__)
+
+
+class Cluster(Protocol):
+    """Where the node's card is changed, for those who are not linked to it."""
+
+    def set_role(self, role: Role) -> None: ...
+
+    def set_draining(self, is_draining: bool) -> None: ...
+
+
+class Standing:
+    """is_draining: on the way out, which no message takes back."""
+
+    def __init__(self, role: Role, cluster: Cluster) -> None:
+        self.role = role
+        self.is_cordoned = False
+        self.is_draining = False
+        self._cluster = cluster
+
+    @property
+    def takes_work(self) -> bool:
+        return not (self.is_cordoned or self.is_draining)
+
+    def apply(self, message: Manage) -> Managed:
+        """Idempotent; the answer says how it is now."""
+        if message.role is not None and message.role != self.role:
+            logger.info("role %s becomes %s", self.role, message.role)
+            self.role = message.role
+            self._cluster.set_role(self.role)
+        if message.cordoned is not None and message.cordoned != self.is_cordoned:
+            logger.info("new work is %s", "refused" if message.cordoned else "welcome again")
+            self.is_cordoned = message.cordoned
+            self._cluster.set_draining(not self.takes_work)
+        return Managed(message.number, self.role, self.is_cordoned)
+
+    def drain(self) -> None:
+        """No new work from now on."""
+        self.is_draining = True
+        self._cluster.set_draining(True)

@@ -1,0 +1,86 @@
+"""What a node's loop composes: its parts, and what it needs of an engine and of the bootstrap. Declarations only; `assembly` builds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdcluster.core.messages import Role
+from pdcluster.core.step import StepPlan, StepResult
+from pdcluster.kv.pages import PagePool
+from pdcluster.node.availability import Standing
+from pdcluster.node.decode import DecodeSide
+from pdcluster.node.export import ExportSide
+from pdcluster.node.files import ModelFiles
+from pdcluster.node.grammar_queue import GrammarQueue
+from pdcluster.node.kv_fetch import FetchSide
+from pdcluster.node.legs import EndedLegs
+from pdcluster.node.outbox import Outbox
+from pdcluster.node.prefill import PrefillSide
+from pdcluster.node.sequences import SequenceFactory
+from pdcluster.node.step_timer import Stopwatch
+from pdcluster.scheduler.scheduler import Scheduler
+from pdcluster.transfer.backends.base import Backend, Peer
+from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.writer import Writer
+from pdcluster.wire.hub import Hub
+
+
+class StepEngine(Protocol):
+    """The part of the engine that the loop drives; done_fd is readable when a launched step can be collected, layer_fd when a bell of its plan
+    rang. One more step may be launched behind the one that runs: it is computed as soon as that is done, collected or not."""
+
+    @property
+    def done_fd(self) -> int: ...
+
+    @property
+    def layer_fd(self) -> int: ...
+
+    @property
+    def layers_done(self) -> int: ...
+
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def collect(self, timeout: float | None = None) -> StepResult: ...
+
+    def close(self) -> None: ...
+
+
+class Neighbours(Protocol):
+    """Who left the cluster, as the bootstrap tells it; wakeup_fd is readable when there is news."""
+
+    wakeup_fd: int
+
+    def gone(self) -> Iterable[Peer]: ...
+
+    def set_draining(self, is_draining: bool) -> None: ...
+
+    def set_role(self, role: Role) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """Everything the loop composes, built by `server`."""
+
+    me: Peer
+    standing: Standing
+    max_rows: int
+    engine: StepEngine
+    scheduler: Scheduler
+    pages: PagePool
+    sequences: SequenceFactory
+    hub: Hub
+    backends: tuple[Backend, ...]
+    writer: Writer
+    reader: Reader
+    outbox: Outbox
+    ended: EndedLegs
+    prefill: PrefillSide
+    decode: DecodeSide
+    fetch: FetchSide
+    export: ExportSide
+    files: ModelFiles
+    stopwatch: Stopwatch
+    neighbours: Neighbours
+    grammars: GrammarQueue

@@ -1,0 +1,112 @@
+"""Starts a node's engine, alone or over ranks, and says what the rest of the node must know of it. It decides nothing about requests."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.node.components import StepEngine
+from pdcluster.node.tensor_parallel.channel import Media
+from pdcluster.node.tensor_parallel.endpoint_client import RankLink
+from pdcluster.node.tensor_parallel.engine import RankedEngine, RankSettings
+from pdcluster.settings.config import NodeConfig, TransferConfig, cache_directory
+from pdcluster.transfer.backends.base import Peer, Region
+from pdcluster.transfer.layout.geometry import PageShape
+
+logger = logging.getLogger(__name__)
+
+EXIT_RANK_LOST = 70
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEngine:
+    """driver: what the loop drives and the node closes at its end; local: the engine of this process, rank 0; region, memory: its pool and its
+    bytes (none for a pool in device memory); links: to the other ranks' transfer endpoints."""
+
+    driver: StepEngine
+    local: Engine
+    pages: PageShape
+    region: Region
+    memory: memoryview
+    links: tuple[RankLink, ...] = ()
+
+
+def start_engine(config: NodeConfig, model_dir: Path, me: Peer, region: int, on_lost: Callable[[str], None] | None = None) -> NodeEngine:
+    """Load the model and warm up. region: the id of rank 0's pool; those of the others follow. on_lost: told when a rank is gone; the default ends
+    this process."""
+    own = engine_config(config, model_dir)
+    if config.tp == 1:
+        engine = Engine(own)
+        if config.warmup:
+            engine.warmup()
+        return _describe(engine, engine, region, ranks=1)
+    ranked = RankedEngine(own, _rank_settings(config, me, region), on_lost if on_lost is not None else end_process)
+    if config.warmup:
+        ranked.warmup()
+    return replace(_describe(ranked, ranked.local, region, ranks=config.tp), links=ranked.links)
+
+
+def end_process(reason: str) -> None:
+    """A node that lost a rank must not go on, in any of its threads: it ends at once, as by SIGKILL. Its other ranks die with it, its peers see their
+    connections close, and whoever watches it starts it again."""
+    logger.critical("this node gives itself up: %s", reason)
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    os._exit(EXIT_RANK_LOST)
+
+
+def _describe(driver: StepEngine, local: Engine, region: int, *, ranks: int) -> NodeEngine:
+    pool = local.pool
+    memory = pool.view if pool.fd is not None else memoryview(bytearray())
+    return NodeEngine(driver, local, PageShape.of(local.full_layout, ranks), Region(region, pool.address, pool.nbytes, pool.fd), memory)
+
+
+def engine_config(config: NodeConfig, model_dir: Path) -> EngineConfig:
+    return EngineConfig(
+        model_dir=model_dir,
+        cache_dir=cache_directory(),
+        dtype=config.dtype,
+        device=config.device,
+        page_tokens=config.kv.page_tokens,
+        kv_bytes=config.kv.memory_bytes,
+        max_len=config.max_len,
+        deterministic=config.deterministic,
+        quantization=config.quantization,
+        threads=config.threads or max(1, len(os.sched_getaffinity(0)) // config.tp),
+    )
+
+
+def _rank_settings(config: NodeConfig, me: Peer, region: int) -> RankSettings:
+    return RankSettings(
+        size=config.tp,
+        cores=share_cores(config.cores, config.tp),
+        pulse_s=config.heartbeat_s / 2,
+        silence_s=config.lease_s,
+        log=config.log,
+        media=_media(config.transfer, me, region) if config.device == "cpu" else None,
+    )
+
+
+def _media(transfer: TransferConfig, me: Peer, region: int) -> Media:
+    return Media(
+        node=me.node,
+        incarnation=me.incarnation,
+        region=region,
+        backend=transfer.backend,
+        host=transfer.host,
+        staging_bytes=transfer.staging_bytes,
+        devices=transfer.devices,
+        gid_index=transfer.gid_index,
+        rails=transfer.rails,
+    )
+
+
+def share_cores(cores: tuple[int, ...], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Cores of each rank; with fewer cores than ranks all share them."""
+    if len(cores) < ranks:
+        return (cores,) * ranks if cores else ()
+    return tuple(cores[len(cores) * rank // ranks : len(cores) * (rank + 1) // ranks] for rank in range(ranks))

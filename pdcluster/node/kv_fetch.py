@@ -1,0 +1,221 @@
+"""The reading end of pulls: KV of a prompt that another node has cached is fetched before the prompt is computed here.
+
+A pull's life: a Prefill names a holder → the sequence is held in the queue, pages are taken for the tokens that the cache lacks, the holder may write
+to them under a ticket like any other, and Fetch asks it to → the KV is verified and published → the sequence is let go and finds a longer cached
+prefix. Whatever goes wrong, the sequence is let go and computes its prompt: a pull fails no request, and costs it at most `pull_s`.
+
+A pull is all or nothing. Its digests come with its Commit, so a page of it is known to be right only then; chunks that are not are asked for again
+(`session`), and a pull that ends without all of them publishes no page. What was cached here before stays, and is used.
+
+The pages belong to the pull alone while it is open. They are given up when it ends, well or not: what was published stays cached, what a writer
+may still write to is quarantined until the reader says Reclaimed. Owned by the node loop's thread; no sockets here. The other end is `export`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdcluster.core.errors import IntegrityError
+from pdcluster.core.lifecycle import Residence
+from pdcluster.core.messages import HASH_BYTES, Declined, Fetch, Pull
+from pdcluster.kv.pages import PagePool
+from pdcluster.node.outbox import Outbox
+from pdcluster.scheduler.scheduler import Scheduler
+from pdcluster.scheduler.sequence import Sequence
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.paths.breaker import Breaker, BreakerSettings
+from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.session import Failed, Landed, Reclaimed, peer_of
+
+logger = logging.getLogger(__name__)
+
+BREAKER = BreakerSettings(failures=2, window_s=30.0, pause_s=5.0)
+"""When a holder is not asked any more for a while: each failure costs a request its time."""
+
+MAX_HOLDERS = 1024
+"""Judged at a time. Boots that are gone are forgotten when their links end, but a router may name one to which there never was a link."""
+
+WELL = ("ok", "declined")
+"""Ends that speak for the holder."""
+
+
+@dataclass(slots=True)
+class Pulling:
+    """pages: in token order from the prompt's first on, all held by the pull while it is open; the first num_cached of them were cached here."""
+
+    sequence: Sequence
+    holder: Peer
+    nonce: int
+    pages: list[int]
+    num_cached: int
+    began: float
+    deadline: float
+    is_open: bool = True
+
+
+class FetchSide:
+    """counters: pulls by how they ended (ok, declined, failed, expired, cancelled), and why others did not begin (needless, no_room, avoided)."""
+
+    def __init__(
+        self, scheduler: Scheduler, pages: PagePool, reader: Reader, outbox: Outbox, *, pull_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._scheduler = scheduler
+        self._pages = pages
+        self._reader = reader
+        self._outbox = outbox
+        self._pull_s = pull_s
+        self._clock = clock
+        self._pulls: dict[int, Pulling] = {}
+        """By nonce, until the ticket's writer can write no more."""
+        self._breakers: dict[Peer, Breaker] = {}
+        self.counters: Counter[str] = Counter()
+
+    # ------------------------------------------------------------ what the loop asks for
+
+    def start(self, sequence: Sequence, pull: Pull, deadline_s: float) -> None:
+        """Fetch what the holder has beyond this node's own cache, if there is room. The sequence is in the queue already, unless it was refused."""
+        if self._scheduler.find(sequence.key) is not sequence:
+            return
+        num_pages = self._wanted(sequence, pull.num_tokens)
+        cached = self._pages.match(sequence.hashes, num_pages)
+        if len(cached) == num_pages:
+            self.counters["needless"] += 1
+        elif self._is_avoided(peer_of(pull.holder)):
+            self.counters["avoided"] += 1
+        elif (fresh := self._take(cached, num_pages - len(cached))) is None:
+            self.counters["no_room"] += 1
+        else:
+            self._open(sequence, pull, cached, fresh, min(self._pull_s, deadline_s))
+
+    def owns(self, nonce: int) -> bool:
+        return nonce in self._pulls
+
+    def on_declined(self, sender: Peer, message: Declined) -> None:
+        pulling = self._pulls.get(message.nonce)
+        if pulling is None or not pulling.is_open:
+            return  # it ended before
+        if pulling.holder != sender:
+            self.counters["foreign_message"] += 1
+            return
+        self._abort(pulling, message.reason, "failed" if message.gave_up else "declined")
+
+    def on_event(self, event: Landed | Failed | Reclaimed) -> None:
+        """What became of a ticket of ours."""
+        pulling = self._pulls[event.nonce]
+        if isinstance(event, Failed):
+            if pulling.is_open:
+                self._end(pulling, "expired" if self._clock() >= pulling.deadline else "failed", event.reason)
+            return
+        self._pages.detach_writer(event.nonce)
+        del self._pulls[event.nonce]
+        if isinstance(event, Landed) and pulling.is_open:
+            pulling.sequence.num_pulled = self._publish(pulling) * self._pages.page_tokens
+            self._end(pulling, "ok")
+
+    def expire(self) -> None:
+        """End pulls for sequences that ended. Their deadlines are those of their tickets, which the reader keeps."""
+        for pulling in [each for each in self._pulls.values() if each.is_open and each.sequence.state is not Residence.HELD]:
+            self._abort(pulling, "the request ended", "cancelled")
+
+    def forget(self, peer: Peer) -> None:
+        """That boot is gone."""
+        self._breakers.pop(peer, None)
+
+    @property
+    def num_holders(self) -> int:
+        """Of which is known how their pulls ended."""
+        return len(self._breakers)
+
+    @property
+    def num_open(self) -> int:
+        return sum(pulling.is_open for pulling in self._pulls.values())
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError when the books contradict each other."""
+        for nonce, pulling in self._pulls.items():
+            if not pulling.is_open and pulling.pages:
+                raise IntegrityError(f"pull {nonce:x} is over, but holds {len(pulling.pages)} pages")
+            for page in pulling.pages[pulling.num_cached :]:
+                owners, writer = self._pages.num_owners(page), self._pages.writer_of(page)
+                if owners != 1 or writer != nonce:
+                    raise IntegrityError(f"page {page} of pull {nonce:x} has {owners} owners and writer {writer}")
+
+    # ------------------------------------------------------------ beginning
+
+    def _wanted(self, sequence: Sequence, num_tokens: int) -> int:
+        """Pages of the prefix that the sequence could use: its last token is computed here in any case, and with prompt logprobs all are."""
+        if sequence.wants_prompt_logprobs:
+            return 0
+        usable = min(num_tokens, sequence.num_tokens - 1)
+        sequence.extend_hashes(min(num_tokens, sequence.num_tokens))
+        return min(usable, len(sequence.hashes) // HASH_BYTES * self._pages.block_tokens) // self._pages.page_tokens
+
+    def _take(self, cached: list[int], num_fresh: int) -> list[int] | None:
+        """Fresh pages, and the cached ones before them held; None when others need them more."""
+        pages = self._pages
+        if self._scheduler.has_waiting_preempted or num_fresh + pages.num_idle(cached) > self._scheduler.num_spare_pages:
+            return None
+        pages.acquire(cached)
+        fresh = pages.allocate(num_fresh)
+        assert fresh is not None
+        return fresh
+
+    def _open(self, sequence: Sequence, pull: Pull, cached: list[int], fresh: list[int], seconds: float) -> None:
+        now, page_tokens, holder, pages = self._clock(), self._pages.page_tokens, peer_of(pull.holder), cached + fresh
+        ticket = self._reader.open(
+            sequence.request, sequence.attempt, pull.holder, pages, len(pages) * page_tokens, len(cached) * page_tokens, seconds
+        )  # fmt: skip
+        self._pages.attach_writer(fresh, ticket.nonce)
+        self._scheduler.hold(sequence)
+        self._breaker(holder).begin(now)
+        self._pulls[ticket.nonce] = Pulling(sequence, holder, ticket.nonce, pages, len(cached), now, now + seconds)
+        # All that the holder has: its pages may be larger than ours, and are named by their last hash.
+        num_hashes = pull.num_tokens // self._pages.block_tokens
+        fetch = Fetch(ticket, bytes(sequence.hashes[: num_hashes * HASH_BYTES]))
+        self._outbox.message(pull.holder, fetch, once=lambda: self._reader.is_permitted(ticket.nonce))
+
+    def _is_avoided(self, holder: Peer) -> bool:
+        breaker = self._breakers.get(holder)
+        return breaker is not None and not breaker.has_room(self._clock())
+
+    def _breaker(self, holder: Peer) -> Breaker:
+        if holder not in self._breakers and len(self._breakers) >= MAX_HOLDERS:
+            del self._breakers[next(iter(self._breakers))]  # the one that is known longest
+        return self._breakers.setdefault(holder, Breaker(BREAKER))
+
+    # ------------------------------------------------------------ ends
+
+    def _publish(self, pulling: Pulling) -> int:
+        """Enter the pages into the prefix cache, and say how many; where it got one of the same contents meanwhile, that one stays. None behind one
+        that was forgotten meanwhile."""
+        hashes, width = pulling.sequence.hashes, self._pages.page_tokens // self._pages.block_tokens * HASH_BYTES
+        for index in range(pulling.num_cached, len(pulling.pages)):
+            if index and not self._pages.is_published(pulling.pages[index - 1]):
+                return index - pulling.num_cached
+            start = index * width
+            parent = bytes(hashes[start - HASH_BYTES : start]) if index else None
+            pulling.pages[index] = self._pages.publish(pulling.pages[index], bytes(hashes[start : start + width]), parent)
+        return len(pulling.pages) - pulling.num_cached
+
+    def _abort(self, pulling: Pulling, reason: str, result: str) -> None:
+        self._reader.abort(pulling.nonce, reason)
+        self._end(pulling, result, reason)
+
+    def _end(self, pulling: Pulling, result: str, reason: str = "") -> None:
+        """Give up the pages, and let the sequence go on with what is cached now."""
+        now, breaker, key, node = self._clock(), self._breakers.get(pulling.holder), pulling.sequence.key, pulling.holder.node
+        pulling.is_open = False
+        self._pages.release(pulling.pages)
+        pulling.pages = []
+        if pulling.sequence.state is Residence.HELD:
+            self._scheduler.resume(pulling.sequence)
+        if breaker is not None and result in WELL:  # None: that boot is gone
+            breaker.succeeded(pulling.began, now)
+        elif breaker is not None and result != "cancelled":
+            breaker.failed(pulling.began, now)
+        self.counters[result] += 1
+        if result != "ok":
+            logger.info("pull for %s from node %s: %s after %.3f s: %s", key, node, result, now - pulling.began, reason)

@@ -1,0 +1,87 @@
+"""What a node tells its routers unasked: its load when that changed, and which block hashes came and went. Owned by the node loop's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from msgspec.structs import replace
+
+from pdcluster.core.messages import AnyMessage, BreakerName, CacheDelta, Load, PathLoad
+from pdcluster.kv.pages import PagePool
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.paths.breaker import BreakerState
+from pdcluster.transfer.paths.measure import Paths
+
+Send = Callable[[Peer, AnyMessage], None]
+
+MAX_REPORTED_PEERS = 64
+STATES: dict[BreakerState, BreakerName] = {BreakerState.CLOSED: "closed", BreakerState.OPEN: "open", BreakerState.HALF_OPEN: "half_open"}
+
+
+def path_loads(paths: Paths) -> tuple[PathLoad, ...]:
+    """Bandwidths in two digits, so that a report does not differ from the last one by noise alone."""
+    return tuple(
+        PathLoad(each.peer.node, each.backend, float(f"{each.bytes_s:.2g}"), STATES[each.state], each.is_chosen)
+        for each in paths.report(MAX_REPORTED_PEERS)
+    )
+
+
+def by_reason(counters: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(counters.items()))
+
+
+class Reporter:
+    """At most one report per interval; a router that said Hello gets a whole snapshot at once."""
+
+    def __init__(
+        self, pages: PagePool, load: Callable[[], Load], *, interval_s: float, clock: Callable[[], float], seen: Callable[[Peer], int]
+    ) -> None:
+        """seen: number of the last frame that was taken in from a router."""
+        self._pages = pages
+        self._load = load
+        self._interval_s = interval_s
+        self._clock = clock
+        self._seen = seen
+        self._routers: set[Peer] = set()
+        self._last: Load | None = None
+        self._next_at = 0.0
+        self._sequence = 0
+
+    def add(self, router: Peer, send: Send) -> None:
+        """Welcome a router (again), or one that missed deltas: everything as it is now. Pending changes are inside the snapshot, so
+        others get them first."""
+        self._report_cache(send)
+        self._routers.add(router)
+        send(router, CacheDelta(self._sequence, True, self._pages.snapshot(), b""))
+        send(router, self._load_for(router, self._load()))
+
+    def remove(self, router: Peer) -> None:
+        self._routers.discard(router)
+
+    def report(self, send: Send) -> None:
+        """Send what changed, when the interval is over."""
+        now = self._clock()
+        if now < self._next_at or not self._routers:
+            return
+        self._report_cache(send)
+        load = self._load()
+        if load != self._last:
+            self._last = load
+            self._next_at = now + self._interval_s
+            for router in self._routers:
+                send(router, self._load_for(router, load))
+
+    def next_deadline(self) -> float | None:
+        """When a change that came too early for the last report may go out."""
+        return self._next_at if self._routers and self._clock() < self._next_at else None
+
+    def _load_for(self, router: Peer, load: Load) -> Load:
+        return replace(load, seen=self._seen(router))
+
+    def _report_cache(self, send: Send) -> None:
+        added, removed = self._pages.drain_changes()
+        if not added and not removed:
+            return
+        self._sequence += 1
+        for router in self._routers:
+            send(router, CacheDelta(self._sequence, False, added, removed))

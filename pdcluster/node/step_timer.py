@@ -1,0 +1,43 @@
+"""Times the node's own steps and fits its cost model to them. Owned by the node loop's thread.
+
+A step lasts from its launch until the loop is ready for the next launch, so that what the loop does between two steps is in the model: requests wait
+for that too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdcluster.core.messages import CostReport
+from pdcluster.core.step import StepPlan
+from pdcluster.cost.cost import lately
+from pdcluster.cost.fit import Fit, step_of
+
+
+class Stopwatch:
+    def __init__(self, chunk_tokens: int, clock: Callable[[], float]) -> None:
+        self._fit = Fit(chunk_tokens)
+        self._clock = clock
+        self._launched_at = 0.0
+        self._done: StepPlan | None = None
+        self.itl_s = 0.0
+
+    def done(self, plan: StepPlan) -> None:
+        """The step's results are taken in."""
+        self._done = plan
+
+    def ready(self) -> None:
+        """The next step may be launched now."""
+        if self._done is not None:
+            step = step_of([(len(row.tokens), row.start) for row in self._done.rows], self._clock() - self._launched_at)
+            self._fit.observe(step)
+            if step.rows:
+                self.itl_s = lately(self.itl_s, step.seconds, 1)
+            self._done = None
+
+    def launched(self) -> None:
+        self._launched_at = self._clock()
+
+    def report(self) -> CostReport | None:
+        """None before the first step."""
+        return self._fit.cost().report() if self._fit.samples else None

@@ -1,0 +1,228 @@
+"""What rank 0 of a tensor-parallel node and its other ranks say to each other: length-prefixed msgpack over a socket pair.
+
+Start and Plan go down; Here and Ready come up once each. A second channel of the same kind carries `rank_messages`. The end of a stream is the end
+of the node. No state but the socket; which process is started or declared dead is not decided here.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+
+import msgspec
+import numpy as np
+
+from pdcluster.core.errors import ProtocolError
+from pdcluster.core.messages import Sampling
+from pdcluster.core.step import Row, StepPlan
+from pdcluster.node.tensor_parallel.messages import FromRank, ToRank
+from pdcluster.transfer.backends.base import DECODE_ERRORS
+
+LENGTH = struct.Struct("<I")
+MAX_BYTES = 256 << 20
+MAX_PIECE = 1 << 20
+
+
+class Media(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank's transfer endpoint is: boot and media of its node (fields of config.TransferConfig), the id of its pool's region."""
+
+    node: str
+    incarnation: str
+    region: int
+    backend: str
+    host: str
+    staging_bytes: int
+    devices: tuple[str, ...] = ()
+    gid_index: int | None = None
+    rails: int | None = None
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What a rank computes, and where it finds the others. config: the fields of engine.EngineConfig, paths as text; cores: empty for all;
+    pulse_s: how often it must show that it lives; media: None for a rank without transfers."""
+
+    rank: int
+    size: int
+    store_port: int
+    timeout_s: float
+    pulse_s: float
+    model_dir: str
+    cache_dir: str
+    dtype: str
+    device: str
+    page_tokens: int
+    num_pages: int | None
+    kv_bytes: int
+    max_len: int | None
+    threads: int
+    log_level: str
+    log_format: str
+    cores: tuple[int, ...] = ()
+    media: Media | None = None
+    deterministic: bool = False
+    quantization: str = "none"
+
+
+class Here(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The rank runs and is about to join the group."""
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The rank has its weights and its pool. adverts: of its transfer endpoint, by medium."""
+
+    num_pages: int
+    weights_digest: str
+    adverts: tuple[tuple[str, bytes], ...] = ()
+
+
+class PlanRow(msgspec.Struct, frozen=True, array_like=True):
+    """step.Row, its arrays as packed int32."""
+
+    request: str
+    tokens: bytes
+    start: int
+    pages: bytes
+    sampling: Sampling | None
+    output_index: int
+    prompt_logprobs: int | None
+    next_token: int | None
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    rows: tuple[PlanRow, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+RankMessage = Start | Here | Ready | Plan | ToRank | FromRank
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMessage)
+
+
+def pack_plan(plan: StepPlan) -> Plan:
+    """The plan without its bells, since only rank 0 rings, and without histories, since only rank 0 draws."""
+    return Plan(
+        tuple(
+            PlanRow(
+                row.request,
+                row.tokens.astype(np.int32, copy=False).tobytes(),
+                row.start,
+                row.pages.astype(np.int32, copy=False).tobytes(),
+                _bare(row.sampling),
+                row.output_index,
+                row.prompt_logprobs,
+                row.next_token,
+            )
+            for row in plan.rows
+        ),
+        plan.copies,
+    )
+
+
+def _bare(sampling: Sampling | None) -> Sampling | None:
+    """That a row samples, without its grammar, which may be long: rank 0 alone draws."""
+    return sampling if sampling is None or sampling.grammar is None else msgspec.structs.replace(sampling, grammar=None)
+
+
+def unpack_plan(plan: Plan) -> StepPlan:
+    """Raises ProtocolError for arrays that are none."""
+    for row in plan.rows:
+        if len(row.tokens) % 4 or len(row.pages) % 4:
+            raise ProtocolError(f"a row of {row.request} has {len(row.tokens)} bytes of tokens and {len(row.pages)} of pages, no int32s")
+    return StepPlan(
+        tuple(
+            Row(
+                row.request,
+                np.frombuffer(row.tokens, np.int32),
+                row.start,
+                np.frombuffer(row.pages, np.int32),
+                row.sampling,
+                row.output_index,
+                row.prompt_logprobs,
+                row.next_token,
+            )
+            for row in plan.rows
+        ),
+        copies=plan.copies,
+    )
+
+
+def frame(message: RankMessage) -> bytes:
+    data = _encoder.encode(message)
+    return LENGTH.pack(len(data)) + data
+
+
+class RankChannel:
+    """One end. One thread may send while another receives; both block, with a deadline for every send and, when told so, for a receive."""
+
+    def __init__(self, sock: socket.socket, *, send_s: float) -> None:
+        self.sock = sock
+        self._send_s = send_s
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def send(self, data: bytes) -> None:
+        """Frames; raises TimeoutError when the other end takes nothing, OSError when it is gone."""
+        view, deadline = memoryview(data), time.monotonic() + self._send_s
+        while view := self.offer(view):
+            self._wait(select.POLLOUT, deadline)
+
+    def offer(self, view: memoryview) -> memoryview:
+        """Of frames, as much as the other end takes at once; returns the rest. Raises OSError when it is gone."""
+        while view:
+            try:
+                view = view[self.sock.send(view, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                break
+        return view
+
+    def receive(self, timeout_s: float | None = None) -> RankMessage | None:
+        """The next message; None at the end of the stream, within a message too: the other end is gone. Raises TimeoutError."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        head = self._take(LENGTH.size, deadline)
+        if len(head) < LENGTH.size:
+            return None
+        length = LENGTH.unpack(head)[0]
+        if length > MAX_BYTES:
+            raise ProtocolError(f"a message of {length} bytes between ranks exceeds {MAX_BYTES} bytes; the processes run different versions")
+        data = self._take(length, deadline)
+        if len(data) < length:
+            return None
+        try:
+            return _decoder.decode(data)
+        except DECODE_ERRORS as error:
+            raise ProtocolError(f"a message between ranks is not readable: {error}") from error
+
+    def shutdown(self) -> None:
+        """End the stream, for whoever waits in `receive` too."""
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # the other end was faster
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def _take(self, count: int, deadline: float | None) -> bytearray:
+        """Exactly so many bytes, fewer only at the end of the stream."""
+        data = bytearray()
+        while len(data) < count:
+            try:
+                piece = self.sock.recv(min(count - len(data), MAX_PIECE), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline)
+                continue
+            if not piece:
+                break
+            data += piece
+        return data
+
+    def _wait(self, events: int, deadline: float | None) -> None:
+        poller = select.poll()
+        poller.register(self.sock, events)
+        left_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        if not poller.poll(left_ms):
+            raise TimeoutError("the other rank says or takes nothing")

@@ -1,0 +1,97 @@
+"""Command-line flags made from the keys of `config`: each key is declared once and is a flag of every command that takes its section. And flags made
+from the fields of dataclasses, for a command that reads no configuration.
+
+It knows typer and nothing of what the commands do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from pdcluster.core.errors import ConfigError, PdclusterError
+from pdcluster.settings.config import Loaded, S, keys, load
+from pdcluster.settings.keys import Key
+from pdcluster.settings.kinds import boolean
+
+FILE_HELP = "TOML file with sections node, router, bootstrap and up"
+SET_HELP = "set any key, such as node.kv.memory_bytes=2GiB; may be given several times"
+
+
+def command(app: typer.Typer, cls: type[S], name: str, help: str, run: Callable[[Loaded[S]], int]) -> None:
+    """Add a command that reads section `cls` from flags, environment and file, calls `run` and exits with what it returns."""
+    found = keys(cls)
+    names = {key.path.replace(".", "_"): key for key in found}
+
+    def entry(config: Path | None, set: list[str] | None, **given: object) -> None:
+        with reported():
+            flags = {names[name].path: value for name, value in given.items() if value is not None}
+            loaded = load(cls, {**assignments(set or []), **flags}, config)
+            code = run(loaded)
+        raise typer.Exit(code)
+
+    parameters = [
+        _parameter("config", Path | None, typer.Option("--config", metavar="FILE", help=FILE_HELP)),
+        _parameter("set", list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP)),
+    ]
+    for parameter, key in names.items():
+        parameters.append(_key_parameter(parameter, key))
+    entry.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    app.command(name, help=help)(entry)
+
+
+def _key_parameter(name: str, key: Key) -> inspect.Parameter:
+    shown = f"{key.help} (default: {key.show(key.default)})" if key.default not in (None, ()) else key.help
+    if key.kind is boolean:
+        return _parameter(name, bool | None, typer.Option(f"{key.flag}/--no-{key.flag[2:]}", help=shown))
+    return _parameter(name, str | None, typer.Option(key.flag, metavar="VALUE", help=shown, hidden=key.flag_only))
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
+
+
+def grouped(run: Callable[..., None], *groups: type) -> Callable[..., None]:
+    """A command whose flags are the fields of some dataclasses, annotated as typer's parameters are; `run` gets one of each."""
+
+    def entry(**given: object) -> None:
+        run(*(group(**{field.name: given[field.name] for field in fields(group)}) for group in groups))
+
+    entry.__doc__ = run.__doc__
+    entry.__signature__ = inspect.Signature([parameter for group in groups for parameter in _field_parameters(group)])  # type: ignore[attr-defined]
+    return entry
+
+
+def _field_parameters(group: type) -> Iterator[inspect.Parameter]:
+    kinds = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[field.name])
+
+
+def assignments(pairs: list[str]) -> dict[str, object]:
+    """`KEY=VALUE` texts as a mapping."""
+    given: dict[str, object] = {}
+    for pair in pairs:
+        path, equals, value = pair.partition("=")
+        if not equals or not path:
+            raise ConfigError(f"--set is {pair!r}, but must be KEY=VALUE, such as node.kv.memory_bytes=2GiB")
+        given[path] = value
+    return given
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Inside, our own errors end the process with one clear line: exit code 2 for bad settings, 1 for the rest."""
+    try:
+        yield
+    except PdclusterError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error

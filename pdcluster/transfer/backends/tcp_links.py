@@ -1,0 +1,374 @@
+"""Authenticated TCP connections between two boots, for backends that need them: listening, the hello, sends and receives with progress deadlines.
+
+A hello names the writer's boot and carries the token of the reader's advert, so that only who was given a ticket gets in. All sockets are
+non-blocking; a connection is ended from another thread by shutting its socket down. Payload formats belong to the backends.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from pdcluster.core.errors import PeerUnreachable, ProtocolError
+from pdcluster.transfer.backends.base import DECODE_ERRORS, Peer
+from pdcluster.transfer.backends.ledger import Counts
+from pdcluster.transfer.layout.runs import SpanTable
+
+LOG = logging.getLogger(__name__)
+
+HELLO = struct.Struct("<8s16sBB")
+MAGIC = b"pdclKV1\n"
+WELCOME = b"\x01"
+TOKEN_BYTES = 16
+MAX_LINKS = 1024
+BURST_BYTES = 1 << 20
+"""Most bytes moved by one system call, so that whoever waits for a thread to pass its check waits microseconds."""
+MAX_VECTOR = 64
+MOST_ANSWERS = 64
+"""Taken at once."""
+SEND_BYTES = 4 << 20
+"""As BURST_BYTES, of one that sends: nobody waits for it, and the socket takes no more than it has room for."""
+GATHER_BYTES, GATHER_S = 512 << 10, 0.01
+UNPACED = b"reno"
+"""A congestion control that every Linux has, and allows to everyone."""
+SEAL_BYTES = 8
+
+
+def sealed(frame: bytes) -> bytes:
+    """A frame that says where bytes go, followed by its xxh3-64. A payload has its chunk's digest, but one that landed in another chunk's place has
+    spoiled that chunk, whose own digest was right when it was taken; so a damaged frame is found before it acts. `Link.receive_seal` checks it."""
+    return frame + xxhash.xxh3_64_digest(frame)
+
+
+class Advert(msgspec.Struct, frozen=True, array_like=True):
+    host: str
+    port: int
+    token: bytes
+
+
+@lru_cache(maxsize=1024)
+def decode_advert(data: bytes) -> Advert:
+    try:
+        advert = msgspec.msgpack.decode(data, type=Advert)
+    except DECODE_ERRORS as error:
+        raise PeerUnreachable(f"the peer's advert is not readable: {error}") from error
+    if not 0 < advert.port < 65536 or len(advert.token) != TOKEN_BYTES:
+        raise PeerUnreachable(f"the peer's advert names port {advert.port} and a token of {len(advert.token)} bytes")
+    return advert
+
+
+class Cursor:
+    """A position in spans of a memory that are sent or filled piece by piece. Views are made of what one system call takes and not kept: each costs a
+    dozen instructions of Python then, in one expression, and not a hundred."""
+
+    def __init__(self, memory: memoryview, spans: SpanTable | None = None) -> None:
+        """spans: inside of the memory, none empty; default: all of it."""
+        self._memory = memory
+        rows = np.array([(0, len(memory))]) if spans is None else spans.joined().rows
+        self._starts: list[int] = rows[:, 0].tolist()
+        """Of the span at `_row` what is left."""
+        self._ends: list[int] = rows.sum(axis=1).tolist()
+        self._totals: list[int] = rows[:, 1].cumsum().tolist()
+        """Bytes up to the end of each span."""
+        self._row = self._done = 0
+
+    @property
+    def started(self) -> bool:
+        return self._done > 0
+
+    @property
+    def is_done(self) -> bool:
+        return self._done == self._totals[-1]
+
+    def head(self, most_bytes: int = BURST_BYTES) -> list[memoryview]:
+        """The next bytes, at most so many in at most MAX_VECTOR pieces."""
+        first, until, memory = self._row, self._done + most_bytes, self._memory
+        end = min(bisect_left(self._totals, until, first) + 1, first + MAX_VECTOR, len(self._totals))
+        pieces = [memory[start:stop] for start, stop in zip(self._starts[first:end], self._ends[first:end], strict=True)]
+        if (beyond := self._totals[end - 1] - until) > 0:
+            pieces[-1] = pieces[-1][:-beyond]
+        return pieces
+
+    def advance(self, nbytes: int) -> None:
+        """By bytes that `head` gave."""
+        self._done += nbytes
+        row = self._row = bisect_right(self._totals, self._done, self._row)
+        if row < len(self._totals):
+            self._starts[row] = self._ends[row] - (self._totals[row] - self._done)
+
+
+class Link:
+    """One connection. Used by one thread; `end` may be called from any."""
+
+    def __init__(self, sock: socket.socket, peer: Peer, progress_s: float) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.sock = sock
+        self.peer = peer
+        self.lock = threading.Lock()
+        """Held while bytes go into memory; see `barrier`."""
+        self._progress_s = progress_s
+        self._arriving = select.poll()
+        self._arriving.register(sock, select.POLLIN)
+        self._wakes_at = 1
+
+    def end(self) -> None:
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it ended by itself
+
+    def barrier(self) -> None:
+        """Return when the thread that receives has passed its current check: what was revoked before the call is not written after it."""
+        with self.lock:
+            return
+
+    def wait(self, events: int, timeout_s: float | None) -> None:
+        """Until the socket is ready; TimeoutError when it makes no progress for so long (None: for ever)."""
+        self._wake_at(1)
+        poller = select.poll()
+        poller.register(self.sock, events)
+        if not poller.poll(None if timeout_s is None else timeout_s * 1000):
+            raise TimeoutError(f"no progress with {self.peer.node} for {timeout_s} s")
+
+    def _wake_at(self, nbytes: int) -> None:
+        """Have the kernel say that something can be read when so many bytes can, or the connection is over."""
+        if nbytes != self._wakes_at:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._wakes_at = nbytes
+
+    def gather(self, nbytes: int, timeout_s: float) -> None:
+        """Until so many bytes can be read at once, or GATHER_BYTES, or a few, when the others take their time; TimeoutError when none come for so
+        long. Fewer and larger reads wake both ends less often, and each costs some Python. Until `wait` or the next `receive` a poll of the socket
+        waits for as many."""
+        self._wake_at(min(nbytes, GATHER_BYTES))
+        if not self._arriving.poll(GATHER_S * 1000):
+            self.wait(select.POLLIN, timeout_s)
+
+    def receive_into(self, view: memoryview, *, idle: bool = False) -> None:
+        """Fill `view`. idle: waiting for its first byte has no deadline. Whoever polls the socket by himself after it hears of the next byte."""
+        position = 0
+        while position < len(view):
+            if len(view) - position >= GATHER_BYTES:
+                self.gather(len(view) - position, self._progress_s)
+            try:
+                count = self.sock.recv_into(view[position:])
+            except BlockingIOError:
+                if idle and not position:
+                    self.wait(select.POLLIN, None)
+                else:
+                    self.gather(len(view) - position, self._progress_s)
+                continue
+            if not count:
+                raise ConnectionResetError(f"{self.peer.node} closed the connection")
+            position += count
+        self._wake_at(1)
+
+    def receive(self, nbytes: int, *, idle: bool = False) -> bytearray:
+        data = bytearray(nbytes)
+        self.receive_into(memoryview(data), idle=idle)
+        return data
+
+    def receive_seal(self, *parts: bytes | bytearray) -> None:
+        """The seal of a frame that came in these parts; ProtocolError when the frame is not what was sent."""
+        seal, state = self.receive(SEAL_BYTES), xxhash.xxh3_64()
+        for part in parts:
+            state.update(part)
+        if state.digest() != seal:
+            raise ProtocolError("a frame was damaged on its way")
+
+    def send(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self.sock.send(view) :]
+            except BlockingIOError:
+                self.wait(select.POLLOUT, self._progress_s)
+
+
+class Answers:
+    """What the other end of a link sends that is all of one format, as much of it as is there."""
+
+    def __init__(self, link: Link, form: struct.Struct) -> None:
+        self._link, self._form = link, form
+        self._partial = b""
+
+    def take(self) -> Iterable[tuple[Any, ...]]:
+        try:
+            data = self._link.sock.recv(MOST_ANSWERS * self._form.size)
+        except BlockingIOError:
+            return ()
+        if not data:
+            raise ConnectionResetError("the reader closed it")
+        data = self._partial + data
+        whole = len(data) - len(data) % self._form.size
+        self._partial = data[whole:]
+        return self._form.iter_unpack(data[:whole])
+
+
+class Listener:
+    """Accepts links and runs `serve(link)` for each in a thread of its own; `serve` returns or raises when the link is over."""
+
+    def __init__(self, host: str, serve: Callable[[Link], None], counts: Counts, *, progress_s: float) -> None:
+        self._serve = serve
+        self._counts = counts
+        self._progress_s = progress_s
+        self._lock = threading.Lock()
+        self._links: dict[Link, threading.Thread] = {}
+        self._closed = False
+        self._token = os.urandom(TOKEN_BYTES)
+        self._sock = socket.create_server((host, 0), backlog=128)
+        self.host = host
+        self.port: int = self._sock.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name=f"kv-accept-{self.port}", daemon=True)
+        self._thread.start()
+
+    def advert(self) -> bytes:
+        return msgspec.msgpack.encode(Advert(self.host, self.port, self._token))
+
+    def barrier(self) -> None:
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            link.barrier()
+
+    def end_peer(self, peer: Peer, timeout_s: float = 2.0) -> bool:
+        """End the peer's links and wait for their threads; False when one did not stop in time."""
+        with self._lock:
+            links = {link: thread for link, thread in self._links.items() if link.peer == peer}
+        for link in links:
+            link.end()
+        for thread in links.values():
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in links.values())
+
+    def is_serving(self) -> bool:
+        """Is a link's thread still running?"""
+        with self._lock:
+            return bool(self._links)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            links = dict(self._links)
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes accept
+        finally:
+            for link in links:
+                link.end()
+            for thread in (self._thread, *links.values()):
+                thread.join(2.0)
+            self._sock.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                if self._closed:
+                    return
+                self._counts.add("accept_failed")  # out of descriptors: the backlog waits
+                time.sleep(0.05)
+                continue
+            link = Link(sock, Peer("", ""), self._progress_s)
+            thread = threading.Thread(target=self._run, args=(link,), name=f"kv-receive-{self.port}", daemon=True)
+            with self._lock:
+                refused = self._closed or len(self._links) >= MAX_LINKS
+                if not refused:
+                    self._links[link] = thread
+            if refused:
+                self._counts.add("too_many_links")
+                sock.close()
+            else:
+                self._start(link, thread)
+
+    def _start(self, link: Link, thread: threading.Thread) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:  # the process may have no more of them now; the next link may get one
+            self._counts.add("accept_failed")
+            LOG.warning("dropped a transfer connection: %s", error)
+            self._forget(link)
+
+    def _forget(self, link: Link) -> None:
+        with self._lock:
+            self._links.pop(link, None)
+        link.sock.close()
+
+    def _run(self, link: Link) -> None:
+        try:
+            link.peer = self._hello(link)
+            self._serve(link)
+        except ProtocolError as error:
+            self._counts.add("bad_frame")
+            LOG.warning("dropped a transfer connection of %s: %s", link.peer.node or "an unknown peer", error)
+        except OSError as error:
+            self._counts.add("link_ended")
+            LOG.debug("transfer connection of %s ended: %s", link.peer.node, error)
+        finally:
+            self._forget(link)
+
+    def _hello(self, link: Link) -> Peer:
+        magic, token, node_bytes, incarnation_bytes = HELLO.unpack(link.receive(HELLO.size))
+        if magic != MAGIC or not hmac.compare_digest(token, self._token):
+            raise ProtocolError("its hello does not carry this boot's token")
+        try:
+            peer = Peer(link.receive(node_bytes).decode(), link.receive(incarnation_bytes).decode())
+        except UnicodeDecodeError as error:
+            raise ProtocolError("its hello is not UTF-8") from error
+        link.send(WELCOME)
+        return peer
+
+
+def connect(me: Peer, peer: Peer, advert: Advert, *, connect_s: float, progress_s: float) -> Link:
+    """A link to the listener behind `advert`; OSError when it fails."""
+    node, incarnation = me.node.encode(), me.incarnation.encode()
+    if max(len(node), len(incarnation)) > 255:
+        raise ProtocolError(f"node name {me.node!r} is longer than 255 bytes")
+    sock = socket.create_connection((advert.host, advert.port), timeout=connect_s)
+    link = Link(sock, peer, progress_s)
+    try:
+        if is_same_host(sock.getsockname()[0], sock.getpeername()[0]):
+            send_unpaced(sock)
+        link.send(HELLO.pack(MAGIC, advert.token, len(node), len(incarnation)) + node + incarnation)
+        if bytes(link.receive(1)) != WELCOME:
+            raise ConnectionRefusedError(f"{peer.node} did not accept the hello")
+    except ConnectionResetError as error:
+        sock.close()
+        raise ConnectionRefusedError(f"{peer.node} did not accept the hello: {error}") from error
+    except BaseException:
+        sock.close()
+        raise
+    return link
+
+
+def is_same_host(own: str, peer: str) -> bool:
+    """Do both addresses of a connection belong to this host?"""
+    return own == peer or ipaddress.ip_address(peer).is_loopback
+
+
+def send_unpaced(sock: socket.socket) -> None:
+    """Inside of a host there is no queue of a network to be kept short, and a congestion control that paces (BBR) only makes both ends wait: for
+    timers, and for its idea of the bandwidth, which it gets from pauses of ours."""
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, UNPACED)
+    except OSError as error:  # not allowed, or a kernel without it: that is only slower
+        LOG.info("connections inside of this host keep the system's congestion control and not %s: %s", UNPACED.decode(), error)

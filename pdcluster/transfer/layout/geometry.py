@@ -1,0 +1,220 @@
+"""Where KV lies in the pages of a node, and which runs carry it from one node's pages to another's when their page sizes or ranks differ. Pure.
+
+A page is [layer][plane][head][token][cell]; planes are K and V (one for a latent that both share). Positions are tokens. A *block* is the largest
+number of tokens that divides both ends' pages, and the order on the wire is (block, layer, plane, head, token, cell), which both ends can walk in
+their own memory. With equal pages and all heads that is a page as it lies in memory. The smallest piece is one head's tokens of a block: there is
+never a run per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from itertools import pairwise
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdcluster.kv.layout import ITEM_BYTES, KVLayout, head_range
+from pdcluster.transfer.layout.runs import RunTable, SpanTable
+
+Offsets = NDArray[np.int64]
+
+
+class Piece(IntEnum):
+    """What is contiguous at one end: one head's tokens, several heads' of a plane, or everything of some layers."""
+
+    HEAD = 0
+    HEADS = 1
+    LAYERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """The pages of a node, all of whose `ranks` have the same number of them. heads: kv heads of the model, of which a page of a rank holds a part;
+    cell_bytes: one token of one head of one plane."""
+
+    page_tokens: int
+    num_layers: int
+    planes: int
+    heads: int
+    cell_bytes: int
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, layout: KVLayout, ranks: int) -> PageShape:
+        """layout: with the heads of all ranks."""
+        return cls(layout.page_tokens, layout.num_layers, 2, layout.num_kv_heads, layout.head_dim * ITEM_BYTES[layout.dtype], ranks)
+
+    @classmethod
+    def plain(cls, page_tokens: int, page_bytes: int, num_layers: int = 1) -> PageShape:
+        """Pages of one rank whose inside, but for the layers, is nobody's business."""
+        return cls(page_tokens, num_layers, 1, 1, page_bytes // num_layers // page_tokens)
+
+    @property
+    def rank_heads(self) -> int:
+        """Heads in a page of one rank."""
+        return max(1, self.heads // self.ranks)
+
+    @property
+    def head_bytes(self) -> int:
+        """One head's tokens of a page, in one plane."""
+        return self.page_tokens * self.cell_bytes
+
+    @property
+    def plane_bytes(self) -> int:
+        return self.rank_heads * self.head_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.planes * self.plane_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """A page of one rank."""
+        return self.num_layers * self.layer_bytes
+
+    def heads_of(self, rank: int) -> tuple[int, int]:
+        return head_range(self.heads, rank, self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """One leg's way: heads [first_head, end_head) from a rank of the writer to a rank of the reader."""
+
+    writer_rank: int
+    reader_rank: int
+    first_head: int
+    end_head: int
+
+
+class Part(NamedTuple):
+    """Some of a ticket's KV: blocks [first_block, end_block), layers [first_layer, end_layer), heads [first_head, end_head)."""
+
+    block_tokens: int
+    first_block: int
+    end_block: int
+    first_layer: int
+    end_layer: int
+    first_head: int
+    end_head: int
+
+
+@lru_cache(maxsize=64)
+def plan_courses(heads: int, writer_ranks: int, reader_ranks: int) -> tuple[Course, ...]:
+    """Every head of every reader's rank from exactly one writer's rank. Where several writers hold the same heads, they share the readers."""
+    holders: list[list[int]] = [[] for _ in range(heads)]
+    for rank in range(writer_ranks):
+        for head in range(*head_range(heads, rank, writer_ranks)):
+            holders[head].append(rank)
+    courses: list[Course] = []
+    for reader in range(reader_ranks):
+        for head in range(*head_range(heads, reader, reader_ranks)):
+            writer = holders[head][reader % len(holders[head])]
+            last = courses[-1] if courses else None
+            if last is not None and (last.writer_rank, last.reader_rank, last.end_head) == (writer, reader, head):
+                courses[-1] = Course(writer, reader, last.first_head, head + 1)
+            else:
+                courses.append(Course(writer, reader, head, head + 1))
+    return tuple(courses)
+
+
+def common_block(one: PageShape, other_page_tokens: int) -> int:
+    return gcd(one.page_tokens, other_page_tokens)
+
+
+def part_bytes(shape: PageShape, part: Part) -> int:
+    cells = (part.end_block - part.first_block) * (part.end_layer - part.first_layer) * (part.end_head - part.first_head)
+    return cells * shape.planes * part.block_tokens * shape.cell_bytes
+
+
+def piece_of(shape: PageShape, rank: int, part: Part) -> Piece:
+    """The largest piece that is contiguous in this end's pages and in the order of the wire."""
+    if part.block_tokens != shape.page_tokens:
+        return Piece.HEAD
+    return Piece.LAYERS if (part.first_head, part.end_head) == shape.heads_of(rank) else Piece.HEADS
+
+
+def pieces_per_block(shape: PageShape, part: Part, piece: Piece) -> int:
+    if piece is Piece.LAYERS:
+        return 1
+    planes = (part.end_layer - part.first_layer) * shape.planes
+    return planes if piece is Piece.HEADS else planes * (part.end_head - part.first_head)
+
+
+def offsets(shape: PageShape, rank: int, pages: Sequence[int] | Offsets, first_page: int, part: Part, piece: Piece) -> tuple[Offsets, int]:
+    """Where the pieces of a part begin in a rank's region, in the order of the wire, and the bytes of each. pages: ids, the first of them holding
+    tokens from first_page * page_tokens on."""
+    starts = _block_starts(shape, np.asarray(pages, dtype=np.int64), first_page, part) + part.first_layer * shape.layer_bytes
+    if piece is Piece.LAYERS:
+        return starts, (part.end_layer - part.first_layer) * shape.layer_bytes
+    planes = np.arange((part.end_layer - part.first_layer) * shape.planes, dtype=np.int64) * shape.plane_bytes
+    heads = part.end_head - part.first_head
+    starts = starts[:, None] + planes + (part.first_head - shape.heads_of(rank)[0]) * shape.head_bytes
+    block_bytes = part.block_tokens * shape.cell_bytes
+    if piece is Piece.HEADS:
+        return starts.ravel(), heads * block_bytes
+    return (starts[:, :, None] + np.arange(heads, dtype=np.int64) * shape.head_bytes).ravel(), block_bytes
+
+
+def _block_starts(shape: PageShape, pages: Offsets, first_page: int, part: Part) -> Offsets:
+    """Where each block's first token lies, in its page's first layer."""
+    if part.block_tokens == shape.page_tokens:
+        return pages[part.first_block - first_page : part.end_block - first_page] * shape.page_bytes
+    tokens = np.arange(part.first_block, part.end_block, dtype=np.int64) * part.block_tokens
+    return pages[tokens // shape.page_tokens - first_page] * shape.page_bytes + tokens % shape.page_tokens * shape.cell_bytes
+
+
+def join_runs(sources: Offsets, targets: Offsets, nbytes: int) -> RunTable:
+    """Copies of equal pieces as runs, neighbours joined where they are contiguous at both ends."""
+    return join_runs_in_parts(sources, targets, nbytes, [len(sources)])[0]
+
+
+def join_runs_in_parts(sources: Offsets, targets: Offsets, nbytes: int, ends: Sequence[int]) -> list[RunTable]:
+    """As `join_runs` for each part, which end before the pieces of these numbers; a run never goes on into the next part."""
+    breaks = (sources[1:] - sources[:-1] != nbytes) | (targets[1:] - targets[:-1] != nbytes)
+    for end in ends[:-1]:
+        breaks[end - 1] = True
+    firsts, counts = _stretches(breaks)
+    rows = np.empty((len(firsts), 3), dtype=np.int64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = sources[firsts], targets[firsts], counts * nbytes
+    if len(ends) == 1:
+        return [RunTable(rows)]
+    cuts = np.array(ends, dtype=np.int64)
+    borders = [0, *np.searchsorted(firsts, cuts).tolist()]
+    return [RunTable(rows[first:end]) for first, end in pairwise(borders)]
+
+
+def join_spans(starts: Offsets, nbytes: int) -> SpanTable:
+    """Equal pieces as spans in the same order, neighbours joined."""
+    if not len(starts):
+        return SpanTable(np.empty((0, 2), dtype=np.int64))
+    firsts, counts = _stretches(starts[1:] - starts[:-1] != nbytes)
+    rows = np.empty((len(firsts), 2), dtype=np.int64)
+    rows[:, 0], rows[:, 1] = starts[firsts], counts * nbytes
+    return SpanTable(rows)
+
+
+def are_pieces(spans: SpanTable, starts: Offsets, nbytes: int) -> bool:
+    """Are the spans, in their order, exactly the pieces of so many bytes that begin there, whichever neighbours they join?"""
+    lengths = spans.rows[:, 1]
+    if not len(lengths) or lengths.min() <= 0:
+        return False
+    counts = lengths // nbytes
+    if int(counts.sum()) != len(starts) or (counts * nbytes != lengths).any():
+        return spans.joined() == join_spans(starts, nbytes)  # cut finer, or not these
+    within = np.arange(len(starts), dtype=np.int64) - np.repeat(counts.cumsum() - counts, counts)
+    return np.array_equal(np.repeat(spans.rows[:, 0], counts) + within * nbytes, starts)
+
+
+def _stretches(breaks: NDArray[np.bool_]) -> tuple[Offsets, Offsets]:
+    """Where stretches begin that are not broken, and their lengths. breaks[i]: between i and i + 1."""
+    after = breaks.nonzero()[0]
+    borders = np.empty(len(after) + 2, dtype=np.int64)
+    borders[0], borders[-1] = 0, len(breaks) + 1
+    np.add(after, 1, out=borders[1:-1])
+    return borders[:-1], borders[1:] - borders[:-1]

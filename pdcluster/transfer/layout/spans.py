@@ -1,0 +1,22 @@
+"""Arithmetic of chunks: which pages a token range touches, and the digest of the bytes in some spans. Pure; which spans is told by `geometry`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import xxhash
+
+from pdcluster.transfer.backends.base import Span
+
+
+def page_slice(first_token: int, num_tokens: int, page_tokens: int) -> slice:
+    """Indexes, into a ticket's page list, of the pages that hold tokens [first_token, first_token + num_tokens)."""
+    return slice(first_token // page_tokens, -(-(first_token + num_tokens) // page_tokens))
+
+
+def digest(memory: memoryview, spans: Iterable[Span]) -> int:
+    """xxh3-64 over the spans' bytes in order; both ends of a chunk get the same number for the same bytes, whatever their page ids."""
+    state = xxhash.xxh3_64()
+    for offset, nbytes in spans:
+        state.update(memory[offset : offset + nbytes])
+    return int(state.intdigest())

@@ -1,0 +1,127 @@
+"""Which transfer backends a node starts. A backend's module, and its library, is imported only when it is chosen."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+
+from pdcluster.core.errors import ConfigError
+from pdcluster.settings.config import set_library_environment
+from pdcluster.transfer.backends.base import Backend, Peer
+from pdcluster.transfer.backends.staging import Fabric, StagedSettings
+
+LOG = logging.getLogger(__name__)
+
+NAMES = ("shm", "tcp", "mooncake", "nixl")
+AUTO = ("shm", "tcp")
+"""Best first as long as a pair was not measured; see `auto_names` for nixl. mooncake runs over TCP without RDMA devices and is slower than tcp,
+so it is only taken when it is asked for."""
+NOT_YET = {
+    "cuda_ipc": "CUDA IPC between GPUs of one host",
+    "nvlink": "NVLink between GPUs, which needs KV in device memory",
+    "mooncake-rdma": "Mooncake over RDMA by a name of its own: use mooncake with node.transfer.devices",
+}
+INFINIBAND = Path("/sys/class/infiniband")
+MOST_BLOCKS = 5
+"""Of staging, 4 MiB each: they stay in the last-level cache, and a link needs no more under way. Of half that size a transfer costs a tenth more of
+the writer's core, because whatever Python does for a piece it does with cold caches."""
+
+
+def create_backends(name: str, me: Peer, *, host: str, staging_bytes: int, fabric: Fabric | None = None) -> dict[str, Backend]:
+    """The backends behind --transfer NAME by name, best first, started; raises ConfigError by name for what can not be had.
+
+    host: address that sockets listen on and that peers are told. staging_bytes: memory for staging blocks per connection, where a medium needs them.
+    fabric: RDMA devices for those that use them.
+    """
+    fabric = fabric if fabric is not None else Fabric()
+    names = auto_names(host, fabric, has_nixl=_has_nixl()) if name == "auto" else (name,)
+    check_fabric(fabric, name, names)
+    settings = _staged_settings(host, staging_bytes, fabric)
+    backends: dict[str, Backend] = {}
+    try:
+        for each in names:
+            is_optional = name == "auto" and each == "nixl" and not fabric.devices
+            started = _start_if_it_can(each, me, settings) if is_optional else _create(each, me, settings)
+            backends |= {each: started} if started is not None else {}
+    except BaseException:
+        for backend in backends.values():
+            backend.shutdown()
+        raise
+    return backends
+
+
+def auto_names(host: str, fabric: Fabric, *, has_nixl: bool) -> tuple[str, ...]:
+    """nixl joins where it is installed and may find another way than the sockets of tcp; measuring decides. On loopback there is none: it would
+    cost every node its start and its memory, and every pair its turn at being measured."""
+    return (*AUTO, "nixl") if fabric.devices or (has_nixl and not host.startswith("127.")) else AUTO
+
+
+def check_fabric(fabric: Fabric, name: str, names: tuple[str, ...], found_in: Path = INFINIBAND) -> None:
+    """Refuse RDMA settings that nothing would use, and devices that this host does not have: a library would quietly go on without."""
+    if fabric == Fabric():
+        return
+    if not {"mooncake", "nixl"} & set(names):
+        raise ConfigError(f"node.transfer.devices, gid_index and rails are for mooncake and nixl, not for {name}; leave them out")
+    if not fabric.devices:
+        raise ConfigError("node.transfer.gid_index and rails need node.transfer.devices, such as mlx5_0,mlx5_1")
+    if fabric.rails is not None and "mooncake" in names:
+        raise ConfigError("node.transfer.rails is for nixl: Mooncake uses all of node.transfer.devices; name as many as there shall be rails")
+    found = sorted(entry.name for entry in found_in.iterdir()) if found_in.is_dir() else []
+    missing = [device for device in fabric.devices if device.split(":")[0] not in found]
+    if missing:
+        raise ConfigError(f"node.transfer.devices names {', '.join(missing)}, but this host has {', '.join(found) or 'no RDMA devices'}")
+
+
+def _has_nixl() -> bool:
+    from pdcluster.transfer.backends.nixl import PACKAGES
+
+    return any(importlib.util.find_spec(package) for package in PACKAGES)
+
+
+def _start_if_it_can(name: str, me: Peer, settings: StagedSettings) -> Backend | None:
+    """A backend that nobody asked for by name."""
+    try:
+        return _create(name, me, settings)
+    except ConfigError as error:
+        LOG.warning("auto goes on without %s: %s", name, error)
+        return None
+
+
+def _create(name: str, me: Peer, settings: StagedSettings) -> Backend:
+    if name == "shm":
+        from pdcluster.transfer.backends.shm import ShmBackend
+
+        return ShmBackend(me)
+    if name == "tcp":
+        from pdcluster.transfer.backends.tcp import TcpBackend, TcpSettings
+
+        return TcpBackend(me, TcpSettings(host=settings.host))
+    if name == "mooncake":
+        return _create_mooncake(me, settings)
+    if name == "nixl":
+        return _create_nixl(me, settings)
+    if name in NOT_YET:
+        raise ConfigError(f"transfer backend {name} ({NOT_YET[name]}) is not built yet; use auto, {', '.join(NAMES)}")
+    raise ConfigError(f"there is no transfer backend {name!r}; use auto, {', '.join(NAMES)}")
+
+
+def _staged_settings(host: str, staging_bytes: int, fabric: Fabric) -> StagedSettings:
+    block_bytes = min(4 << 20, max(1 << 16, staging_bytes // 8 // 4096 * 4096))
+    return StagedSettings(host=host, block_bytes=block_bytes, blocks=max(2, min(MOST_BLOCKS, staging_bytes // block_bytes)), fabric=fabric)
+
+
+def _create_mooncake(me: Peer, settings: StagedSettings) -> Backend:
+    from pdcluster.transfer.backends.mooncake import MooncakeEngine, environment
+    from pdcluster.transfer.backends.staged import StagedBackend
+
+    set_library_environment(environment(settings))
+    return StagedBackend(me, "mooncake", MooncakeEngine(settings), settings)
+
+
+def _create_nixl(me: Peer, settings: StagedSettings) -> Backend:
+    from pdcluster.transfer.backends.nixl import NixlEngine, environment
+    from pdcluster.transfer.backends.staged import StagedBackend
+
+    set_library_environment(environment(settings))
+    return StagedBackend(me, "nixl", NixlEngine(me), settings)

@@ -1,0 +1,511 @@
+"""Reader: the decode node's half of the transfer protocol (rules R1…R10 in `session`). It owns the pages of open and of dead tickets."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pdcluster.core.errors import IntegrityError
+from pdcluster.core.lifecycle import READING, Reading, advance
+from pdcluster.core.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Endpoint, Ticket, pack_tokens
+from pdcluster.transfer.backends.base import Arrival, Backend, Fence, Peer, Permit, Spans
+from pdcluster.transfer.layout.geometry import PageShape, join_spans
+from pdcluster.transfer.layout.runs import SpanTable, merged
+from pdcluster.transfer.protocol.rank_memory import Answer, OwnMemories, RankMemories, are_here
+from pdcluster.transfer.protocol.reader_state import (
+    Incoming,
+    Landing,
+    Notice,
+    are_in_place,
+    covers_all,
+    in_token_order,
+    is_as_seen,
+    legs_seen,
+    part_of,
+    spans_of,
+    stats_of,
+    writable_pages,
+)
+from pdcluster.transfer.protocol.session import (
+    Clock,
+    Failed,
+    Landed,
+    ReaderEvent,
+    Reclaimed,
+    Send,
+    Settings,
+    TransferStats,
+    earliest,
+    peer_of,
+    reply_to,
+)
+
+__all__ = ["Failed", "Landed", "Reader", "ReaderEvent", "Reclaimed", "Send", "TransferStats"]
+
+
+class Reader:
+    """All tickets this node issued. Owned by one thread, which also is the only one that calls `arrivals` of the backends."""
+
+    def __init__(
+        self,
+        me: Endpoint,
+        backends: Mapping[str, Backend],
+        order: Sequence[str],
+        *,
+        region: int,
+        shape: PageShape,
+        memories: Sequence[memoryview],
+        clock: Clock,
+        settings: Settings,
+        ranks: RankMemories | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        """me: this boot's endpoint (its adverts are ignored); region: id of rank 0's region, those of other ranks follow; memories: the bytes of
+        those that are in this process, in the order of ranks; order: best first; ranks: who digests; default: memories has them all."""
+        self._me = me
+        self._backends = backends
+        self._order = tuple(order)
+        self._region = region
+        self._shape = shape
+        self._ranks: RankMemories = ranks if ranks is not None else OwnMemories(memories)
+        self._clock = clock
+        self._settings = settings
+        self._random = rng if rng is not None else random.SystemRandom()
+        self._tickets: dict[int, Incoming] = {}
+        self._is_owned = np.zeros(min(memory.nbytes for memory in memories) // shape.page_bytes, dtype=np.bool_)
+        """Pages that are writable under an open or a quarantined ticket."""
+        self._notices: dict[int, Notice] = {}
+        self._answers: dict[int, tuple[Peer, CommitAck, float]] = {}
+        """Verified tickets: writer, the answer to a repeated Commit, until when we remember."""
+        self._held: dict[int, CommitAck] = {}
+        """Answers that allow writes, until every rank does."""
+        self._gone: set[Peer] = set()
+        """Dead boots that a ticket or an Abort still names."""
+        self._proof_at: float | None = None
+        self._forget_at = 0.0
+        self._events: list[ReaderEvent] = []
+        self._poll_now = False
+        self.counters: Counter[str] = Counter()
+
+    # ------------------------------------------------------------ what the node asks for
+
+    def open(
+        self, request: str, attempt: int, writer: Endpoint, pages: Sequence[int], num_tokens: int, cached_tokens: int, deadline_s: float
+    ) -> Ticket:
+        """Issue a ticket: `writer` may write the KV of tokens [cached_tokens, num_tokens) into `pages` (in token order from token 0 on)."""
+        self._forget_old()
+        writable = writable_pages(self._shape, self._is_owned, pages, num_tokens, cached_tokens)
+        nonce = self._random.getrandbits(64)
+        ticket = Ticket(
+            nonce=nonce,
+            request=request,
+            attempt=attempt,
+            reader=Endpoint(self._me.node, self._me.incarnation, self._me.address, self._adverts()),
+            writer=writer,
+            region=self._region,
+            pages=pack_tokens(pages),
+            page_tokens=self._shape.page_tokens,
+            page_bytes=self._shape.page_bytes,
+            num_tokens=num_tokens,
+            cached_tokens=cached_tokens,
+            deadline_s=deadline_s,
+            ranks=self._shape.ranks,
+        )
+        now = self._clock()
+        incoming = Incoming(ticket, peer_of(writer), writable, in_token_order(self._shape, writable), now, now + deadline_s)
+        self._gone.discard(incoming.writer)  # declared dead too early: it is spoken to again
+        self._tickets[nonce] = incoming
+        self._is_owned[writable] = True
+        whole = join_spans(np.sort(writable) * self._shape.page_bytes, self._shape.page_bytes)
+        self._permit(incoming, dict.fromkeys(range(self._shape.ranks), whole))
+        return ticket
+
+    def is_permitted(self, nonce: int) -> bool:
+        """Does every rank take what is written under the ticket by now? Nobody must be told of it before. True when it ended."""
+        incoming = self._tickets.get(nonce)
+        return incoming is None or are_here(incoming.permitted)
+
+    def abort(self, nonce: int, reason: str) -> None:
+        """Give up a ticket; the events are Failed, and Reclaimed when its pages are safe. Nothing happens when it ended already."""
+        incoming = self._tickets.get(nonce)
+        if incoming is not None:
+            self._fail(incoming, reason)
+
+    def handle(self, sender: Peer, message: Commit | AbortAck) -> None:
+        """A message of a writer. Repetitions, and messages that are too late, are answered as before and change nothing."""
+        self._poll_now = True
+        incoming = self._tickets.get(message.nonce)
+        if isinstance(message, AbortAck):
+            self._on_abort_ack(sender, message, incoming)
+        elif incoming is None:
+            self._answer_late(sender, message)
+        elif incoming.writer != sender:
+            self.counters["foreign_message"] += 1  # R9
+        else:
+            self._on_commit(incoming, message)
+
+    def peer_gone(self, peer: Peer) -> None:
+        """A writer's boot was declared dead (lease ended, link lost for good): fail its tickets and ask the media for their fences, again in
+        later polls until there is proof."""
+        self._gone.add(peer)
+        for incoming in [each for each in self._tickets.values() if each.writer == peer]:
+            self._fail(incoming, f"node {peer.node} is gone")
+        self._proof_at = self._clock()
+        self._poll_now = True
+
+    def poll(self) -> list[ReaderEvent]:
+        """Take arrivals, verify Commits, repeat Aborts, look for fences; never blocks."""
+        self._poll_now = False
+        self._collect()
+        self._expire()
+        self._verify()
+        self._tell_permitted()
+        self._seek_proof()
+        self._repeat()
+        self._forget_gone()
+        events, self._events = self._events, []
+        return events
+
+    def next_deadline(self) -> float | None:
+        """Clock time by which `poll` must run even if no doorbell rings; None when there is nothing to wait for."""
+        if self._events or self._poll_now:
+            return self._clock()
+        return earliest(
+            self._proof_at,
+            *(notice.send_at for notice in self._notices.values()),
+            *(self._due(incoming) for incoming in self._tickets.values()),
+        )
+
+    @property
+    def quarantined_pages(self) -> int:
+        return sum(len(each.writable) for each in self._tickets.values() if each.state is Reading.ABORTING)
+
+    @property
+    def open_tickets(self) -> int:
+        return sum(each.state is Reading.OPEN for each in self._tickets.values())
+
+    def is_idle(self) -> bool:
+        """No page is reserved or in quarantine. (An Abort may still be repeated: it holds nothing.)"""
+        return not self._tickets and not self._is_owned.any()
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError when the books contradict each other."""
+        pages = [page for each in self._tickets.values() for page in each.writable.tolist()]
+        if len(set(pages)) != len(pages):
+            raise IntegrityError("a page is writable under two tickets")
+        if self._is_owned.nonzero()[0].tolist() != sorted(pages):
+            raise IntegrityError("the page owners and the tickets disagree")
+        if any(incoming.state not in (Reading.OPEN, Reading.ABORTING) for incoming in self._tickets.values()):
+            raise IntegrityError("a ticket that ended is still in the books")
+
+    # ------------------------------------------------------------ opening
+
+    def _adverts(self) -> tuple[tuple[str, bytes], ...]:
+        return tuple((name, self._backends[name].advert()) for name in self._order)
+
+    def _permit(self, incoming: Incoming, ranges: Mapping[int, Spans]) -> None:
+        """ranges: by rank."""
+        for rank, spans in ranges.items():
+            permit = Permit(incoming.ticket.nonce, incoming.writer, self._region + rank, spans, self._settings.digests)
+            for name in self._order:
+                self._backends[name].permit(permit)
+        incoming.permitted = self._ranks.mark()
+
+    # ------------------------------------------------------------ messages
+
+    def _on_commit(self, incoming: Incoming, message: Commit) -> None:
+        if incoming.state is not Reading.OPEN:
+            self._send(incoming, CommitAck(message.nonce, refused="the ticket was aborted", round=message.round))
+        elif message.round in incoming.answers:
+            if message.nonce not in self._held:
+                self._send(incoming, incoming.answers[message.round])  # R7
+        elif message.round != incoming.round:
+            self.counters["wrong_round"] += 1
+        elif incoming.commit is None:
+            incoming.commit, incoming.missing = message, None
+            incoming.commit_time = self._clock()
+
+    def _answer_late(self, sender: Peer, message: Commit) -> None:
+        remembered = self._answers.get(message.nonce)
+        if remembered is not None and remembered[0] == sender:
+            self._events.append(Send(reply_to(sender), remembered[1]))
+            return
+        self.counters["late_commit"] += 1
+        self._events.append(Send(reply_to(sender), CommitAck(message.nonce, refused="unknown ticket", round=message.round)))
+
+    def _on_abort_ack(self, sender: Peer, message: AbortAck, incoming: Incoming | None) -> None:
+        if not set(message.lost).issubset(self._order):
+            self.counters["bad_abort_ack"] += 1  # by a medium that no advert of ours offers: this writer's word is no proof
+            return
+        notice = self._notices.get(message.nonce)
+        if notice is not None and peer_of(notice.writer) == sender:
+            del self._notices[message.nonce]
+        if incoming is None:
+            return  # reclaimed by a fence, or verified before the writer gave up
+        if incoming.writer != sender:
+            self.counters["foreign_message"] += 1  # R9
+            return
+        if incoming.state is Reading.OPEN:
+            self._fail(incoming, f"the writer gave up: {message.reason}", tell=False)
+        if incoming.state is Reading.ABORTING:
+            incoming.unfenced.intersection_update(message.lost)  # R5
+            if not incoming.unfenced:
+                self._reclaim(incoming)
+
+    def _send(self, incoming: Incoming, message: CommitAck) -> None:
+        self._events.append(Send(incoming.ticket.writer, message))
+
+    # ------------------------------------------------------------ endings
+
+    def _fail(self, incoming: Incoming, reason: str, *, tell: bool = True) -> None:
+        """R3: dead from now on; reclaimed at once where every backend can fence a nonce. tell: send Aborts."""
+        if incoming.state is not Reading.OPEN:
+            return
+        ticket, now = incoming.ticket, self._clock()
+        incoming.state = advance(READING, incoming.state, "abort")
+        incoming.commit = incoming.missing = incoming.unchecked = incoming.revoked = None
+        incoming.asked.clear()
+        self._held.pop(ticket.nonce, None)
+        self._events.append(Failed(ticket.nonce, reason))
+        self.counters["failed"] += 1
+        self._poll_now = True
+        if tell:
+            until = max(incoming.deadline, now + self._settings.commit_s)
+            self._notices[ticket.nonce] = Notice(ticket.writer, reason, until, now)
+        incoming.unfenced = {name for name in self._order if self._backends[name].revoke(ticket.nonce) is not Fence.FENCED}
+        if not incoming.unfenced:
+            self._reclaim(incoming)
+        elif self._proof_at is None:
+            self._proof_at = now + self._settings.proof_s
+
+    def _reclaim(self, incoming: Incoming) -> None:
+        incoming.state = advance(READING, incoming.state, "reclaim")
+        self._drop(incoming)
+        self._events.append(Reclaimed(incoming.ticket.nonce))
+
+    def _drop(self, incoming: Incoming) -> None:
+        del self._tickets[incoming.ticket.nonce]
+        self._is_owned[incoming.writable] = False
+
+    def _land(self, incoming: Incoming, commit: Commit) -> None:
+        nonce, now = commit.nonce, self._clock()
+        incoming.state = advance(READING, incoming.state, "verify")
+        self._drop(incoming)
+        ack = CommitAck(nonce, round=commit.round)
+        self._answers[nonce] = (incoming.writer, ack, max(incoming.deadline, now) + self._settings.commit_s)
+        self.counters["landed"] += 1
+        self._events.append(Landed(nonce, commit.first_token, commit.first_logprobs, stats_of(incoming, commit)))
+        self._send(incoming, ack)
+
+    def _forget_old(self) -> None:
+        now = self._clock()
+        if now >= self._forget_at:
+            self._forget_at = now + 1.0
+            self._answers = {nonce: answer for nonce, answer in self._answers.items() if answer[2] > now}
+
+    # ------------------------------------------------------------ what poll does
+
+    def _collect(self) -> None:
+        for name in self._order:
+            for arrival in self._backends[name].arrivals():
+                self._arrive(arrival)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        stamp = arrival.stamp
+        incoming = self._tickets.get(stamp.nonce)
+        if incoming is None or incoming.state is not Reading.OPEN:
+            self.counters["late_arrival"] += 1
+            return
+        known, incoming.seen = incoming.arrived.get(stamp.chunk), ()
+        if known is not None:
+            incoming.repeated.add(stamp.chunk)
+        if known is not None and known.stamp.trial >= stamp.trial:
+            self.counters["duplicate_arrival"] += 1
+            return
+        incoming.arrived[stamp.chunk] = arrival
+        incoming.last_arrival = self._clock()
+        if incoming.first_arrival is None:
+            incoming.first_arrival = incoming.last_arrival
+        incoming.arrived_bytes += stamp.nbytes
+        incoming.seen = legs_seen(self._shape, incoming, self._region, digests=self._settings.digests)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for incoming in list(self._tickets.values()):
+            if incoming.state is Reading.OPEN and now >= incoming.deadline:
+                self._fail(incoming, "the ticket's deadline passed")
+
+    def _due(self, incoming: Incoming) -> float | None:
+        if incoming.state is not Reading.OPEN:
+            return None
+        if incoming.unchecked and self._num_digesting_bytes < self._settings.verify_bytes:
+            return self._clock()
+        if incoming.unchecked is not None or incoming.revoked is not None:
+            return incoming.deadline  # our ranks ring
+        promised = None if incoming.commit is None else incoming.commit_time + self._settings.arrival_s
+        return earliest(incoming.deadline, promised)
+
+    def _verify(self) -> None:
+        """Check Commits whose stamps are all here (or are overdue): a bounded number of bytes per poll, and no more than these at once with ranks
+        that answer later. They do everything in its order, so that other tickets wait behind what they are to digest."""
+        budget = self._settings.verify_bytes - self._num_digesting_bytes
+        for incoming in list(self._tickets.values()):
+            if incoming.commit is not None and incoming.unchecked is None and not self._land_as_seen(incoming, incoming.commit):
+                self._begin_check(incoming, incoming.commit)
+            while incoming.unchecked and budget > 0:
+                budget -= self._check_digest(incoming, incoming.unchecked.popleft())
+            if incoming.unchecked is not None and not incoming.unchecked and all(answer.value is not None for _, answer in incoming.asked):
+                self._end_check(incoming)
+
+    @property
+    def _num_digesting_bytes(self) -> int:
+        return sum(entry.nbytes for incoming in self._tickets.values() for entry, answer in incoming.asked if answer.value is None)
+
+    def _land_as_seen(self, incoming: Incoming, commit: Commit) -> bool:
+        """A Commit that says just what was seen, as most do, needs no other look, unless something arrived before the permit was revoked."""
+        if not is_as_seen(self._shape, incoming, commit) or not self._is_revoked(incoming):
+            return False
+        self._collect()
+        if not is_as_seen(self._shape, incoming, commit):
+            return False
+        self._land(incoming, commit)
+        return True
+
+    def _is_revoked(self, incoming: Incoming) -> bool:
+        """R2; the Commit promised that no write is under way. True once every rank has done it."""
+        if incoming.revoked is None:
+            for name in self._order:
+                self._backends[name].revoke(incoming.ticket.nonce)
+            incoming.revoked = self._ranks.mark()
+        return are_here(incoming.revoked)
+
+    def _begin_check(self, incoming: Incoming, commit: Commit) -> None:
+        """Once all its stamps are here, or are overdue, or none can come as the permit was revoked."""
+        if incoming.missing is None and not self._accept(incoming, commit):
+            return
+        incoming.missing = [entry for entry in incoming.missing or () if not self._has_arrived(incoming, entry)]
+        if incoming.missing and incoming.revoked is None and self._clock() < incoming.commit_time + self._settings.arrival_s:
+            return
+        if not self._is_revoked(incoming):
+            return
+        self._collect()
+        incoming.promised = len(incoming.landings)
+        incoming.unchecked = deque(each for each in incoming.landings if self._has_arrived(incoming, each.entry))
+        incoming.is_in_place = self._settings.digests and are_in_place(self._shape, incoming, incoming.unchecked, self._region)
+        incoming.bad = [each.entry.index for each in incoming.landings if not self._has_arrived(incoming, each.entry)]
+
+    def _accept(self, incoming: Incoming, commit: Commit) -> bool:
+        """Look at a Commit once, while its last chunks may still land: does it cover the ticket?"""
+        if not covers_all(self._shape, incoming.ticket, commit):
+            self.counters["bad_commit"] += 1
+            self._refuse(incoming, commit, "the Commit's chunks do not cover the ticket's tokens")
+            return False
+        incoming.landings = [Landing(entry, leg.reader_rank, part_of(commit, leg, entry)) for leg in commit.legs for entry in leg.chunks]
+        incoming.missing = [landing.entry for landing in incoming.landings]
+        return True
+
+    def _has_arrived(self, incoming: Incoming, entry: ChunkEntry) -> bool:
+        arrival = incoming.arrived.get(entry.index)
+        return arrival is not None and arrival.stamp.nbytes == entry.nbytes
+
+    def _check_digest(self, incoming: Incoming, landing: Landing) -> int:
+        """Ask for the digest of a chunk, unless it is known or there are none; returns the bytes that are digested for it."""
+        on_arrival = self._digest_on_arrival(incoming, landing)
+        if not self._settings.digests:
+            return 0
+        if on_arrival is not None:
+            incoming.asked.append((landing.entry, Answer(on_arrival)))
+            return 0
+        incoming.asked.append((landing.entry, self._ranks.begin_digest(landing.rank, spans_of(self._shape, incoming, landing))))
+        return landing.entry.nbytes
+
+    def _is_intact(self, entry: ChunkEntry, answer: Answer) -> bool:
+        if answer.value == entry.digest:
+            return True
+        self.counters["digest_mismatch"] += 1
+        return False
+
+    def _digest_on_arrival(self, incoming: Incoming, landing: Landing) -> int | None:
+        """What the medium digested when the chunk landed, if it still holds (R2): no later write may have changed the bytes. The Commit names the
+        chunk's last try, and every earlier one had failed before it began, which means that it can not land any more (base, 3); so this holds
+        for the one arrival of that try, while every chunk landed at just the places that the Commit says: no other has spoiled this one."""
+        arrival = incoming.arrived[landing.entry.index]
+        is_last = arrival.stamp.trial == landing.entry.trial and len(incoming.arrived) == incoming.promised
+        return arrival.digest if is_last and incoming.is_in_place and not incoming.repeated else None
+
+    def _end_check(self, incoming: Incoming) -> None:
+        mismatched = (entry.index for entry, answer in incoming.asked if not self._is_intact(entry, answer))
+        commit, bad = incoming.commit, (*incoming.bad, *mismatched)
+        assert commit is not None
+        incoming.unchecked = None
+        incoming.asked.clear()
+        if not bad:
+            self._land(incoming, commit)
+        elif incoming.round >= self._settings.rounds:
+            self._refuse(incoming, commit, f"{len(bad)} chunks did not verify in round {incoming.round}")
+        else:
+            self._ask_again(incoming, commit, bad)
+
+    def _ask_again(self, incoming: Incoming, commit: Commit, bad: tuple[int, ...]) -> None:
+        ack = CommitAck(commit.nonce, resend=bad, round=commit.round)
+        incoming.answers[commit.round] = ack
+        incoming.round += 1
+        incoming.commit = incoming.missing = incoming.revoked = None
+        incoming.seen = ()
+        incoming.resent += len(bad)
+        self.counters["chunks_asked_again"] += len(bad)
+        asked: dict[int, list[SpanTable]] = {}
+        for landing in (each for each in incoming.landings if each.entry.index in bad):
+            incoming.arrived.pop(landing.entry.index, None)
+            asked.setdefault(landing.rank, []).append(spans_of(self._shape, incoming, landing))
+        self._permit(incoming, {rank: merged(tables) for rank, tables in asked.items()})
+        self._held[commit.nonce] = ack
+
+    def _tell_permitted(self) -> None:
+        for nonce in [nonce for nonce in self._held if self.is_permitted(nonce)]:
+            self._send(self._tickets[nonce], self._held.pop(nonce))
+
+    def _refuse(self, incoming: Incoming, commit: Commit, reason: str) -> None:
+        self._send(incoming, CommitAck(commit.nonce, refused=reason, round=commit.round))
+        self._fail(incoming, reason)
+
+    def _seek_proof(self) -> None:
+        """R3: ask the media again whether the dead tickets' writers can still write."""
+        now = self._clock()
+        if self._proof_at is None or now < self._proof_at:
+            return
+        closed: dict[tuple[Peer, str], bool] = {}
+        for incoming in [each for each in self._tickets.values() if each.state is Reading.ABORTING]:
+            incoming.unfenced = {name for name in incoming.unfenced if not self._has_fence(incoming, name, closed)}
+            if not incoming.unfenced:
+                self._reclaim(incoming)
+        waiting = any(each.state is Reading.ABORTING for each in self._tickets.values())
+        self._proof_at = now + self._settings.proof_s if waiting else None
+
+    def _has_fence(self, incoming: Incoming, name: str, closed: dict[tuple[Peer, str], bool]) -> bool:
+        backend, writer = self._backends[name], incoming.writer
+        if backend.revoke(incoming.ticket.nonce) is Fence.FENCED:
+            return True
+        if writer not in self._gone:
+            return False
+        if (writer, name) not in closed:
+            closed[writer, name] = backend.close(writer) is Fence.FENCED
+        return closed[writer, name]
+
+    def _repeat(self) -> None:
+        now = self._clock()
+        for nonce, notice in list(self._notices.items()):
+            if nonce not in self._tickets and (now >= notice.until or peer_of(notice.writer) in self._gone):
+                del self._notices[nonce]
+            elif now >= notice.send_at:
+                notice.send_at = now + self._settings.repeat_s
+                self._events.append(Send(notice.writer, Abort(nonce, notice.reason, max(0.0, notice.until - now))))
+
+    def _forget_gone(self) -> None:
+        """That a boot is dead is asked for its tickets and for Aborts to it only. `peer_gone` failed all its tickets, and a later one speaks to it
+        again: once none is left, nothing will ask."""
+        if self._gone:
+            self._gone &= {each.writer for each in self._tickets.values()} | {peer_of(notice.writer) for notice in self._notices.values()}

@@ -1,0 +1,205 @@
+"""The Admin service over gRPC, on a port of its own and behind a token where one is set: translates calls to Operations, and answers to protobuf."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import msgspec
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdcluster.bootstrap.card_messages import role_from_proto, role_to_proto
+from pdcluster.core.errors import PdclusterError
+from pdcluster.rpc import admin_pb2 as pb
+from pdcluster.rpc import admin_pb2_grpc as stubs
+from pdcluster.rpc.status import status_of
+from pdcluster_router.admin.operations import CachedNode, NodeStatus, Operations, PolicyStatus, RequestStatus
+from pdcluster_router.cluster.events import Event
+from pdcluster_router.explain.text import text_of
+from pdcluster_router.frontend.grpc import bind
+
+log = logging.getLogger(__name__)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+DRAIN_S = 600.0
+NODE_EVENTS = 20
+MAX_CALLS = 64
+STOP_GRACE_S = 0.5
+
+
+class AdminService(stubs.AdminServicer):
+    """Lives in one event loop, that of a router or of its supervisor."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    async def ListNodes(self, request: pb.ListNodesRequest, context: grpc.aio.ServicerContext) -> pb.ListNodesReply:
+        return pb.ListNodesReply(nodes=map(_node, await self._operations.nodes()))
+
+    async def DescribeNode(self, request: pb.DescribeNodeRequest, context: grpc.aio.ServicerContext) -> pb.NodeDescription:
+        found = await self._operations.node(request.node)
+        here = await self._operations.requests(found.name)
+        events = [event async for event in self._operations.events(0, follow=False) if event.subject == found.name][-NODE_EVENTS:]
+        return pb.NodeDescription(
+            node=_node(found),
+            paths=[
+                pb.Path(peer=path.peer, backend=path.backend, bytes_per_s=path.bytes_s, breaker=path.state, is_chosen=path.is_chosen)
+                for path in (found.load.paths if found.load is not None else ())
+            ],
+            requests=map(_request, here.requests),
+            events=map(_event, events),
+            silent_workers=here.silent,
+            cost=_cost(found),
+        )
+
+    async def Cordon(self, request: pb.CordonRequest, context: grpc.aio.ServicerContext) -> pb.Node:
+        return _node(await self._operations.cordon(request.node, cordoned=request.cordoned))
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.DrainProgress]:
+        deadline_s = request.deadline_s if request.HasField("deadline_s") else DRAIN_S
+        async for progress in self._operations.drain(request.node, deadline_s):
+            yield pb.DrainProgress(
+                waiting=progress.waiting, running=progress.running, pages_parked=progress.pages_parked, safe_to_stop=progress.is_done
+            )
+
+    async def SetRole(self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext) -> pb.Node:
+        return _node(await self._operations.set_role(request.node, role_from_proto(request.role)))
+
+    async def ListRequests(self, request: pb.ListRequestsRequest, context: grpc.aio.ServicerContext) -> pb.ListRequestsReply:
+        found = await self._operations.requests(request.node)
+        return pb.ListRequestsReply(requests=map(_request, found.requests), silent_workers=found.silent)
+
+    async def CancelRequest(self, request: pb.CancelRequestRequest, context: grpc.aio.ServicerContext) -> pb.CancelRequestReply:
+        return pb.CancelRequestReply(cancelled=await self._operations.cancel(request.id, request.reason))
+
+    async def Explain(self, request: pb.ExplainRequest, context: grpc.aio.ServicerContext) -> pb.ExplainReply:
+        found = await self._operations.explain(request.id)
+        return pb.ExplainReply(json=[msgspec.json.encode(each).decode() for each in found], text="\n\n".join(map(text_of, found)))
+
+    async def GetPolicy(self, request: pb.GetPolicyRequest, context: grpc.aio.ServicerContext) -> pb.Policy:
+        return _policy(await self._operations.policy())
+
+    async def SetPolicy(self, request: pb.SetPolicyRequest, context: grpc.aio.ServicerContext) -> pb.Policy:
+        live = request.live if request.HasField("live") else None
+        shadow = request.shadow if request.HasField("shadow") else None
+        return _policy(await self._operations.set_policy(live=live, shadow=shadow, dry_run=request.dry_run))
+
+    async def GetCache(self, request: pb.GetCacheRequest, context: grpc.aio.ServicerContext) -> pb.CacheReply:
+        found = await self._operations.cache(digests=request.digests)
+        views = [pb.CacheView(worker=view.worker, entries=view.entries, bytes=view.bytes, nodes=map(_cached, view.nodes)) for view in found.views]
+        return pb.CacheReply(entries=found.entries, bytes=found.bytes, nodes=map(_cached, found.nodes), views=views, silent_workers=found.silent)
+
+    async def Events(self, request: pb.EventsRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Event]:
+        async for event in self._operations.events(request.since, follow=request.follow):
+            yield _event(event)
+
+
+def _policy(found: PolicyStatus) -> pb.Policy:
+    return pb.Policy(live=found.live, shadow=found.shadow, known=found.known)
+
+
+def _request(found: RequestStatus) -> pb.Request:
+    return pb.Request(**msgspec.structs.asdict(found))
+
+
+def _cached(found: CachedNode) -> pb.CachedNode:
+    return pb.CachedNode(node=found.node, incarnation=found.incarnation, blocks=found.blocks, is_exact=found.is_exact, digest=found.digest)
+
+
+def _node(found: NodeStatus) -> pb.Node:
+    node = pb.Node(
+        name=found.name, incarnation=found.incarnation, role=role_to_proto(found.role), state=found.state, address=found.address, model=found.model,
+        device=found.device, backends=found.backends, max_len=found.max_len, in_flight=found.in_flight,
+    )  # fmt: skip
+    if (load := found.load) is not None:
+        node.load.CopyFrom(pb.NodeLoad(**{name: getattr(load, name) for name in pb.NodeLoad.DESCRIPTOR.fields_by_name}))
+    return node
+
+
+def _cost(found: NodeStatus) -> pb.NodeCost | None:
+    cost = found.load.cost if found.load is not None else None
+    return None if cost is None else pb.NodeCost(**msgspec.structs.asdict(cost))
+
+
+def _event(event: Event) -> pb.Event:
+    return pb.Event(sequence=event.sequence, at=event.at, kind=event.kind, subject=event.subject, message=event.message)
+
+
+# ---------------------------------------------------------------- serving
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls without the token, where there is one, and answers our errors with their status. Health and reflection need the token too."""
+
+    def __init__(self, token: str | None) -> None:
+        self._expected = None if token is None else f"Bearer {token}".encode()
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]], details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(details)
+        if handler is None:
+            return handler
+        given = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
+        is_known = self._expected is None or hmac.compare_digest(str(given).encode(), self._expected)
+        if not details.method.startswith(f"/{SERVICE}/"):
+            return handler if is_known else _refusing(handler)
+        return _translating(handler) if is_known else _refusing(handler)
+
+
+def _refusing(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    async def refuse(request: object, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the admin token is missing or wrong; send metadata authorization: Bearer TOKEN")
+
+    return _same_kind(handler, refuse, refuse)
+
+
+def _translating(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    async def call(request: object, context: grpc.aio.ServicerContext) -> object:
+        try:
+            return await handler.unary_unary(request, context)
+        except PdclusterError as error:
+            await context.abort(status_of(error), str(error))
+            raise  # abort has raised already
+
+    async def stream(request: object, context: grpc.aio.ServicerContext) -> AsyncIterator[object]:
+        try:
+            async for reply in handler.unary_stream(request, context):
+                yield reply
+        except PdclusterError as error:
+            await context.abort(status_of(error), str(error))
+
+    return _same_kind(handler, call, stream)
+
+
+def _same_kind(handler: grpc.RpcMethodHandler, call: Callable[..., Any], stream: Callable[..., Any]) -> grpc.RpcMethodHandler:
+    serializers = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+    if handler.request_streaming:  # reflection only
+        return handler if call.__name__ != "refuse" else grpc.stream_stream_rpc_method_handler(stream, **serializers)
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(stream, **serializers)
+    return grpc.unary_unary_rpc_method_handler(call, **serializers)
+
+
+@asynccontextmanager
+async def listening(operations: Operations, address: str, token: str | None) -> AsyncIterator[str]:
+    """Serves while the block runs and gives HOST:PORT."""
+    server = grpc.aio.server(interceptors=(Guard(token),), options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=MAX_CALLS)
+    stubs.add_AdminServicer_to_server(AdminService(operations), server)
+    states = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(states, server)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    bound = bind(server, address, flag="--admin")
+    await server.start()
+    for service in ("", SERVICE):
+        await states.set(service, health_pb2.HealthCheckResponse.SERVING)
+    try:
+        yield bound
+    finally:
+        await states.enter_graceful_shutdown()
+        await server.stop(STOP_GRACE_S)

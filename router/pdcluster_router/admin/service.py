@@ -1,0 +1,218 @@
+"""What an operator may ask of one router and change through it: implements Operations. Served over gRPC by `admin_api`; decides nothing by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from pdcluster.bootstrap.card import NodeCard
+from pdcluster.core.errors import BadRequest, ConfigError, DeadlineExceeded, UnknownName
+from pdcluster.core.messages import Managed, Role
+from pdcluster_router.admin import drains
+from pdcluster_router.admin.operations import CachedNode, CacheStatus, NodeStatus, PolicyStatus, Progress, RequestList, RequestStatus
+from pdcluster_router.cluster.events import Event, EventLog
+from pdcluster_router.cluster.node_table import Cluster
+from pdcluster_router.cluster.view import NodeView
+from pdcluster_router.core.ids import own_id
+from pdcluster_router.explain.recorder import Explainer
+from pdcluster_router.explain.records import Explanation
+from pdcluster_router.policy.registry import POLICIES, make_policy
+from pdcluster_router.policy.selector import PolicyHolder
+from pdcluster_router.request.open_requests import OpenRequest, OpenRequests
+
+MANAGE_S = 5.0
+"""Longest wait for a node's answer to a wish."""
+
+LOOK_S = 1.0
+"""A drain looks this often, even when nothing is heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownNode:
+    """view None: the bootstrap lists it, but there is no link or no report yet."""
+
+    card: NodeCard
+    view: NodeView | None
+
+
+class Admin:
+    """Owned by the router's event loop."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        open_requests: OpenRequests,
+        policies: PolicyHolder,
+        log: EventLog,
+        explainer: Explainer,
+        clock: Callable[[], float],
+    ) -> None:
+        self.cluster = cluster
+        self.log = log
+        self._explainer = explainer
+        self._open = open_requests
+        self._policies = policies
+        self._clock = clock
+
+    # ------------------------------------------------------------ nodes
+
+    async def nodes(self) -> list[NodeStatus]:
+        return [_status(found) for found in self._known()]
+
+    async def node(self, name: str) -> NodeStatus:
+        return _status(self._find(name))
+
+    def _known(self) -> list[KnownNode]:
+        views = {view.endpoint.incarnation: view for view in self.cluster.view().nodes}
+        return [KnownNode(card, views.get(card.incarnation)) for card in self.cluster.listed()]
+
+    def _find(self, name: str) -> KnownNode:
+        nodes = self._known()
+        for found in nodes:
+            if name in (found.card.node, found.card.incarnation):
+                return found
+        known = ", ".join(sorted(found.card.node for found in nodes)) or "none"
+        raise UnknownName(f"no node is called {name[:200]!r}; known: {known}", "node")
+
+    async def cordon(self, name: str, *, cordoned: bool) -> NodeStatus:
+        found = await self._manage(name, cordoned=cordoned)
+        self.log.add("cordon" if cordoned else "uncordon", found.card.node, "takes no new work" if cordoned else "takes work again")
+        return _status(found)
+
+    async def set_role(self, name: str, role: Role, why: str = "asked by an operator") -> NodeStatus:
+        before = self._find(name)
+        found = await self._manage(name, role=role)
+        was = before.view.role if before.view is not None else before.card.role
+        if was != role:
+            self.log.add("role", found.card.node, f"{was} becomes {role}: {why}")
+        return _status(found)
+
+    def drain(self, name: str, deadline_s: float) -> AsyncIterator[Progress]:
+        return drains.drain(self, name, deadline_s, self.log, self._clock)
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(min(timeout_s, LOOK_S)):
+                await self.cluster.wait_for_change(self.cluster.version)
+        except TimeoutError:
+            return
+
+    async def _manage(self, name: str, *, role: Role | None = None, cordoned: bool | None = None) -> KnownNode:
+        found = self._find(name)
+        try:
+            answer = await self.cluster.manage(found.card.incarnation, role=role, cordoned=cordoned, timeout_s=MANAGE_S)
+        except TimeoutError:
+            raise DeadlineExceeded(f"node {found.card.node} did not answer within {MANAGE_S:g} s; see its log", "handshake") from None
+        return _after(found, answer)
+
+    # ------------------------------------------------------------ requests
+
+    async def requests(self, node: str = "") -> RequestList:
+        """Those on one node, or all. Raises UnknownName for a node that nobody knows."""
+        now, node = self._clock(), self._find(node).card.node if node else ""
+        return RequestList(tuple(_request(found, now) for found in self._open.all() if not node or node in (found.prefill, found.decode)))
+
+    async def cancel(self, request: str, reason: str) -> int:
+        """By its id, else by what its client calls it. Raises UnknownName when no open request is called that."""
+        called = [name for name in (request, own_id(request)) if self._open.matching(name)][:1]
+        if not called:
+            alike = frozenset(self._explainer.called(request))
+            called = [entry.request for entry in self._open.all() if entry.request in alike]
+        if not called:
+            raise UnknownName(f"no open request is called {request[:200]!r}; it has ended, or another router has it", "id")
+        num_cancelled = sum(self._open.cancel(name, reason or "no reason given") for name in called)
+        if num_cancelled:
+            self.log.add("cancel", request, reason or "no reason given")
+        return num_cancelled
+
+    async def explain(self, request: str) -> list[Explanation]:
+        """Why a request, or each of its choices, went where it went. Raises UnknownName when that is not known (any more)."""
+        found = self._explainer.explain_all(request, own_id(request))
+        if not found:
+            raise UnknownName(f"nothing is known of request {request[:200]!r}; it is too long ago, or another router has it", "id")
+        return found
+
+    # ------------------------------------------------------------ policy
+
+    async def policy(self) -> PolicyStatus:
+        live, shadow = self._policies.live, self._policies.shadow
+        return PolicyStatus(live.name, shadow.name if shadow is not None else "", POLICIES)
+
+    async def set_policy(self, *, live: str | None, shadow: str | None, dry_run: bool) -> PolicyStatus:
+        """From the next decision on; shadow "" removes it. Raises BadRequest for one that does not exist, and then changes nothing."""
+        try:
+            made = make_policy(live) if live is not None else self._policies.live
+            watching = self._policies.shadow if shadow is None else make_policy(shadow) if shadow else None
+        except ConfigError as error:
+            raise BadRequest(str(error), "policy") from error
+        if not dry_run:
+            if live is not None:
+                self.log.add("policy", "", f"{self._policies.live.name} becomes {live}")
+            if shadow is not None:
+                self.log.add("policy", "", f"the shadow is {shadow or 'none'}")
+            self._policies.live, self._policies.shadow = made, watching
+        return await self.policy()
+
+    # ------------------------------------------------------------ caches and events
+
+    async def cache(self, *, digests: bool) -> CacheStatus:
+        """digests look at every row: half a second for ten million."""
+        caches, index = self.cluster.caches, self.cluster.caches.index
+        nodes = tuple(
+            CachedNode(
+                card.node,
+                card.incarnation,
+                index.num_blocks(card.incarnation),
+                caches.is_exact(card.incarnation),
+                index.digest(card.incarnation) if digests else "",
+            )
+            for card in self.cluster.cards()
+        )
+        return CacheStatus(index.num_entries, index.num_bytes, nodes)
+
+    def events(self, since: int, *, follow: bool) -> AsyncIterator[Event]:
+        return self.log.follow(since) if follow else self.log.kept(since)
+
+
+def _request(found: OpenRequest, now: float) -> RequestStatus:
+    return RequestStatus(
+        id=found.request,
+        model=found.model,
+        state=found.state,
+        mode=found.mode or "",
+        prefill=found.prefill or "",
+        decode=found.decode or "",
+        prompt_tokens=found.num_prompt,
+        output_tokens=found.num_output,
+        attempts=found.attempts,
+        age_s=now - found.started,
+    )
+
+
+def _status(found: KnownNode) -> NodeStatus:
+    card, view = found.card, found.view
+    return NodeStatus(
+        name=card.node,
+        incarnation=card.incarnation,
+        role=view.role if view is not None else card.role,
+        state="connecting" if view is None else "ready" if view.accepts_work else "cordoned",
+        address=card.address,
+        model=card.model,
+        device=card.device,
+        backends=card.backends,
+        max_len=card.max_len,
+        in_flight=view.in_flight if view is not None else 0,
+        load=view.load if view is not None else None,
+    )
+
+
+def _after(found: KnownNode, answer: Managed) -> KnownNode:
+    """As the node says it is now; its next report says the same."""
+    view = found.view
+    if view is None or view.load is None:
+        return found
+    load = msgspec.structs.replace(view.load, role=answer.role, draining=answer.cordoned)
+    return replace(found, view=msgspec.structs.replace(view, role=answer.role, is_cordoned=answer.cordoned, load=load))

@@ -1,0 +1,113 @@
+"""What nodes report, as metrics of the router: one family per field of messages.Load, labelled by node. Read at scrape time, nothing is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pdcluster.core.messages import Load, PathLoad
+from pdcluster.cost.cost import DecodeCost, PrefillCost
+from pdcluster_router.cluster.node_table import Cluster
+from pdcluster_router.cluster.view import NodeView
+
+EXAMPLE_TOKENS = 512
+LABELS = ("node", "role")
+PATH_LABELS = ("node", "peer", "backend")
+BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
+
+
+class NodeCollector(Collector):
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def collect(self) -> Iterator[Metric]:
+        nodes = self._cluster.view().nodes
+        yield _family("up", "1 for each node with a link and a report.", nodes, lambda node: 1.0)
+        yield _family("in_flight", "Requests of this router on the node.", nodes, lambda node: node.in_flight)
+        yield _family("waiting", "Requests in the node's queue.", nodes, lambda node: node.load.waiting if node.load else 0)
+        yield _family("running", "Rows in the node's running batch.", nodes, lambda node: node.load.running if node.load else 0)
+        yield _family("slots_used", "Rows and reservations taken.", nodes, lambda node: node.load.slots_used if node.load else 0)
+        yield _pages(nodes)
+        yield _costs(nodes, "cost_samples", "Steps that the node's cost model was fitted to.", lambda half: half.samples)
+        yield _costs(nodes, "cost_spread_ratio", "Share of its prediction within which 9 of 10 steps last.", lambda half: half.error.spread)
+        yield _costs(nodes, "cost_doubt_ratio", "Share of a prediction by which the model itself may be wrong.", lambda half: half.error.doubt)
+        yield _predicted(nodes)
+        yield _paths(nodes, "bandwidth_bytes_per_second", "KV bytes per second to the peer, 0 until measured.", lambda path: path.bytes_s)
+        yield _paths(nodes, "breaker_state", "0 closed, 1 half open, 2 open.", lambda path: BREAKER_STATES[path.state])
+        yield _paths(nodes, "path_chosen", "1 for the backend that the next writes to the peer go by.", lambda path: path.is_chosen)
+        yield _reasons(nodes, "failed_writes", "KV writes that ended badly, by reason.", lambda load: load.failed_writes)
+        yield _reasons(nodes, "resent_chunks", "KV chunks written again, by reason.", lambda load: load.resent_chunks)
+        yield _reasons(nodes, "pulls", "Prompts for which another node was named as holder of their KV, by result.", lambda load: load.pulls)
+
+
+def _family(name: str, help_text: str, nodes: tuple[NodeView, ...], value: Callable[[NodeView], float]) -> Metric:
+    family = GaugeMetricFamily(f"pdcluster_node_{name}", help_text, labels=LABELS)
+    for node in nodes:
+        family.add_metric((node.name, node.role), value(node))
+    return family
+
+
+def _paths(nodes: tuple[NodeView, ...], name: str, help_text: str, value: Callable[[PathLoad], float]) -> Metric:
+    """A node reports a bounded number of peers, each once."""
+    family = GaugeMetricFamily(f"pdcluster_node_transfer_{name}", help_text, labels=PATH_LABELS)
+    for node in nodes:
+        for path in node.load.paths if node.load else ():
+            family.add_metric((node.name, path.peer, path.backend), value(path))
+    return family
+
+
+def _costs(nodes: tuple[NodeView, ...], name: str, help_text: str, value: Callable[[PrefillCost | DecodeCost], float]) -> Metric:
+    family = GaugeMetricFamily(f"pdcluster_node_{name}", help_text, labels=(*LABELS, "half"))
+    for node in nodes:
+        if node.cost is not None:
+            family.add_metric((node.name, node.role, "prefill"), value(node.cost.prefill))
+            family.add_metric((node.name, node.role, "decode"), value(node.cost.decode))
+    return family
+
+
+def _predicted(nodes: tuple[NodeView, ...]) -> Metric:
+    """Of examples that are the same everywhere, so that nodes can be compared and a change is seen."""
+    help_text = f"By the node's model: a prompt of {EXAMPLE_TOKENS} tokens, a step of one row of as many; and their error bars (9 of 10)."
+    family = GaugeMetricFamily("pdcluster_node_predicted_seconds", help_text, labels=(*LABELS, "half", "figure"))
+    for node in nodes:
+        if (cost := node.cost) is None:
+            continue
+        figures = {
+            ("prefill", "value"): cost.prefill.seconds(EXAMPLE_TOKENS),
+            ("prefill", "error"): cost.prefill.error_s(EXAMPLE_TOKENS),
+            ("decode", "value"): cost.decode.seconds(1, EXAMPLE_TOKENS),
+            ("decode", "error"): cost.decode.error_s(1, EXAMPLE_TOKENS),
+        }
+        for labels, seconds in figures.items():
+            family.add_metric((node.name, node.role, *labels), seconds)
+    return family
+
+
+def _reasons(nodes: tuple[NodeView, ...], name: str, help_text: str, counts: Callable[[Load], tuple[tuple[str, int], ...]]) -> Metric:
+    family = CounterMetricFamily(f"pdcluster_node_transfer_{name}", help_text, labels=(*LABELS, "reason"))
+    for node in nodes:
+        for reason, count in counts(node.load) if node.load else ():
+            family.add_metric((node.name, node.role, reason), count)
+    return family
+
+
+def _pages(nodes: tuple[NodeView, ...]) -> Metric:
+    """Pinned and parked pages are counted beside the others: they are also used, cached or free."""
+    family = GaugeMetricFamily("pdcluster_node_kv_pages", "KV pages by state.", labels=(*LABELS, "state"))
+    for node in nodes:
+        load = node.load
+        if load is None:
+            continue
+        states = {
+            "free": load.pages_free,
+            "cached": load.pages_cached,
+            "quarantined": load.pages_quarantined,
+            "pinned": load.pages_pinned,
+            "parked": load.pages_parked,
+            "used": load.pages_total - load.pages_free - load.pages_cached - load.pages_quarantined,
+        }
+        for state, count in states.items():
+            family.add_metric((node.name, node.role, state), count)
+    return family

@@ -1,0 +1,477 @@
+"""The router's side of every node: links that follow the bootstrap's snapshots, what nodes report, and the view that policies see.
+
+Owned by the router's event loop. Which node gets a request is not decided here (`policy`), nor what an answer means (`attempt`); answers are put into
+the request's inbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import zmq
+from msgspec.structs import replace
+
+from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
+from pdcluster.core.errors import NodeLost
+from pdcluster.core.messages import (
+    HASH_BYTES,
+    AnyMessage,
+    AskCache,
+    CacheDelta,
+    Cancel,
+    Delivered,
+    Endpoint,
+    Failed,
+    FetchFile,
+    FileChunk,
+    Finished,
+    Load,
+    Manage,
+    Managed,
+    Prefill,
+    Refused,
+    Reserve,
+    Reserved,
+    Role,
+    Scheduled,
+    Tokens,
+    Welcome,
+)
+from pdcluster.cost.cost import NodeCost
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.wire.router_link import LinkState, NodeLink
+from pdcluster.wire.sockets import WireSettings
+from pdcluster_router.cluster.events import EventLog
+from pdcluster_router.cluster.in_flight import Sent, work_of
+from pdcluster_router.cluster.legs import Body, Ledger, Lost
+from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.prefix_index.index import MAX_BLOCKS, PrefixIndex
+from pdcluster_router.prefix_index.updates import Caches
+
+logger = logging.getLogger(__name__)
+
+REDIAL_S = 0.5
+"""Pause before a link is opened again to a boot that the bootstrap still lists."""
+
+TYPICAL_S = 1.0
+"""How long what a step typically costs is taken to stay the same."""
+
+EXPECTED_S = 5.0
+"""Blocks of a request that was just sent are expected for so long, and for the time that the node needs for it."""
+
+LEAST_BYTES_S = 1.0
+"""A path that is slower counts as one that was not measured."""
+
+WORK = (Prefill, Reserve)
+ANSWERS = frozenset((Scheduled, Reserved, Delivered, Finished))
+"""What only its request has to hear."""
+
+
+@dataclass(slots=True)
+class NodeState:
+    """What the router knows of one boot of one node."""
+
+    card: NodeCard
+    endpoint: Endpoint
+    link: NodeLink | None = None
+    load: Load | None = None
+    is_cordoned: bool = False
+    """By its last word, a report or an answer. `load` stays as reported: who waits for a node to run empty needs a report made after its cordon."""
+    cost: NodeCost | None = None
+    """What the last report says of it."""
+    redial_at: float = 0.0
+    is_listed: bool = True
+    """False: the bootstrap no longer names it, but its link still stood."""
+
+    @property
+    def is_up(self) -> bool:
+        return self.link is not None and self.link.state is LinkState.UP
+
+
+class Cluster:
+    def __init__(
+        self,
+        me: Peer,
+        *,
+        context: zmq.Context[zmq.Socket[bytes]] | None,
+        settings: WireSettings,
+        events: EventLog | None = None,
+        index_blocks: int = MAX_BLOCKS,
+    ) -> None:
+        self._clock: Callable[[], float] | None = None
+        self.ledger = Ledger()
+        self.caches = Caches(PrefixIndex(max_blocks=index_blocks))
+        self.version = 0
+        self.events = events or EventLog()
+        self.unmatched: Counter[str] = Counter()
+        self._me = me
+        self._context = context
+        self._settings = settings
+        self._nodes: dict[str, NodeState] = {}
+        self._files: dict[tuple[str, str], asyncio.Future[FileChunk]] = {}
+        self._managing: dict[int, asyncio.Future[Managed]] = {}
+        self._num_managed = 0
+        self._changed = asyncio.Event()
+        self._view = ClusterView(())
+        self._is_lent = False
+        """Whether somebody may have kept the view."""
+        self._reported: set[str] = set()
+        """Nodes that said something since the view was made."""
+        self._is_view_whole = True
+        """False: nodes came or went since."""
+        self._typical_until = 0.0
+        """0: it is to be looked at with the next view."""
+        self._is_taking = False
+        """Whether slices of what nodes said are taken in now."""
+        self._handlers: dict[type[AnyMessage], Callable[[NodeState, Any], None]] = {
+            Tokens: self._on_tokens,
+            Refused: self._on_refusal,
+            Failed: self._on_refusal,
+            Welcome: self._on_welcome,
+            Load: self._on_load,
+            CacheDelta: self._on_delta,
+            Managed: self._on_managed,
+            FileChunk: self._on_chunk,
+        }
+        """Found by type: a chain of questions cost more than what most answers need."""
+
+    # ------------------------------------------------------------ following the bootstrap
+
+    async def follow(self, snapshots: AsyncIterator[ClusterSnapshot]) -> None:
+        """Apply snapshots until cancelled; between them, dial again what was lost."""
+        redial = asyncio.create_task(self._redial_forever())
+        try:
+            async for snapshot in snapshots:
+                self.apply(snapshot)
+        finally:
+            redial.cancel()
+            await asyncio.gather(redial, return_exceptions=True)
+
+    def apply(self, snapshot: ClusterSnapshot) -> None:
+        """Open links to new boots and drop those that left. A boot that only lost its bootstrap lease but still answers is kept until its link
+        breaks: absence from a list is no proof."""
+        self._is_view_whole = False
+        listed = {card.incarnation: card for card in snapshot.nodes}
+        replaced = {card.node: card.incarnation for card in snapshot.nodes}
+        for incarnation, card in listed.items():
+            state = self._nodes.get(incarnation)
+            if state is None:
+                self._nodes[incarnation] = NodeState(card, card.endpoint)
+            else:
+                state.card = card
+        for incarnation, state in list(self._nodes.items()):
+            state.is_listed = incarnation in listed
+            if not state.is_listed and (not state.is_up or state.card.node in replaced):
+                self._drop(incarnation, "it left the cluster")
+        self._dial()
+        self._notify()
+
+    def close(self) -> None:
+        for incarnation in list(self._nodes):
+            self._drop(incarnation, "the router stops")
+
+    async def wait_for_change(self, seen: int) -> None:
+        """Until a node came, went or reported after `version` was `seen`."""
+        while self.version == seen:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self.version += 1
+        self._changed.set()
+
+    async def _redial_forever(self) -> None:
+        while True:
+            await asyncio.sleep(REDIAL_S / 2)
+            self._dial()
+
+    def _dial(self) -> None:
+        now = self._now()
+        for incarnation, state in self._nodes.items():
+            if state.link is None and now >= state.redial_at:
+                state.link = self._open_link(incarnation, state)
+
+    def _open_link(self, incarnation: str, state: NodeState) -> NodeLink:
+        return NodeLink(
+            self._me,
+            state.endpoint,
+            context=self._context,
+            on_message=partial(self._on_message, state),
+            on_state=lambda link_state: self._on_state(incarnation, link_state),
+            open_attempts=lambda: self.ledger.open_attempts(incarnation),
+            settings=self._settings,
+        )
+
+    def _on_state(self, incarnation: str, link_state: LinkState) -> None:
+        self._is_view_whole = False
+        state = self._nodes.get(incarnation)
+        if state is None or state.link is None:
+            return
+        if link_state is LinkState.LOST:
+            reason, link, state.link = state.link.lost_because, state.link, None
+            link.close()
+            logger.warning("node %s is lost: %s", state.card.node, reason)
+            state.load = state.cost = None
+            self.caches.lose(incarnation)
+            state.redial_at = self._now() + REDIAL_S
+            self.ledger.lose_node(incarnation, reason)
+            self.events.add("node-lost", state.card.node, reason)
+            if not state.is_listed:
+                del self._nodes[incarnation]  # nobody says that it is alive: it is not called again
+        elif link_state is LinkState.UP:
+            self.events.add("node-up", state.card.node, f"{state.card.role} at {state.card.address}, boot {incarnation}")
+        self._notify()
+
+    def _drop(self, incarnation: str, reason: str) -> None:
+        self._is_view_whole = False
+        state = self._nodes.pop(incarnation)
+        self.events.add("node-left", state.card.node, reason)
+        if state.link is not None:
+            state.link.close()
+        self.caches.lose(incarnation)
+        self.ledger.lose_node(incarnation, reason)
+
+    # ------------------------------------------------------------ what nodes say
+
+    def _on_message(self, state: NodeState, message: AnyMessage) -> None:
+        """A link that was closed says nothing more, so that the node is still one of ours."""
+        kind = type(message)
+        if kind in ANSWERS:
+            read = self.ledger.reader_of(message.request)  # type: ignore[union-attr]
+            if read is not None:
+                read(state.endpoint.incarnation, message)  # type: ignore[arg-type]
+            else:
+                self.unmatched[kind.__name__] += 1
+            return
+        handle = self._handlers.get(kind)
+        if handle is not None:
+            handle(state, message)
+
+    def _on_tokens(self, state: NodeState, message: Tokens) -> None:
+        num_unread = self.ledger.deliver_rows(state.card.incarnation, message.rows, time.monotonic())
+        if num_unread:
+            self.unmatched["TokenRow"] += num_unread
+
+    def _on_refusal(self, state: NodeState, message: Refused | Failed) -> None:
+        self._expect_no_more(state.card.incarnation, message)
+        self._deliver(message.request, state.card.incarnation, message)
+
+    def _on_welcome(self, state: NodeState, message: Welcome) -> None:
+        for request, attempt in message.lost:
+            self._deliver(request, state.card.incarnation, Lost("it does not know the request (any more)", attempt))
+        self.ledger.rewelcome(state.card.incarnation)
+        self._notify()
+
+    def _on_load(self, state: NodeState, message: Load) -> None:
+        state.is_cordoned = message.draining
+        self._take_load(state, message)
+
+    def _take_load(self, state: NodeState, message: Load) -> None:
+        former, incarnation = state.load, state.card.incarnation
+        self._is_view_whole = self._is_view_whole and former is not None
+        if former is None or former.cost != message.cost:
+            state.cost = NodeCost.of(message.cost) if message.cost is not None else None
+            if self._view.typical is None:
+                self._typical_until = 0.0  # the first that knows is told at once
+        self._reported.add(incarnation)
+        state.load = message
+        self.ledger.pending.reported(incarnation, message.seen)
+        if self.caches.is_overdue(incarnation, self._now()):
+            self._ask_cache(state)
+        self._notify()
+
+    def _on_delta(self, state: NodeState, message: CacheDelta) -> None:
+        if self.caches.apply(state.card.incarnation, message, self._now()):
+            self._ask_cache(state)
+        if self.caches.has_pieces and not self._is_taking:
+            self._is_taking = True
+            asyncio.get_running_loop().call_soon(self._take_piece)
+
+    def _on_managed(self, state: NodeState, message: Managed) -> None:
+        """Before its next report, with which it would get work that it shall not. One that had no time to report a cordon says nothing of its end."""
+        load = state.load
+        if load is not None:
+            state.is_cordoned = message.cordoned
+            self._take_load(state, replace(load, role=message.role))
+        asked = self._managing.get(message.number)
+        if asked is not None and not asked.done():
+            asked.set_result(message)
+
+    def _on_chunk(self, state: NodeState, message: FileChunk) -> None:
+        waiting = self._files.get((state.card.incarnation, message.name))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
+
+    def _take_piece(self) -> None:
+        """One slice a turn of the loop, so that requests go on between them."""
+        self._is_taking = self.caches.has_pieces
+        if self._is_taking:
+            asyncio.get_running_loop().call_soon(self._take_piece)
+            self.caches.take_piece()
+
+    def _ask_cache(self, state: NodeState) -> None:
+        if state.link is None:
+            return
+        try:
+            state.link.send(AskCache())
+        except NodeLost:
+            logger.debug("node %s cannot be asked for its cache now", state.card.node)  # a new link begins with a snapshot
+
+    def _now(self) -> float:
+        if self._clock is None:
+            self._clock = asyncio.get_running_loop().time  # found once: to find the loop costs a system call
+        return self._clock()
+
+    def _deliver(self, request: str, incarnation: str, body: Body) -> None:
+        if not self.ledger.deliver(request, incarnation, body):
+            self.unmatched[type(body).__name__] += 1
+
+    # ------------------------------------------------------------ what the rest of the router asks
+
+    def view(self) -> ClusterView:
+        """As of now. Costs what changed since the last call; all of it is made anew only when nodes came or went."""
+        self._bring_up()
+        self._is_lent = True
+        return self._view
+
+    def glance(self) -> ClusterView:
+        """As `view`, for who keeps nothing of it: what was sent since is written into the last one, unless somebody may still have that."""
+        self._bring_up()
+        return self._view
+
+    def _bring_up(self) -> None:
+        changed, before = self.ledger.take_changed(), self._view
+        if not self._is_view_whole:
+            self._view = ClusterView([self._view_of(state) for state in self._nodes.values() if state.is_up and state.load is not None])
+            self._is_view_whole, self._typical_until = True, 0.0
+        else:
+            if self._reported:
+                self._view = before.replaced(self._replacements(), before.typical, is_told=True)
+                changed -= self._reported
+            if changed:
+                if self._view.has_table and not (self._is_lent and self._view is before):
+                    self._view.note_sent(changed, self.ledger.counts)
+                else:
+                    self._view = self._view.sent(changed, self.ledger.counts)
+        self._reported.clear()
+        if time.monotonic() >= self._typical_until:
+            self._look_at_costs()
+        if self._view is not before:
+            self._is_lent = False
+
+    def _look_at_costs(self) -> None:
+        """What a step typically costs stands in for what single nodes do not know, and these have to be looked at anew with it: so now and then."""
+        self._typical_until = time.monotonic() + TYPICAL_S
+        found = self._view.typical_now()
+        if found != self._view.typical:
+            self._view = self._view.replaced({}, found, is_told=True)
+
+    def _replacements(self) -> dict[str, NodeView]:
+        """Of nodes whose link stands, those that reported."""
+        row_of = self._view.roster.row_of
+        return {incarnation: self._view_of(self._nodes[incarnation]) for incarnation in self._reported if incarnation in row_of}
+
+    def _view_of(self, state: NodeState) -> NodeView:
+        card, load = state.card, state.load
+        assert load is not None  # else it is not in the view
+        return NodeView(
+            endpoint=state.endpoint,
+            role=load.role or card.role,
+            in_flight=self.ledger.in_flight(card.incarnation),
+            pending=self.ledger.pending.of(card.incarnation),
+            load=load,
+            block_tokens=card.hash_block_tokens,
+            max_len=card.max_len,
+            backends=card.backends,
+            is_cordoned=state.is_cordoned,
+            cost=state.cost,
+            bandwidth={path.peer: path.bytes_s for path in load.paths if path.is_chosen and path.bytes_s >= LEAST_BYTES_S},
+            kv_bytes_per_token=card.fingerprint.layout.token_bytes,
+        )
+
+    def cached(self, hashes: bytes) -> dict[str, int]:
+        """Leading blocks of a prompt that each node holds, or will soon, by incarnation; nodes with none are left out."""
+        return self.caches.index.depths(hashes, self._now())
+
+    def held(self, hashes: bytes) -> dict[str, int]:
+        """Those that each node said it holds, so that they can be fetched from there."""
+        return self.caches.index.depths(hashes)
+
+    def expected(self, hashes: bytes) -> dict[str, int]:
+        """Those that each node will hold soon."""
+        return self.caches.index.expected.depths(hashes, self._now())
+
+    def listed(self) -> list[NodeCard]:
+        """Cards of all known nodes, those without a link too."""
+        return [state.card for state in self._nodes.values()]
+
+    def cards(self) -> Iterator[NodeCard]:
+        """Cards of the nodes that can be reached, in the order they came. Not while nodes may come or go: who waits makes a list first."""
+        return (state.card for state in self._nodes.values() if state.link is not None and state.link.state is LinkState.UP)
+
+    def send(self, to: Endpoint, message: AnyMessage) -> None:
+        state = self._nodes.get(to.incarnation)
+        if state is None or state.link is None:
+            raise NodeLost(f"node {to.node} is not connected (any more)")
+        sequence = state.link.send(message)
+        if isinstance(message, WORK):
+            self._note_work(state, message, sequence)
+        elif type(message) is Cancel:
+            self._expect_no_more(to.incarnation, message)
+
+    def _note_work(self, state: NodeState, message: Prefill | Reserve, sequence: int) -> None:
+        """Until the node reports it: the work that goes there, and the blocks that will come of it."""
+        work, incarnation, now = message.work, state.card.incarnation, self._now()
+        depth = self.caches.index.depth(incarnation, work.hashes)
+        pending = work_of(message, depth * state.card.hash_block_tokens)
+        sent = Sent(work.attempt, sequence, pending, work.hashes if depth * HASH_BYTES < len(work.hashes) else b"")
+        self.ledger.pending.enter(incarnation, work.request, sent)
+        if sent.hashes:
+            total = self.ledger.pending.of(incarnation)
+            wait_s = state.cost.prefill.work_s(total.prefill_tokens, total.prefill_pairs) if state.cost is not None else 0.0
+            self.caches.index.expect(incarnation, sent.hashes, now + EXPECTED_S + wait_s)
+
+    def _expect_no_more(self, incarnation: str, message: Refused | Failed | Cancel) -> None:
+        """A slot that is cancelled gets no KV any more; what was computed of a prompt that is cancelled stays."""
+        sent = self.ledger.pending.find(incarnation, message.request, message.attempt)
+        if sent is None or not sent.hashes or (type(message) is Cancel and sent.work.prompts):
+            return
+        if not self.ledger.pending.has_alike(incarnation, sent):
+            self.caches.index.expected.withdraw(incarnation, sent.hashes)
+
+    async def manage(self, incarnation: str, *, role: Role | None = None, cordoned: bool | None = None, timeout_s: float) -> Managed:
+        """Change what a node is for, or whether it takes new work; raises NodeLost or TimeoutError."""
+        state = self._nodes.get(incarnation)
+        if state is None:
+            raise NodeLost("the node left the cluster; list the nodes again")
+        self._num_managed += 1
+        number = self._num_managed
+        answer: asyncio.Future[Managed] = asyncio.get_running_loop().create_future()
+        self._managing[number] = answer
+        try:
+            self.send(state.endpoint, Manage(number, role, cordoned))
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        finally:
+            del self._managing[number]
+
+    async def fetch_file(self, incarnation: str, name: str, offset: int, timeout_s: float) -> FileChunk:
+        """One piece of a model card's file; raises NodeLost or TimeoutError."""
+        waiting: asyncio.Future[FileChunk] = asyncio.get_running_loop().create_future()
+        self._files[incarnation, name] = waiting
+        try:
+            state = self._nodes.get(incarnation)
+            if state is None:
+                raise NodeLost(f"the node that was asked for {name} left the cluster")
+            self.send(state.endpoint, FetchFile(name, offset))
+            async with asyncio.timeout(timeout_s):
+                return await waiting
+        finally:
+            del self._files[incarnation, name]

@@ -1,0 +1,427 @@
+"""What the router believes about the cluster at one moment, as immutable values for the policy. No sockets, no clocks.
+
+A view is mostly the view before it: `replaced` keeps all that did not change, so that a report costs its own node's row, and what was sent to a node
+(`sent`) some numbers of that row. Of a node that was only sent something no NodeView is made before somebody asks for it. Nodes have row numbers, by
+name, so that the order in which they came changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from pdcluster.core.messages import Endpoint, Load, Role
+from pdcluster.cost.cost import NodeCost
+from pdcluster_router.cluster.once import once
+from pdcluster_router.cluster.pacing import Pace, Work, completed, is_known, pace, typical_cost
+from pdcluster_router.policy.predicted import compiled
+from pdcluster_router.policy.predicted.cost_model import NUM_STATION
+from pdcluster_router.policy.predicted.node_rows import Column, Pool, Station, Table
+from pdcluster_router.policy.predicted.node_state import IS_OWN, NUM_COLUMNS, settle
+
+
+class Pending(NamedTuple):
+    """What this router sent that the node's last report does not count yet; added to the report. prefill_tokens and prefill_pairs: prompt work that
+    is not cached there; context_tokens: KV of the rows, when they decode; prompts: requests whose prompt is to be computed there."""
+
+    requests: int = 0
+    prefill_tokens: int = 0
+    prefill_pairs: int = 0
+    rows: int = 0
+    context_tokens: int = 0
+    prompts: int = 0
+
+
+NOTHING_PENDING = Pending()
+
+
+class NodeView(msgspec.Struct, frozen=True, dict=True):
+    """One node that can be reached. What follows from the fields is computed once, so a view is best kept while nothing on the node changed.
+
+    in_flight: requests this router has on the node; load: the node's last report, None before the first one.
+    backends: transfer media it has; a node without any serves in mode local only.
+    cost: fitted by the node to its own steps, None before its first report of it. bandwidth: bytes/s to other nodes, by name, as far as it was
+    measured. kv_bytes_per_token: 0 where unknown.
+    """
+
+    endpoint: Endpoint
+    role: Role
+    in_flight: int
+    load: Load | None
+    block_tokens: int
+    max_len: int
+    backends: tuple[str, ...] = ()
+    is_cordoned: bool = False
+    pending: Pending = NOTHING_PENDING
+    cost: NodeCost | None = None
+    bandwidth: Mapping[str, float] = {}
+    kv_bytes_per_token: int = 0
+
+    def sent(self, in_flight: int, pending: Pending) -> NodeView:
+        """The same node and report, after this router sent it something or heard of the end of it."""
+        return msgspec.structs.replace(self, in_flight=in_flight, pending=pending)
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.node
+
+    @property
+    def incarnation(self) -> str:
+        return self.endpoint.incarnation
+
+    def can_exchange(self, other: NodeView) -> bool:
+        """Whether KV can move between the two."""
+        return not set(self.backends).isdisjoint(other.backends)
+
+    @property
+    def accepts_work(self) -> bool:
+        return not self.is_cordoned and not (self.load is not None and self.load.draining)
+
+    @property
+    def has_slack(self) -> bool:
+        """Whether a reservation may sit on the node while the prompt is still computed: fewer rows than slots, a quarter of the pages left."""
+        load = self.load
+        return load is not None and load.running < load.slots and 4 * (load.pages_free + load.pages_cached) >= load.pages_total
+
+    @once
+    def num_requests(self) -> int:
+        """Requests on the node: what it reported and what is on its way, or this router's own count where that is more."""
+        reported = self.load.waiting + self.load.running if self.load is not None else 0
+        return max(self.in_flight, reported + self.pending.requests)
+
+    @once
+    def work(self) -> Work:
+        """What the node reported, and what this router sent since."""
+        load, pending = self.load, self.pending
+        if load is None:
+            return Work(pending.prefill_tokens, pending.prefill_pairs, pending.rows, pending.context_tokens)
+        return Work(
+            load.waiting_tokens + pending.prefill_tokens,
+            load.waiting_pairs + pending.prefill_pairs,
+            load.rows + pending.rows,
+            load.context_tokens + pending.context_tokens,
+            load.itl_s,
+        )
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that wait for being computed."""
+        return self.pending.prefill_tokens + (self.load.waiting_tokens if self.load is not None else 0)
+
+    @property
+    def prefill_pairs(self) -> int:
+        return self.pending.prefill_pairs + (self.load.waiting_pairs if self.load is not None else 0)
+
+    @property
+    def rows(self) -> int:
+        """Rows that are taken, by whatever: reservations, remote prefills and what is on its way, too."""
+        return self.pending.rows + (self.load.slots_used if self.load is not None else 0)
+
+    @once
+    def pace(self) -> Pace | None:
+        """None while the node's own cost model is not known."""
+        cost = completed(self.cost, None)
+        return pace(cost, self.work) if cost is not None else None
+
+    @once
+    def num_prompts(self) -> int:
+        """Requests that wait for their prompt to be computed, or whose prompt is being computed."""
+        return self.pending.prompts + (self.load.waiting if self.load is not None else 0) + (self.prefill_tokens > 0)
+
+    @property
+    def has_own_cost(self) -> bool:
+        """Whether its own steps say what they cost."""
+        return self.cost is not None and is_known(self.cost)
+
+    @once
+    def own_station(self) -> Station | None:
+        """None while the node's own cost model is not known."""
+        cost = self.cost
+        return self.station(cost) if cost is not None and is_known(cost) else None
+
+    def station(self, cost: NodeCost) -> Station:
+        """The node in numbers, when steps cost that."""
+        numbers = self.numbers(cost)
+        settle(numbers)
+        return Station(*numbers[:NUM_STATION])
+
+    def numbers(self, cost: NodeCost) -> list[float]:
+        """A row of a table, as far as it does not follow from other numbers of the row (`policy.predicted.node_state`)."""
+        load, prefill, decode, pending = self.load, cost.prefill, cost.decode, self.pending
+        told = (0.0,) * 13
+        tight = 0.0
+        if load is not None:
+            left, total = load.pages_free + load.pages_cached, load.pages_total
+            if left < total // 4:
+                tight = 1.0 / max(total - left, 1)
+            prompts = load.waiting, load.waiting + load.running, load.waiting_tokens, load.waiting_pairs
+            told = (1.0, *prompts, load.rows, load.context_tokens, load.itl_s, load.slots, load.slots_used, left, load.pages_parked, total)
+        follows = 0.0
+        columns = (
+            self.role != "decode",
+            *(follows,) * 5,
+            *(prefill.fixed_s, prefill.token_s, prefill.pair_s, prefill.chunk_tokens or inf),
+            *(decode.fixed_s, decode.row_s, decode.context_s),
+            *(follows,) * 7,
+            *(tight, follows, self.block_tokens, self.kv_bytes_per_token, prefill.error.doubt),
+            *told,
+            *(self.has_own_cost, prefill.error.spread, self.max_len if self.accepts_work else -1),
+            *(self.in_flight, *pending),
+        )
+        return [*map(float, columns)]
+
+
+class Groups:
+    """Nodes that have the same transfer media. of: each node's group; exchange: 1 where two groups have a medium in common."""
+
+    def __init__(self, media: Sequence[frozenset[str]]) -> None:
+        kinds = {each: number for number, each in enumerate(dict.fromkeys(media))}
+        self.of = np.array([kinds[each] for each in media], np.int64)
+        self.exchange = np.array([[float(not one.isdisjoint(other)) for other in kinds] for one in kinds]).reshape(len(kinds), len(kinds))
+
+
+class Roster:
+    """Who is in a view, and which legs each node may take: all that stays as it is when nodes only report loads. Kept from view to view.
+
+    row_of: by incarnation. prefill, decode: nodes that may take such a leg; decode_only: those that compute no prompts for others. is_split: whether
+    both legs have nodes, and some node is there for one of them alone. plans: what `policy.scales` made of all this."""
+
+    def __init__(self, nodes: Sequence[NodeView]) -> None:
+        size = len(nodes)
+        self.names = tuple(node.endpoint.node for node in nodes)
+        self.row_of = {node.incarnation: row for row, node in enumerate(nodes)}
+        self.has_namesakes = len(set(self.names)) < len(self.names)
+        """Two boots of one node are there."""
+        self.shortest_max_len = min((node.max_len for node in nodes), default=0)
+        accepting = [(row, node.role) for row, node in enumerate(nodes) if node.accepts_work]
+        self.accepting = Pool([row for row, _ in accepting], size)
+        self.prefill = Pool([row for row, role in accepting if role != "decode"], size)
+        self.decode = Pool([row for row, role in accepting if role != "prefill"], size)
+        self.decode_only = Pool([row for row, role in accepting if role == "decode"], size)
+        self.is_split = bool(self.prefill and self.decode) and any(role != "mixed" for _, role in accepting)
+        self.rows_of_name: dict[str, tuple[int, ...]] = {}
+        for row, name in enumerate(self.names):
+            self.rows_of_name[name] = (*self.rows_of_name.get(name, ()), row)
+        self._media = tuple(frozenset(node.backends) for node in nodes)
+        self.plans: dict[object, Any] = {}
+        self._paths: dict[int, tuple[Mapping[str, float], Column]] = {}
+
+    def partners(self, pool: Pool, node: NodeView) -> Pool:
+        """Those that KV of `node` can go to; itself too, if it is in the pool."""
+        media = frozenset(node.backends)
+        return pool.part(media, lambda row: not media.isdisjoint(self._media[row]))
+
+    @once
+    def groups(self) -> Groups:
+        """Of nodes with the same media."""
+        return Groups(self._media)
+
+    @once
+    def nothing(self) -> Column:
+        """A zero for each node; not to be written to."""
+        return np.zeros(len(self.names))
+
+    def paths(self, row: int, bandwidth: Mapping[str, float]) -> Column:
+        """Bytes a second to each node from the one of that row (-1: it left), which reports that bandwidth; 0 where it is not known. Not to be
+        written to."""
+        kept = self._paths.get(row)
+        if kept is not None and kept[0] is bandwidth:
+            return kept[1]
+        found = np.zeros(len(self.names))
+        for name, bytes_s in bandwidth.items():
+            for other in self.rows_of_name.get(name, ()):
+                found[other] = bytes_s
+        if row >= 0:
+            self._paths[row] = bandwidth, found
+        return found
+
+    @staticmethod
+    def holds_for(former: NodeView, now: NodeView) -> bool:
+        """Whether a node that changed leaves the roster as it is."""
+        is_alike = former.role == now.role and former.max_len == now.max_len and former.backends == now.backends
+        if former.load is now.load and former.is_cordoned is now.is_cordoned:
+            return is_alike  # it was only sent something
+        return is_alike and former.accepts_work == now.accepts_work
+
+
+OnNode = tuple[int, Pending]
+"""Requests that this router has on a node, and what the node's last report does not count."""
+Counts = Callable[[str], OnNode]
+"""By incarnation."""
+
+
+OF_NODES = ("nodes", "accepting", "rows")
+"""What a view works out once of its nodes as they are."""
+
+
+class ClusterView:
+    """All nodes that can be reached and have reported; never changed once made, as far as anybody can tell.
+
+    nodes: by name, so that the order of reports changes nothing; a node's place is its row. typical: what a step costs where a node has not run
+    enough of its kind; None: told from the nodes, or, where is_told, known by nobody."""
+
+    def __init__(self, nodes: Iterable[NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> None:
+        self._reported: list[NodeView] = sorted(nodes, key=_by_name)
+        self._nodes: list[NodeView | OnNode] = list(self._reported)
+        """OnNode: since it is in `_reported`, it was only sent something."""
+        self._table: Table | None = None
+        self.typical = typical
+        self._is_told = is_told
+
+    def replaced(self, changed: Mapping[str, NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> ClusterView:
+        """The same nodes, some of which changed, by incarnation. What was worked out for the others is kept."""
+        keeps_table = self._table is not None and typical is not None and typical is self.typical
+        nodes: Sequence[NodeView | OnNode] = self._nodes if keeps_table else self.nodes
+        view, roster, is_same = self._like(nodes, typical, is_told=is_told), self.roster, True
+        view._reported = list(self._reported if keeps_table else self.nodes)
+        if typical is not None:
+            view.__dict__["typical_cost"] = typical
+        if self._table is not None and keeps_table:
+            view._table = self._table.copy()
+        for incarnation, node in changed.items():
+            row = roster.row_of[incarnation]
+            is_same = is_same and roster.holds_for(self._reported[row], node)
+            view._reported[row] = view._nodes[row] = node
+            if view._table is not None:
+                view._table[row] = view._numbers(node)
+        if is_same:
+            view.__dict__["roster"] = roster
+        return view
+
+    def sent(self, changed: Iterable[str], counts: Counts) -> ClusterView:
+        """The same nodes and reports, after this router sent some of the nodes something, or heard of the end of it."""
+        if self._table is None:
+            known = {name: row for name in changed if (row := self.roster.row_of.get(name)) is not None}
+            return self.replaced({name: self.node(row).sent(*counts(name)) for name, row in known.items()}, self.typical, is_told=self._is_told)
+        view, table, nodes, roster = ClusterView.__new__(ClusterView), self._table.copy(), self._nodes.copy(), self.roster
+        view.__dict__.update(
+            _nodes=nodes,
+            _reported=self._reported,
+            _table=table,
+            typical=self.typical,
+            _is_told=self._is_told,
+            roster=roster,
+            typical_cost=self.typical_cost,
+        )
+        view.note_sent(changed, counts)
+        return view
+
+    def note_sent(self, changed: Iterable[str], counts: Counts) -> None:
+        """The same in place, of a view with a table that nobody else has."""
+        note_sent, row_of, nodes, table = compiled.in_use().note_sent, self.roster.row_of, self._nodes, self._table
+        own = self.__dict__
+        if not own.keys().isdisjoint(OF_NODES):  # a roster that was not there asked for them
+            for name in OF_NODES:
+                own.pop(name, None)
+        for incarnation in changed:
+            row = row_of.get(incarnation)
+            if row is not None:  # else a leg on a node that left, or one whose link stands no longer
+                in_flight, pending = nodes[row] = counts(incarnation)
+                note_sent(table, row, in_flight, *pending)
+
+    @staticmethod
+    def _like(nodes: Sequence[NodeView | OnNode], typical: NodeCost | None, *, is_told: bool) -> ClusterView:
+        view = ClusterView.__new__(ClusterView)
+        view._nodes, view._table, view.typical, view._is_told = list(nodes), None, typical, is_told
+        return view
+
+    @property
+    def size(self) -> int:
+        return len(self._nodes)
+
+    @once
+    def nodes(self) -> tuple[NodeView, ...]:
+        return tuple([self.node(row) for row in range(len(self._nodes))])
+
+    def reported(self, row: int) -> NodeView:
+        """The node as it was when it last reported, or was sent something after that: for what only reports change."""
+        return self._reported[row]
+
+    def node(self, row: int) -> NodeView:
+        found = self._nodes[row]
+        if isinstance(found, tuple):
+            found = self._nodes[row] = self._sent_node(row, *found)
+        return found
+
+    def _sent_node(self, row: int, in_flight: int, pending: Pending) -> NodeView:
+        """Of a node that was sent something since it reported."""
+        assert self._table is not None  # only with a table a view knows more than the reports
+        numbers, node = self._table[row].tolist(), self._reported[row].sent(in_flight, pending)
+        if numbers[IS_OWN]:
+            node.__dict__["own_station"] = Station(*numbers[:NUM_STATION])
+        return node
+
+    @once
+    def roster(self) -> Roster:
+        return Roster(self.nodes)
+
+    @property
+    def has_table(self) -> bool:
+        """Whether somebody asked for it, of this view or of one that it was made from."""
+        return self._table is not None
+
+    @property
+    def table(self) -> Table:
+        """A row a node, in the columns of `policy.predicted.cost_model` and `policy.predicted.node_state`; not to be written to. For a view that has a typical cost: every
+        node has a pace then."""
+        if self._table is None:
+            rows = [self._numbers(node) for node in self.nodes]
+            self._table = np.array(rows, np.float64).reshape(len(rows), NUM_COLUMNS)
+        return self._table
+
+    @once
+    def rows(self) -> list[list[float]]:
+        """The same, for code that is not compiled."""
+        rows: list[list[float]] = self.table.tolist()
+        return rows
+
+    def station_of(self, node: NodeView) -> Station:
+        """Of one that may have left the view since."""
+        row = self.roster.row_of.get(node.incarnation)
+        return node.station(self._cost_of(node)) if row is None else self.station(row)
+
+    def station(self, row: int) -> Station:
+        return Station(*self.table[row, :NUM_STATION].tolist())
+
+    def _numbers(self, node: NodeView) -> list[float]:
+        numbers = node.numbers(self._cost_of(node))
+        settle(numbers)
+        return numbers
+
+    def _cost_of(self, node: NodeView) -> NodeCost:
+        cost = completed(node.cost, self.typical_cost)
+        assert cost is not None  # it is asked for where a typical one is known
+        return cost
+
+    @once
+    def accepting(self) -> tuple[NodeView, ...]:
+        """Nodes that take work."""
+        return tuple([self.node(row) for row in self.roster.accepting.rows])
+
+    @once
+    def typical_cost(self) -> NodeCost | None:
+        """For nodes that have not run a kind of step; None while nobody has."""
+        return self.typical if self.typical is not None or self._is_told else self.typical_now()
+
+    def typical_now(self) -> NodeCost | None:
+        """By what the nodes reported last."""
+        return typical_cost([node.cost for node in self._reported if node.cost is not None])
+
+    def find(self, incarnation: str) -> NodeView | None:
+        row = self.roster.row_of.get(incarnation)
+        return None if row is None else self.node(row)
+
+    def pace_of(self, node: NodeView) -> Pace | None:
+        """None while nothing is known of steps of some kind, anywhere."""
+        if node.pace is not None:
+            return node.pace
+        cost = completed(node.cost, self.typical_cost)
+        return pace(cost, node.work) if cost is not None else None
+
+
+def _by_name(node: NodeView) -> tuple[str, str]:
+    return node.endpoint.node, node.endpoint.incarnation

@@ -1,0 +1,376 @@
+"""Why a request went where it went, and whether that was right: the last decisions with their candidates, what each was expected to cost, and what
+became of it. Judges decisions, makes none.
+
+For every decision: the candidates with the policy's own terms, the rule that removed each of the others, and for all of them one estimate in seconds
+by the nodes' cost models (wait on the node + own prompt), so that policies without a model in seconds can be judged too. With the first token come:
+  error      actual minus predicted time to first token, from the decision on (time in the hold queue is known, not predicted);
+  regret     actual minus the least that any other candidate was estimated to take, never below 0;
+  hit        prompt tokens found in the cache, beside those that the best candidate held (reachable), and those that a cache which never forgets
+             would have held (ideal, `seen_blocks`).
+
+Memory is bounded by count and by bytes; the oldest go first. Requests and decisions are noted in bare numbers, since few are ever read: records for
+people are made of them for whoever asks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import msgspec
+
+from pdcluster.telemetry.metrics import ExplainMetrics
+from pdcluster_router.core.generation import Standing
+from pdcluster_router.explain.brief import Brief
+from pdcluster_router.explain.kept_views import KeptViews
+from pdcluster_router.explain.records import NO_HIT, Decided, Explanation, Hit, Judged, Noted, ShadowRecord, Weighed, worth_keeping
+from pdcluster_router.policy.base import Choice
+from pdcluster_router.policy.placed import Placed
+from pdcluster_router.policy.predicted.placing import BEST, BEST_S
+from pdcluster_router.policy.predicted.scoring import TTFT_S
+from pdcluster_router.policy.selector import Decision
+from pdcluster_router.prefix_index.ideal_cache import SeenBlocks
+from pdcluster_router.queueing.headroom import Headroom
+
+BRIEF_BYTES = 1200
+"""Of a request that is kept as it is, beside its strings and numbers: its structs, their numbers, its places."""
+
+MAX_DECISIONS = 16
+"""Kept of one request: the first ones and the last. A request that is refused for a minute is decided a thousand times."""
+
+MAX_WHY = 500
+"""Characters of an error's message."""
+
+MAX_ALIKE = 100
+"""Told of the requests that clients call alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How much is kept of requests that ended."""
+
+    requests: int = 10_000
+    size_bytes: int = 64 * 2**20
+
+
+class Record:
+    """One request that runs, or ended as most do: with one decision, by which it went at once. attempts and cached_tokens (of the prompt, as the
+    nodes found them; None: not known) are the dispatcher's to set."""
+
+    # What is set as it goes on; until then nothing of it is made.
+    attempts = 0
+    cached_tokens: int | None = None
+    brief: Brief | None = None
+    """Its only decision, if that is one."""
+    _error: str | None = None
+    _why = ""
+    _decisions: tuple[Decided, ...] = ()
+    _considered: Decision | Decided | None = None
+    _considered_at = 0.0
+    _first_at: float | None = None
+    _last: Decided | None = None
+    _last_at = 0.0
+    _reachable = 0
+    _ideal: int | None = None
+
+    def __init__(self, explainer: Explainer, request: str, standing: Standing, arrived: float, started: float, client_id: str) -> None:
+        """arrived: Unix seconds."""
+        self._explainer = explainer
+        self.request, self._standing, self._client_id = request, standing, client_id
+        self._arrived, self._started = arrived, started
+
+    @property
+    def size_bytes(self) -> int:
+        """Of one whose decision is `brief`."""
+        return BRIEF_BYTES + len(self.brief.told if self.brief is not None else b"") + len(self._client_id) + len(self._why)
+
+    @property
+    def prefix(self) -> tuple[int, int]:
+        """Leading tokens of its prompt that an earlier prompt had, and that some node had or was about to have, when it went."""
+        return self._ideal or 0, self._reachable
+
+    def consider(self, decision: Decision, now: float) -> None:
+        """It was scored; whether it may go is for others to say."""
+        self._write_out()
+        self._considered, self._considered_at = decision, now
+        self._explainer.keeps_view(self, decision.view.size)
+
+    def let_go(self) -> None:
+        """Implements kept_views.Keeper."""
+        self._considered = self._told_considered()
+
+    def _told_considered(self) -> Decided | None:
+        considered, at_s = self._considered, self._considered_at - self._started
+        return self._explainer.record(considered, at_s, at_s) if isinstance(considered, Decision) else considered
+
+    def failed(self, why: str) -> None:
+        """The attempt of the last decision came to nothing."""
+        self._write_out()
+        if self._decisions:
+            *others, last = self._decisions
+            self._decisions = *others, msgspec.structs.replace(last, failed=why[:MAX_WHY])
+
+    def placed(self, placed: Placed, hashes: bytes, asked: float, now: float) -> None:
+        """Its first decision, by which it goes at once. hashes: of the prompt; asked: see `decided`."""
+        head = placed.head
+        self.brief = Brief(
+            now - self._started, now - asked, placed.policy, placed.num_tokens, placed.told, placed.names, head[TTFT_S], int(head[BEST]), head[BEST_S]
+        )  # fmt: skip
+        self._ideal, self._reachable, self._last_at = self._explainer.seen(hashes, placed.decode.block_tokens), placed.most_cached, now
+
+    def _write_out(self) -> None:
+        """What was brief so far, for what does not happen to most."""
+        if self.brief is not None:
+            self._last = self.brief.decided()
+            self._decisions = *self._decisions, self._last
+            self.brief = None
+
+    def decided(self, decision: Decision, asked: float, now: float) -> None:
+        """asked: when the attempt began to look for a place."""
+        self._write_out()
+        explainer, decisions = self._explainer, self._decisions
+        if self._considered is not None:
+            self._considered = None
+            explainer.keeps_no_view(self)
+        decided = explainer.record(decision, now - self._started, now - asked)
+        if decided.shadow is not None:
+            explainer.count(decided.shadow)
+        if len(decisions) >= MAX_DECISIONS:
+            decisions = decisions[: MAX_DECISIONS // 2] + decisions[MAX_DECISIONS // 2 + 1 :]
+        self._decisions = *decisions, decided
+        if self._first_at is not None:
+            return  # hindsight is about the decision that brought the first token
+        query = decision.query
+        if self._ideal is None:
+            self._ideal = explainer.seen(query.hashes, decision.choice.decode.block_tokens)
+        self._last, self._last_at = decided, now
+        cached = query.cached
+        if cached:
+            there = decision.view.roster.row_of
+            most = max([tokens for incarnation, tokens in cached.items() if incarnation in there], default=0)
+            self._reachable = most if most < query.num_tokens else query.num_tokens
+        else:
+            self._reachable = 0
+
+    def first_token(self, moment: float) -> None:
+        if self._first_at is None:
+            self._first_at = moment
+
+    def so_far(self) -> Noted:
+        """With what it waits for, if it waits."""
+        self._write_out()
+        return self._noted(0, None)
+
+    def end(self, error: str | None, why: str) -> Judged | None:
+        """See Explainer.close; what hindsight says."""
+        if error is not None:
+            self._error, self._why = error, why[:MAX_WHY]
+        return self._hindsight()
+
+    def noted(self) -> Noted:
+        """Of one that ended."""
+        noted = self._noted(self.attempts, self._hindsight())
+        return noted if self.brief is None else msgspec.structs.replace(noted, decisions=(self.brief.decided(),))
+
+    def _noted(self, attempts: int, judged: Judged | None) -> Noted:
+        first_at, standing = self._first_at, self._standing
+        return Noted(
+            self.request,
+            self._arrived,
+            standing.tenant,
+            standing.priority,
+            self._decisions,
+            None if first_at is None else first_at - self._started,
+            attempts,
+            self._error,
+            judged,
+            self._client_id,
+            None if self._considered is None else self._told_considered(),
+            self._why,
+        )
+
+    def _hindsight(self) -> Judged | None:
+        first_at, achieved, brief, last, hit = self._first_at, self.cached_tokens, self.brief, self._last, None
+        if first_at is None:
+            return None
+        if achieved is not None:
+            reachable, ideal = self._reachable, self._ideal or 0
+            hit = achieved, reachable if reachable > achieved else achieved, ideal if ideal > achieved else achieved
+        if brief is not None:
+            return brief.hindsight(first_at - self._last_at, hit)
+        return None if last is None else hindsight(last, first_at - self._last_at, hit)
+
+
+class Explainer:
+    """Owned by the router's event loop. wall: Unix seconds, for people."""
+
+    def __init__(self, headroom: Headroom, metrics: ExplainMetrics, wall: Callable[[], float], kept: Kept | None = None) -> None:
+        self._headroom = headroom
+        self._metrics = metrics
+        self._wall = wall
+        self._kept = kept or Kept()
+        self._seen = SeenBlocks()
+        self._open: dict[str, Record] = {}
+        self._kept_views = KeptViews()
+        self.keeps_view, self.keeps_no_view = self._kept_views.keep, self._kept_views.drop
+        self._ended: OrderedDict[str, bytes | Record] = OrderedDict()
+        """Encoded, or, where its decision is brief, as it is."""
+        self._by_client: dict[str, dict[str, None]] = {}
+        """Requests that are open or kept, by what their clients call them; the oldest first."""
+        self._client_of: dict[str, str] = {}
+        self._num_bytes = 0
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Noted)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def open(self, request: str, standing: Standing, now: float, client_id: str = "") -> Record:
+        """A record, until `close`. client_id: what its client calls it, "" for nothing."""
+        record = self._open[request] = Record(self, request, standing, self._wall(), now, client_id)
+        if client_id:
+            self._by_client.setdefault(client_id, {})[request] = None
+            self._client_of[request] = client_id
+        return record
+
+    def close(self, record: Record, error: str | None, why: str = "") -> None:
+        """error: the code of the error that it ended with, None for a good end; why: its message."""
+        del self._open[record.request]
+        judged = record.end(error, why)
+        if judged is not None:
+            _, error_s, regret_s, _, _, hit = judged
+            self._metrics.judged((error_s, regret_s, *(hit or NO_HIT)))
+        if record.brief is None:
+            self.keeps_no_view(record)
+            told = self._encoder.encode(record.noted())
+            self._keep(record.request, told, len(told))
+        else:
+            self._keep(record.request, record, record.size_bytes)
+
+    # ------------------------------------------------------------ what operators ask
+
+    def explain(self, request: str) -> Explanation | None:
+        """By the id of one choice of a request; None when it is not (any longer) known."""
+        running = self._open.get(request)
+        if running is not None:
+            return running.so_far().told()
+        ended = self._ended.get(request)
+        return None if ended is None else self._told(ended)
+
+    def explain_all(self, request: str, own_id: str = "") -> list[Explanation]:
+        """By a request's id with or without the number of a choice: all of its choices that are known. own_id: the id, should `request` be another
+        name that we gave it. Or else by what its client calls it: clients may call several requests alike, and of these the last MAX_ALIKE are told,
+        the latest first."""
+        alike = islice(self.called(request), MAX_ALIKE)
+        return self._choices(request) or self._choices(own_id) or [told for name in alike if (told := self.explain(name)) is not None]
+
+    def _choices(self, request: str) -> list[Explanation]:
+        exact = self.explain(request)
+        if exact is not None:
+            return [exact]
+        found: list[Explanation] = []
+        while (choice := self.explain(f"{request}-{len(found)}")) is not None:
+            found.append(choice)
+        return found
+
+    def called(self, client_id: str) -> Iterator[str]:
+        """The requests, open or kept, that their clients call so, the latest first; not while others may open or end."""
+        return reversed(self._by_client.get(client_id, {}))
+
+    def recent(self, limit: int) -> Iterator[Explanation]:
+        """Those that ended last, the latest first."""
+        for _, request in zip(range(limit), reversed(self._ended), strict=False):
+            yield self._told(self._ended[request])
+
+    def _told(self, ended: bytes | Record) -> Explanation:
+        return (self._decoder.decode(ended) if isinstance(ended, bytes) else ended.noted()).told()
+
+    # ------------------------------------------------------------ what a record needs
+
+    def seen(self, hashes: bytes, block_tokens: int) -> int:
+        """Leading tokens of a prompt that some prompt before it had."""
+        return self._seen.note(hashes) * block_tokens
+
+    def record(self, decision: Decision, at_s: float, held_s: float) -> Decided:
+        choice, query = decision.choice, decision.query
+        prefill, decode, pull, predicted, candidates = choice.prefill, choice.decode, choice.pull, choice.predicted, choice.record()
+        first, ttft_s_of = decode if prefill is None else prefill, self._headroom.ttft_s
+        estimate_s = ttft_s_of(first, query)
+        found: list[Weighed] = []
+        names: dict[str, tuple[str, ...]] = {}
+        for each in worth_keeping(candidates, decision.view.size):
+            node, leg, rejected_by, ttft_s, spread, doubt = each.node, each.leg, each.rejected_by, None, None, 0.0
+            if each.names:
+                names[leg] = each.names
+            if leg != "decode" and not rejected_by:  # a node has one estimate, whatever the leg, and none for decoding alone
+                ttft_s, cost = estimate_s if node is first else ttft_s_of(node, query), node.cost
+                if cost is not None:
+                    error = cost.prefill.error
+                    spread, doubt = error.spread or None, error.doubt
+            found.append(Weighed(node.endpoint.node, leg, each.cached_tokens, each.cost, each.values, ttft_s, rejected_by, spread, doubt))
+        return Decided(
+            at_s,
+            held_s,
+            choice.policy,
+            choice.mode,
+            None if prefill is None else prefill.endpoint.node,
+            decode.endpoint.node,
+            query.num_tokens,
+            predicted.ttft_s,
+            predicted.tpot_s,
+            estimate_s,
+            len(candidates),
+            tuple(found),
+            None if decision.shadow is None else _shadow(choice, decision.shadow),
+            None if pull is None else pull.endpoint.node,
+            choice.pull_tokens,
+            names,
+        )
+
+    def count(self, shadow: ShadowRecord) -> None:
+        self._metrics.shadow_decisions.labels(shadow.policy, "same" if shadow.agrees else "other").inc()
+
+    def _keep(self, request: str, told: bytes | Record, num_bytes: int) -> None:
+        ended, kept = self._ended, self._kept
+        if request in ended:
+            self._num_bytes -= _size_of(ended.pop(request))
+        ended[request] = told
+        self._num_bytes += num_bytes
+        while len(ended) > kept.requests or self._num_bytes > kept.size_bytes:
+            name, oldest = ended.popitem(last=False)
+            self._num_bytes -= _size_of(oldest)
+            if name in self._client_of:
+                self._forget_client(name)
+
+    def _forget_client(self, request: str) -> None:
+        client_id = self._client_of.pop(request)
+        del self._by_client[client_id][request]
+        if not self._by_client[client_id]:
+            del self._by_client[client_id]
+
+
+def _size_of(told: bytes | Record) -> int:
+    return len(told) if isinstance(told, bytes) else told.size_bytes
+
+
+def hindsight(decided: Decided, ttft_s: float, hit: Hit | None) -> Judged:
+    """ttft_s: actual, since the decision."""
+    expected_s = decided.estimated_ttft_s if decided.predicted_ttft_s is None else decided.predicted_ttft_s
+    candidates, chosen = decided.candidates, decided.prefill or decided.decode
+    if len(candidates) == 1 and candidates[0].node == chosen:
+        return ttft_s, ttft_s - expected_s, 0.0, None, None, hit
+    others = [(c.ttft_s, c.node) for c in candidates if c.ttft_s is not None and c.node != chosen]
+    if not others:
+        return ttft_s, ttft_s - expected_s, 0.0, None, None, hit
+    best_ttft_s, best = min(others)
+    regret_s = ttft_s - best_ttft_s
+    return ttft_s, ttft_s - expected_s, regret_s if regret_s > 0.0 else 0.0, best, best_ttft_s, hit
+
+
+def _shadow(live: Choice, shadow: Choice) -> ShadowRecord:
+    prefill = shadow.prefill.name if shadow.prefill is not None else None
+    same = (shadow.mode, prefill, shadow.decode.name) == (live.mode, live.prefill.name if live.prefill is not None else None, live.decode.name)
+    return ShadowRecord(shadow.policy, shadow.mode, prefill, shadow.decode.name, same)

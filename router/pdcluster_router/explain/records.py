@@ -1,0 +1,203 @@
+"""What `explain` keeps of requests, in bare numbers, and what it tells of them: records for people, and for JSON. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from pdcluster.cost.cost import CostError
+
+MAX_CANDIDATES = 16
+"""Kept per leg, the best first; and so many of the rejected ones. In a cluster of hundreds the others say nothing new."""
+
+
+class CandidateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """terms add up to cost, in the policy's own measure; ttft_s is the estimate in seconds, None for a decode leg. rejected_by: the rule that
+    removed it. ttft_error_s: error bar of ttft_s by the node's own model, on usual work (9 of 10 are within); None: not known."""
+
+    node: str
+    leg: str
+    cached_tokens: int = 0
+    cost: float = 0.0
+    terms: dict[str, float] = {}
+    ttft_s: float | None = None
+    rejected_by: str = ""
+    ttft_error_s: float | None = None
+
+
+class ShadowRecord(msgspec.Struct, frozen=True):
+    policy: str
+    mode: str
+    prefill: str | None
+    decode: str
+    agrees: bool
+
+
+class DecisionRecord(msgspec.Struct, frozen=True):
+    """One attempt's choice. at_s: since the request came; held_s: of these, in the hold queue for this attempt; num_candidates: compared and
+    rejected, kept here or not. pull: the node that the prompt's first pull_tokens are fetched from; failed: why another attempt had to follow."""
+
+    at_s: float
+    held_s: float
+    policy: str
+    mode: str
+    prefill: str | None
+    decode: str
+    num_tokens: int
+    predicted_ttft_s: float | None
+    predicted_tpot_s: float | None
+    estimated_ttft_s: float
+    num_candidates: int
+    candidates: list[CandidateRecord]
+    shadow: ShadowRecord | None = None
+    pull: str | None = None
+    pull_tokens: int = 0
+    failed: str = ""
+
+
+class Weighed(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A candidate as it is noted: the fields of its record, its terms without their names."""
+
+    node: str
+    leg: str
+    cached_tokens: int
+    cost: float
+    values: tuple[float, ...]
+    ttft_s: float | None
+    rejected_by: str
+    spread: float | None = None
+    doubt: float = 0.0
+
+    def told(self, names: tuple[str, ...]) -> CandidateRecord:
+        terms = dict(zip(names, self.values, strict=False))  # none of one that was rejected
+        error_s = None if self.ttft_s is None or self.spread is None else self.ttft_s * CostError(self.spread, self.doubt).share
+        return CandidateRecord(self.node, self.leg, self.cached_tokens, self.cost, terms, self.ttft_s, self.rejected_by, error_s)
+
+
+class Decided(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A decision as it is noted: the fields of its record, whose candidates are still these. names: of the terms of each leg."""
+
+    at_s: float
+    held_s: float
+    policy: str
+    mode: str
+    prefill: str | None
+    decode: str
+    num_tokens: int
+    predicted_ttft_s: float | None
+    predicted_tpot_s: float | None
+    estimated_ttft_s: float
+    num_candidates: int
+    candidates: tuple[Weighed, ...]
+    shadow: ShadowRecord | None
+    pull: str | None
+    pull_tokens: int
+    names: dict[str, tuple[str, ...]]
+    failed: str = ""
+
+    def told(self) -> DecisionRecord:
+        fields = {name: getattr(self, name) for name in DecisionRecord.__struct_fields__}
+        fields["candidates"] = [each.told(self.names.get(each.leg, ())) for each in self.candidates]
+        return DecisionRecord(**fields)
+
+
+class HitTokens(msgspec.Struct, frozen=True):
+    achieved: int
+    reachable: int
+    ideal: int
+
+
+Hit = tuple[int, int, int]
+"""As HitTokens."""
+NO_HIT: Hit = 0, 0, 0
+
+
+class Hindsight(msgspec.Struct, frozen=True):
+    """What is known once the first token came. ttft_s: since the decision; best: the candidate that was estimated to be fastest of all others, None
+    when there was none; error_s: ttft_s minus what was predicted."""
+
+    ttft_s: float
+    error_s: float
+    regret_s: float
+    best: str | None
+    best_ttft_s: float | None
+    hit: HitTokens | None
+
+
+Judged = tuple[float, float, float, str | None, float | None, Hit | None]
+"""As Hindsight."""
+
+
+class Explanation(msgspec.Struct, omit_defaults=True):
+    """One request. client_id: what its client calls it; arrived: Unix seconds; error: code of the error that it ended with, why: its message.
+    considered: what would have been done with one that waits for a node or never got one, when it was last scored. hindsight: of the decision that
+    brought the first token."""
+
+    request: str
+    arrived: float
+    tenant: str = ""
+    priority: int = 0
+    decisions: list[DecisionRecord] = []
+    ttft_s: float | None = None
+    attempts: int = 0
+    error: str | None = None
+    hindsight: Hindsight | None = None
+    client_id: str = ""
+    considered: DecisionRecord | None = None
+    why: str = ""
+
+
+class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request as it is noted: the fields of its explanation, some of which are still these."""
+
+    request: str
+    arrived: float
+    tenant: str
+    priority: int
+    decisions: tuple[Decided, ...]
+    ttft_s: float | None
+    attempts: int
+    error: str | None
+    hindsight: Judged | None
+    client_id: str
+    considered: Decided | None
+    why: str
+
+    def told(self) -> Explanation:
+        fields = {name: getattr(self, name) for name in Explanation.__struct_fields__}
+        fields["decisions"] = [decided.told() for decided in self.decisions]
+        fields["considered"] = None if self.considered is None else self.considered.told()
+        if self.hindsight is not None:
+            ttft_s, error_s, regret_s, best, best_ttft_s, hit = self.hindsight
+            fields["hindsight"] = Hindsight(ttft_s, error_s, regret_s, best, best_ttft_s, None if hit is None else HitTokens(*hit))
+        return Explanation(**fields)
+
+
+class Compared(Protocol):
+    """A candidate."""
+
+    @property
+    def leg(self) -> str: ...
+    @property
+    def cost(self) -> float: ...
+    @property
+    def rejected_by(self) -> str: ...
+
+
+T = TypeVar("T", bound=Compared)
+
+
+def worth_keeping(candidates: Sequence[T], num_nodes: int) -> Sequence[T]:
+    """Of a cluster of that size the best of each leg and some of those that were rejected; all, in the policy's order, while there are few."""
+    if num_nodes <= MAX_CANDIDATES or len(candidates) <= MAX_CANDIDATES:
+        return candidates
+    counts: dict[tuple[str, bool], int] = {}
+    kept = []
+    for candidate in sorted(candidates, key=lambda c: (bool(c.rejected_by), c.cost)):
+        group = candidate.leg, bool(candidate.rejected_by)
+        counts[group] = counts.get(group, 0) + 1
+        if counts[group] <= MAX_CANDIDATES:
+            kept.append(candidate)
+    return kept

@@ -1,0 +1,379 @@
+"""The OpenAI-compatible HTTP application: which path does what, how many requests at a time, and what becomes of errors.
+
+It hears of requests from connections (`http_connection.Application`) and answers through their exchanges, without a framework. Preparing and
+answering generations is in `prepare` and `answer`, listening in `server`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+from typing import TypeVar
+from urllib.parse import unquote
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from pdcluster.api.openai import limits, requests
+from pdcluster.api.openai.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
+from pdcluster.api.validate import closest
+from pdcluster.core.errors import DeadlineExceeded, PdclusterError, Unavailable, UnknownName, Unservable
+from pdcluster.telemetry.metrics import RouterMetrics
+from pdcluster_router.core.generation import Dispatcher, ModelInfo
+from pdcluster_router.frontend.places import Places
+from pdcluster_router.frontend.prepare import (
+    DEADLINE,
+    MODE,
+    Prepared,
+    Terms,
+    deadline_of,
+    find_model,
+    is_long,
+    mode_of,
+    prepare_chat,
+    prepare_completion,
+    tokenize,
+)
+from pdcluster_router.frontend.response import answer
+from pdcluster_router.http.connection import DISCARD_FACTOR
+from pdcluster_router.http.cors import ORIGIN, Cors
+from pdcluster_router.http.errors import ClientLeft, MethodNotAllowed, SlowRequest, UnsupportedMediaType, allow, answer_error, fail, too_large
+from pdcluster_router.http.exchange import Exchange
+from pdcluster_router.request.plain.plain import Plain
+
+Handler = Callable[[Exchange], None]
+Exposition = Callable[[], Awaitable[bytes]]
+
+T = TypeVar("T")
+
+MANY_TOKENS = 4096
+"""More of them are made text in a thread."""
+MODELS_PREFIX = "/v1/models/"
+AUTHORIZATION = b"authorization"
+SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+NOT_SERVED = (
+    "/v1/responses", "/v1/embeddings", "/v1/conversations", "/v1/messages", "/v1/rerank", "/v1/score", "/v1/images",
+    "/v1/audio", "/v1/videos", "/v1/files", "/v1/uploads", "/v1/batches", "/v1/moderations", "/v1/assistants",
+    "/v1/threads", "/v1/vector_stores", "/v1/fine_tuning", "/v1/evals", "/v1/containers", "/v1/realtime",
+)  # fmt: skip
+"""How paths begin that clients of OpenAI's API, and of servers like it, may ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """body_s: longest time for a body to arrive; stall_s: longest time for a client to read what it was sent;
+    id_prefix: begins the ids of requests; cors_origins: of pages that may use the API, "*" for all."""
+
+    max_requests: int = 1024
+    max_body_bytes: int = 8 * 2**20
+    max_choices: int = 128
+    deadline_s: float = 600.0
+    body_s: float = 30.0
+    stall_s: float = 60.0
+    id_prefix: str = ""
+    cors_origins: tuple[str, ...] = ()
+
+
+def create_app(
+    dispatcher: Dispatcher,
+    settings: HttpSettings,
+    metrics: RouterMetrics,
+    places: Places | None = None,
+    exposition: Exposition | None = None,
+    plain: Plain | None = None,
+) -> App:
+    """places: shared with other front doors; None for its own. exposition: what a scrape gets, None for this process's metrics. plain: the short way
+    past the dispatcher; None: all requests go to it."""
+    return App(dispatcher, settings, metrics, places or Places(settings.max_requests), exposition, plain)
+
+
+class App:
+    """Implements http_connection.Application. Lives in one event loop, as all its exchanges do."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        settings: HttpSettings,
+        metrics: RouterMetrics,
+        places: Places,
+        exposition: Exposition | None = None,
+        plain: Plain | None = None,
+    ) -> None:
+        self._plain = plain
+        self._exposed = exposition
+        self.settings = settings
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._places = places
+        self._preparing: set[asyncio.Task[None]] = set()
+        self._cors = Cors(settings.cors_origins)
+        self._get: Mapping[str, Handler] = {
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metrics": self._exposition,
+            "/v1/models": self._models,
+            "/tokenizer_info": self._tokenizer_info,
+        }
+        self._post: Mapping[str, Handler] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._completion,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+
+    # ------------------------------------------------ what connections tell
+
+    def begin(self, exchange: Exchange) -> None:
+        """What can be told from the head alone: who asks, whether there is a place, and whether the body is worth waiting for."""
+        self._metrics.http_requests_open.value += 1
+        try:
+            asked = exchange.asked
+            if self._cors.is_on:
+                exchange.extra = self._cors.lines(exchange.headers.get(ORIGIN))
+            if asked.tenant is not None:  # a head like that was looked at before
+                exchange.tenant = self._places.take_for(asked.tenant)
+                return
+            is_work = exchange.path in self._post
+            if not is_work or exchange.method != "POST":
+                self._check_method(exchange)
+            if exchange.method == "OPTIONS":
+                return
+            if is_work:
+                headers = exchange.headers
+                exchange.tenant = self._places.take(exchange.header(AUTHORIZATION) if AUTHORIZATION in headers else None)
+                if headers.get(b"content-type") != b"application/json" or b"content-encoding" in headers:
+                    _check_media_type(exchange)
+                if b"content-length" in headers:
+                    self._check_declared_length(exchange)
+                asked.tenant = exchange.tenant
+        except Exception as error:  # the top of a request
+            fail(exchange, error, self._metrics)
+
+    def _check_method(self, exchange: Exchange) -> None:
+        _, methods = self._route(exchange.path)
+        if exchange.method not in methods:
+            way_out = f"use {' or '.join(methods[:-1])}"
+            raise MethodNotAllowed(f"{exchange.method} {exchange.path} is not possible; {way_out}", methods)
+
+    def complete(self, exchange: Exchange) -> None:
+        try:
+            if exchange.is_too_large:
+                raise too_large(exchange.body_bytes, self.settings.max_body_bytes)
+            if exchange.method == "OPTIONS":
+                self._options(exchange)
+                return
+            handler = self._post.get(exchange.path) or self._route(exchange.path)[0]
+            handler(exchange)
+        except Exception as error:  # the top of a request: a bug of ours must not take the others with it
+            fail(exchange, error, self._metrics)
+
+    def late(self, exchange: Exchange) -> None:
+        if exchange.is_too_large:
+            self.complete(exchange)
+        else:
+            fail(exchange, SlowRequest(f"the body did not arrive within {self.settings.body_s:g} s; send it faster"), self._metrics)
+
+    def stalled(self, exchange: Exchange) -> None:
+        self._end(exchange, ClientLeft(f"the client read nothing for {self.settings.stall_s:g} s"))
+
+    def gone(self, exchange: Exchange) -> None:
+        self._end(exchange, ClientLeft("the client closed the connection"))
+
+    def stopping(self, exchange: Exchange) -> None:
+        self._end(exchange, Unavailable("the router stops, and this request took longer than it waits for; send it again"))
+
+    def _end(self, exchange: Exchange, error: PdclusterError) -> None:
+        if exchange.on_gone is not None:
+            exchange.on_gone(error)
+        if not exchange.finished:
+            fail(exchange, error, self._metrics)
+
+    def over(self, exchange: Exchange) -> None:
+        metrics, path = self._metrics, exchange.path
+        if exchange.tenant is not None:
+            self._places.give_back(exchange.tenant)
+            exchange.tenant = None
+        metrics.http_requests_open.value -= 1
+        metrics.answered(path if path in self._post else self._endpoint(path), exchange.status, monotonic() - exchange.arrived)
+
+    def _check_declared_length(self, exchange: Exchange) -> None:
+        """A client that waits for 100-continue, or declares far too much, is answered before it sends the body."""
+        declared = exchange.headers.get(b"content-length")
+        limit = self.settings.max_body_bytes
+        if declared is None or not declared.isdigit() or int(declared) <= limit:
+            return
+        if b"expect" in exchange.headers or int(declared) > limit * DISCARD_FACTOR:
+            raise too_large(int(declared), limit)
+
+    # ------------------------------------------------ routing
+
+    def _route(self, path: str) -> tuple[Handler, tuple[str, ...]]:
+        if path in self._post:
+            return self._post[path], ("POST", "OPTIONS")
+        if path in self._get:
+            return self._get[path], ("GET", "HEAD", "OPTIONS")
+        if path.startswith(MODELS_PREFIX):
+            return self._model, ("GET", "HEAD", "OPTIONS")
+        if path.startswith(NOT_SERVED):
+            raise UnknownName(f"{path[:200]} is not served here; of OpenAI's API there are {', '.join(SERVED)}")
+        raise UnknownName(f"there is no {path[:200]}{closest(path, self._paths())}")
+
+    def _options(self, exchange: Exchange) -> None:
+        """A page's browser asks what it may send, without a key; others may know what there is, too."""
+        methods = self._route(exchange.path)[1]
+        exchange.reply(200, b"", allow(methods) + self._cors.preflight(exchange.headers, methods))
+
+    def _paths(self) -> tuple[str, ...]:
+        return (*self._post, *self._get)
+
+    def _endpoint(self, path: str) -> str:
+        """The metric's label: known paths only, so that clients cannot make up series."""
+        if path in self._post or path in self._get:
+            return path
+        return "/v1/models" if path.startswith(MODELS_PREFIX) else "other"
+
+    # ------------------------------------------------ generations
+
+    def _chat(self, exchange: Exchange) -> None:
+        request = requests.decode_chat(exchange.take_body())
+        terms = self._terms(exchange)
+        if is_long(request):
+            self._prepare_later(exchange, partial(prepare_chat, request, self._dispatcher, terms), terms)
+        else:
+            self._answer(exchange, prepare_chat(request, self._dispatcher, terms))
+
+    def _completion(self, exchange: Exchange) -> None:
+        request = requests.read_completion(exchange.take_body())
+        if self._plain is not None and self._plain.take(exchange, request, self.settings.deadline_s):
+            return
+        requests.check_completion(request)
+        terms = self._terms(exchange)
+        if is_long(request):
+            self._prepare_later(exchange, partial(prepare_completion, request, self._dispatcher, terms), terms)
+        else:
+            self._answer(exchange, prepare_completion(request, self._dispatcher, terms))
+
+    def _prepare_later(self, exchange: Exchange, prepare: Callable[[], Prepared], terms: Terms) -> None:
+        """In a thread."""
+        self._later(exchange, partial(asyncio.to_thread, prepare), partial(self._answer, exchange), terms.left_s)
+
+    def _answer(self, exchange: Exchange, prepared: Prepared) -> None:
+        if self._plain is None or not self._plain.take_prepared(exchange, prepared):
+            answer(exchange, prepared, self._dispatcher, self._metrics)
+
+    def _later(self, exchange: Exchange, work: Callable[[], Awaitable[T]], then: Callable[[T], None], within_s: float | None = None) -> None:
+        """What takes long has a task, and mostly a thread, so that one of them does not hold up everybody's streams. within_s: the wait for a free
+        thread included; None: as long as a request may take."""
+        limit_s = self.settings.deadline_s if within_s is None else within_s
+        task = asyncio.create_task(self._run(exchange, work, then, limit_s), name=f"prepare {exchange.id}")
+        self._preparing.add(task)
+        task.add_done_callback(self._preparing.discard)
+        exchange.on_gone = task.cancel
+
+    async def _run(self, exchange: Exchange, work: Callable[[], Awaitable[T]], then: Callable[[T], None], limit_s: float) -> None:
+        try:
+            try:
+                async with asyncio.timeout(limit_s):
+                    found = await work()
+            except TimeoutError:
+                raise DeadlineExceeded("the request was not prepared by its deadline; allow it more time, or retry when less is going on") from None
+            exchange.on_gone = None
+            then(found)
+        except Exception as error:  # the top of a task
+            fail(exchange, error, self._metrics)
+
+    def _terms(self, exchange: Exchange) -> Terms:
+        tenant = exchange.tenant
+        assert tenant is not None  # taken with the head
+        headers, deadline_s = exchange.headers, self.settings.deadline_s
+        if DEADLINE in headers:
+            deadline_s = deadline_of(exchange.header(DEADLINE), deadline_s)
+        mode = mode_of(exchange.header(MODE)) if MODE in headers else None
+        return Terms(exchange.id, exchange.arrived, self.settings.max_choices, deadline_s, tenant, mode, exchange.client_id)
+
+    # ------------------------------------------------ tokens
+
+    def _tokenize(self, exchange: Exchange) -> None:
+        request = requests.decode_tokenize(exchange.take_body())
+        work = partial(self._tokens, request)
+        if is_long(request):
+            self._later(exchange, partial(asyncio.to_thread, work), lambda body: exchange.reply(200, body))
+        else:
+            exchange.reply(200, work())
+
+    def _tokens(self, request: requests.TokenizeRequest) -> bytes:
+        model = find_model(self._dispatcher, request.model)
+        token_ids = tokenize(request, model)
+        reply = TokenizeReply(len(token_ids), model.info.max_len, token_ids.tolist())
+        if request.return_token_strs:
+            reply.token_strs = [model.text.pieces.of(token_id).decode(errors="replace") for token_id in token_ids]
+        return msgspec.json.encode(reply)
+
+    def _tokenizer_info(self, exchange: Exchange) -> None:
+        """As vLLM has it, for lm-eval's remote tokenizer."""
+        self._places.identify(exchange.header(AUTHORIZATION))
+        exchange.reply(200, msgspec.json.encode(find_model(self._dispatcher, None).text.info))
+
+    def _detokenize(self, exchange: Exchange) -> None:
+        request = requests.decode_detokenize(exchange.take_body())
+        work = partial(self._text_of, request)
+        if len(request.tokens) > MANY_TOKENS:
+            self._later(exchange, partial(asyncio.to_thread, work), lambda body: exchange.reply(200, body))
+        else:
+            exchange.reply(200, work())
+
+    def _text_of(self, request: requests.DetokenizeRequest) -> bytes:
+        model = find_model(self._dispatcher, request.model)
+        limits.check_output(len(request.tokens), model.info, "tokens")
+        token_ids = limits.check_token_ids(request.tokens, model.info.vocab_size, "tokens")
+        text = model.text.decode(token_ids, skip_special_tokens=bool(request.skip_special_tokens))
+        return msgspec.json.encode(DetokenizeReply(text))
+
+    # ------------------------------------------------ state
+
+    def _health(self, exchange: Exchange) -> None:
+        exchange.reply(200, b'{"status":"ok"}')
+
+    def _ready(self, exchange: Exchange) -> None:
+        if self._dispatcher.is_ready():
+            exchange.reply(200, b'{"status":"ready"}')
+        elif (refusal := self._dispatcher.refusal()) is not None:
+            answer_error(exchange, Unservable(f"not ready: {refusal}"))
+        else:  # answered here: a probe that waits is no failed request
+            answer_error(exchange, Unavailable("not ready: no route exists yet; it needs a prefill and a decode node, or a mixed one"))
+
+    def _exposition(self, exchange: Exchange) -> None:
+        if self._exposed is None:
+            _expose(exchange, generate_latest(self._metrics.registry))
+        else:
+            self._later(exchange, self._exposed, partial(_expose, exchange))
+
+    def _models(self, exchange: Exchange) -> None:
+        self._places.identify(exchange.header(AUTHORIZATION))
+        reply = ModelList([_card(model) for model in self._dispatcher.models()])
+        exchange.reply(200, msgspec.json.encode(reply))
+
+    def _model(self, exchange: Exchange) -> None:
+        self._places.identify(exchange.header(AUTHORIZATION))
+        model = find_model(self._dispatcher, unquote(exchange.path.removeprefix(MODELS_PREFIX)))
+        exchange.reply(200, msgspec.json.encode(_card(model.info)))
+
+
+def _expose(exchange: Exchange, body: bytes) -> None:
+    exchange.reply(200, body, b"content-type: %b\r\n" % CONTENT_TYPE_LATEST.encode())
+
+
+def _card(model: ModelInfo) -> ModelCard:
+    return ModelCard(model.id, model.created, model.max_len)
+
+
+def _check_media_type(exchange: Exchange) -> None:
+    given = exchange.header(b"content-type")
+    if given is not None and given.partition(";")[0].strip().lower() not in ("application/json", ""):
+        raise UnsupportedMediaType(f"content-type is {given[:100]}; send JSON with content-type: application/json")
+    encoding = exchange.header(b"content-encoding")
+    if encoding not in (None, "", "identity"):
+        raise UnsupportedMediaType(f"content-encoding {encoding[:100]} is not supported; send the body uncompressed")

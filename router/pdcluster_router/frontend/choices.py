@@ -1,0 +1,298 @@
+"""From a dispatcher's events to what a reply is made of: one stream of pieces per choice, several choices merged as they come.
+
+A stop string ends its generation here, which cancels it on the nodes. Knows neither HTTP nor OpenAI's JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from time import monotonic
+
+import msgspec
+
+from pdcluster.api.text.choice_text import ChoiceText, Piece, Token
+from pdcluster.api.text.detokenizer import ChainDetokenizer, Detokenizer
+from pdcluster.core.errors import BadRequest, IntegrityError, ProtocolError
+from pdcluster.core.grammar import PARAM
+from pdcluster.core.messages import TokenLogprobs
+from pdcluster_router.core.generation import Chunk, Dispatcher, Done, Generation, Route, Running, Timeline
+from pdcluster_router.request.stream import Unread
+
+FINISH_REASONS = {"stop": "stop", "eos": "stop", "length": "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt, to be repeated before the first text. logprobs: alternatives beside its tokens, None when they are not reported."""
+
+    text: str
+    token_ids: array[int]
+    detokenizer: Detokenizer | ChainDetokenizer
+    logprobs: int | None
+
+
+class Clock(msgspec.Struct):
+    """When tokens came, as the router saw it; monotonic seconds."""
+
+    started: float
+    first: float | None = None
+    second: float | None = None
+    last: float | None = None
+
+    def tick(self, num_tokens: int) -> None:
+        self.last = monotonic()
+        if self.first is None and num_tokens >= 1:
+            self.first = self.last
+        if self.second is None and num_tokens >= 2:
+            self.second = self.last
+
+    def since_start(self, moment: float | None) -> float | None:
+        return None if moment is None else moment - self.started
+
+    def timeline(self, num_tokens: int) -> Timeline:
+        """What the router alone can tell, for a choice that a stop string ended."""
+        decode_s = self.last - self.first if self.last is not None and self.first is not None else 0.0
+        first, second = self.since_start(self.first), self.since_start(self.second)
+        return Timeline(ttft_s=first, ttst_s=second, decode_s=decode_s, decode_tokens=max(num_tokens - 1, 0))
+
+
+class Choice(msgspec.Struct):
+    """One choice of a reply, and what becomes known of it. prompt_logprobs: alternatives beside the prompt's tokens, None when not asked for."""
+
+    generation: Generation
+    text: ChoiceText
+    clock: Clock
+    vocab_size: int
+    echo: Echo | None = None
+    wants_prompt_ids: bool = False
+    prompt_logprobs: int | None = None
+    route: Route | None = None
+    cached_tokens: int | None = None
+    attempts: int | None = None
+    timeline: Timeline | None = None
+    finish: str | None = None
+    generates: bool = True
+    """False: only the prompt is told of; the token that a node gives all the same is dropped."""
+    grammar_param: str | None = None
+    """Which field of the request the generation's grammar was made from."""
+
+
+def told_to_client(choice: Choice, error: Exception) -> Exception:
+    """The same; one about what a node calls the grammar names the field that the client knows."""
+    if isinstance(error, BadRequest) and error.param == PARAM and choice.grammar_param is not None:
+        return BadRequest(str(error), choice.grammar_param)
+    return error
+
+
+class _Pieces:
+    """Implements generation.Sink for one choice: events become pieces as they come, so that a stop string ends its generation though nobody reads."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.unread = Unread[Piece](choice.generation.hang_up)
+        self._choice = choice
+        self._running: Running | None = None
+
+    def start(self, dispatcher: Dispatcher) -> Running:
+        self._running = dispatcher.start(self._choice.generation, self)
+        self._finish_if_stopped()  # it may have been told before
+        return self._running
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        self._take(chunk)
+
+    def way(self) -> None:
+        return None
+
+    def on_done(self, done: Done) -> None:
+        self._take(done)
+
+    def on_error(self, error: Exception) -> None:
+        if not self._choice.text.stopped:
+            self.unread.fail(told_to_client(self._choice, error))
+
+    def _take(self, event: Chunk | Done) -> None:
+        if self._choice.text.stopped:
+            return  # said before its node knew that it may stop
+        try:
+            is_read = self.unread.put(advance(self._choice, event))
+        except Exception as error:  # the top of what happens to a choice: its reader hears of it
+            self.unread.fail(error)
+            is_read = False
+        if not is_read and self._running is not None:
+            self._running.cancel("nobody takes its tokens")
+        self._finish_if_stopped()
+
+    def _finish_if_stopped(self) -> None:
+        if self._choice.text.stopped and self._running is not None:
+            self._running.finish(self._choice.text.num_tokens)
+
+
+async def pieces_of(choice: Choice, dispatcher: Dispatcher) -> AsyncGenerator[Piece, None]:
+    """Ends with the piece whose `finish` is set; closing it early, or a stop string, closes the generation."""
+    pieces = _Pieces(choice)
+    running = pieces.start(dispatcher)
+    try:
+        while True:
+            piece = await pieces.unread.next()
+            yield piece
+            if piece.finish is not None:
+                return
+    finally:
+        running.cancel("client left")
+
+
+def advance(choice: Choice, event: Chunk | Done) -> Piece:
+    """What an event of its generation adds to the choice. `choice.finish` is set with its last piece; a stop string may set it before the generation
+    ended: it is cancelled then."""
+    if choice.finish is not None:
+        raise IntegrityError(f"the generation of {choice.generation.request} went on after its end")
+    if isinstance(event, Done):
+        return _finished(choice, event)
+    piece, text = _advance(choice, event), choice.text
+    if choice.clock.second is None:
+        choice.clock.tick(text.num_tokens)
+    else:
+        choice.clock.last = monotonic()
+    if text.stopped:
+        _finish(choice, piece, "stop")
+        choice.timeline = choice.clock.timeline(choice.text.num_tokens)
+        choice.cached_tokens = event.route.cached_tokens or 0  # a node that found nothing says nothing
+        choice.attempts = event.route.attempts
+    return piece
+
+
+def _advance(choice: Choice, chunk: Chunk) -> Piece:
+    token_ids = chunk.token_ids
+    if token_ids and max(token_ids) >= choice.vocab_size:
+        _check_ids(choice, token_ids)
+    if chunk.logprobs or chunk.prompt_logprobs:
+        for entry in (*chunk.logprobs, *chunk.prompt_logprobs):
+            _check_ids(choice, entry.top_ids)
+    piece = Piece()
+    if choice.route is None:
+        _open(choice, chunk, piece)
+    choice.route = chunk.route
+    if not choice.generates:
+        return piece
+    text = choice.text
+    if text.num_tokens != chunk.position:
+        raise IntegrityError(f"{choice.generation.request}: tokens at position {chunk.position} came after {text.num_tokens} tokens")
+    if choice.generation.sampling.logprobs is None:
+        for token_id in token_ids:
+            text.push(token_id, None, piece)
+            if text.stopped:
+                break
+        return piece
+    logprobs: Sequence[TokenLogprobs] = chunk.logprobs
+    for token_id, logprob in zip(token_ids, logprobs, strict=True):
+        text.push(token_id, logprob, piece)
+        if text.stopped:
+            break
+    return piece
+
+
+def _check_ids(choice: Choice, token_ids: Sequence[int]) -> None:
+    """Nodes are asked for the ids of one model: any other one is no token, and would be told as an empty text."""
+    if token_ids and (highest := max(token_ids)) >= choice.vocab_size:
+        raise ProtocolError(f"{choice.generation.request}: a node said token {highest}, this model has ids below {choice.vocab_size}; see its log")
+
+
+def _open(choice: Choice, chunk: Chunk, piece: Piece) -> None:
+    """What comes with the first chunk only."""
+    if choice.wants_prompt_ids:
+        piece.prompt_token_ids = choice.generation.token_ids.tolist()
+    if choice.echo is not None:
+        piece.text = choice.echo.text
+        if choice.echo.logprobs is not None:
+            piece.echo = _echoed_tokens(choice.echo, choice.echo.logprobs, chunk.prompt_logprobs)
+    if choice.prompt_logprobs is not None:
+        entries = _of_prompt(choice.generation.token_ids, choice.prompt_logprobs, chunk.prompt_logprobs)
+        piece.prompt_logprobs = [Token(token_id, 0, entry) for token_id, entry in zip(choice.generation.token_ids, entries, strict=True)]
+
+
+def _echoed_tokens(echo: Echo, most: int, logprobs: Sequence[TokenLogprobs]) -> list[Token]:
+    tokens, offset = [], 0
+    for token_id, logprob in zip(echo.token_ids, _of_prompt(echo.token_ids, most, logprobs), strict=True):
+        tokens.append(Token(token_id, offset, logprob))
+        offset += len(echo.detokenizer.feed(token_id))
+    return tokens
+
+
+def _of_prompt(token_ids: Sequence[int], most: int, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprobs | None]:
+    """With at most so many alternatives each. Nothing predicts a prompt's first token, so it has no logprob."""
+    if len(logprobs) != len(token_ids) - 1:
+        raise IntegrityError(f"a prompt of {len(token_ids)} tokens came back with {len(logprobs)} prompt logprobs")
+    return [None, *(TokenLogprobs(entry.logprob, entry.top_ids[:most], entry.top_logprobs[:most]) for entry in logprobs)]
+
+
+def _finished(choice: Choice, done: Done) -> Piece:
+    piece = Piece()
+    if choice.route is None:
+        raise IntegrityError(f"the generation of {choice.generation.request} ended without a first token")
+    choice.route = done.route
+    choice.cached_tokens = done.cached_tokens
+    choice.attempts = done.attempts
+    choice.timeline = _with_clock(done.timeline, choice.clock)
+    _finish(choice, piece, FINISH_REASONS[done.reason] if choice.generates else "length")
+    return piece
+
+
+def _with_clock(timeline: Timeline, clock: Clock) -> Timeline:
+    """The dispatcher's own times where it gives them, ours where it does not."""
+    if timeline.ttft_s is not None and (timeline.ttst_s is not None or clock.second is None):
+        return timeline
+    first = clock.since_start(clock.first) if timeline.ttft_s is None else timeline.ttft_s
+    second = clock.since_start(clock.second) if timeline.ttst_s is None else timeline.ttst_s
+    return msgspec.structs.replace(timeline, ttft_s=first, ttst_s=second)
+
+
+def _finish(choice: Choice, piece: Piece, reason: str) -> None:
+    choice.text.finish(piece, is_cut=reason == "length")
+    choice.finish = "stop" if choice.text.stopped else reason
+    if choice.finish == "stop" and choice.text.num_calls:
+        choice.finish = "tool_calls"
+    piece.finish = choice.finish
+
+
+async def merge(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """Pieces with their choice's index, as they come. When one stream fails, or the caller stops, all are closed."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for piece in stream:
+                yield 0, piece
+        return
+    arrived: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(maxsize=len(streams))
+    pumps = [asyncio.create_task(_pump(index, stream, arrived)) for index, stream in enumerate(streams)]
+    try:
+        async for index, piece in _until_all_ended(arrived, len(streams)):
+            yield index, piece
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(index: int, stream: AsyncGenerator[Piece, None], arrived: asyncio.Queue[tuple[int, Piece | Exception | None]]) -> None:
+    try:
+        async with aclosing(stream):
+            async for piece in stream:
+                await arrived.put((index, piece))
+    except Exception as error:  # the top of this task: whoever merges raises it
+        await arrived.put((index, error))
+    else:
+        await arrived.put((index, None))
+
+
+async def _until_all_ended(arrived: asyncio.Queue[tuple[int, Piece | Exception | None]], num_open: int) -> AsyncIterator[tuple[int, Piece]]:
+    while num_open:
+        index, item = await arrived.get()
+        if isinstance(item, Exception):
+            raise item
+        if item is None:
+            num_open -= 1
+        else:
+            yield index, item

@@ -1,0 +1,286 @@
+"""The gRPC front door: the same preparation, dispatch and answers as HTTP, as typed messages over HTTP/2.
+
+A call's deadline is the request's, its cancellation cancels both legs, and a client that does not read holds one message. Serving other
+services on the same server, and what an operator may do, are elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdcluster.api.openai.requests import ChatRequest
+from pdcluster.api.text.choice_text import Piece
+from pdcluster.core.errors import BadRequest, Cancelled, ConfigError, DeadlineExceeded, PdclusterError
+from pdcluster.rpc import inference as convert
+from pdcluster.rpc import inference_pb2 as pb
+from pdcluster.rpc import inference_pb2_grpc as stubs
+from pdcluster.rpc.status import retry_metadata, status_of
+from pdcluster.telemetry.metrics import RouterMetrics
+from pdcluster_router.core.generation import Dispatcher
+from pdcluster_router.core.random_pool import draw
+from pdcluster_router.frontend.choices import Choice, merge, pieces_of
+from pdcluster_router.frontend.places import Places
+from pdcluster_router.frontend.prepare import MANY_MESSAGES, Prepared, Terms, find_model, is_long, mode_of, prepare_chat, prepare_completion
+from pdcluster_router.frontend.response import record, route_report, usage_of
+
+log = logging.getLogger(__name__)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+LONG_BYTES = 256 << 10
+"""Beyond it a request, which may have schemas or a hundred thousand token ids in it, is unpacked in a thread."""
+ROUNDED_S, ROUNDED_SHARE = 0.02, 0.01
+"""A client that gives up at its deadline may come before it: on its way here gRPC rounds the time that is left up, to two or three digits."""
+HEALTH_S = 0.2
+"""How often it is looked whether some route could take a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcSettings:
+    """deadline_s: for calls without a deadline, and the most that one may ask for; stall_s: longest time for a client to read a message;
+    last_word_s: for one that reads nothing, to take the error that ended its call; connection_age_s: after it a connection takes no more calls
+    (clients make another by themselves), so that one with a call that nobody reads ends when all calls of its time are past their deadlines: gRPC for
+    Python cannot reset a call. id_prefix: begins the ids of requests; is_port_shared: other workers of this router listen there, too."""
+
+    max_message_bytes: int = 8 * 2**20
+    max_calls: int = 2048
+    max_choices: int = 128
+    deadline_s: float = 600.0
+    stall_s: float = 60.0
+    last_word_s: float = 1.0
+    connection_age_s: float = 600.0
+    id_prefix: str = ""
+    is_port_shared: bool = False
+
+
+class Inference(stubs.InferenceServicer):
+    """Lives in the router's event loop, each call in a task of its own that gRPC cancels when the client leaves or its deadline passes."""
+
+    def __init__(self, dispatcher: Dispatcher, settings: GrpcSettings, metrics: RouterMetrics, places: Places) -> None:
+        self._dispatcher = dispatcher
+        self._settings = settings
+        self._metrics = metrics
+        self._places = places
+        self.ends_at = math.inf
+        """When the server ends what still runs; who is cancelled then was not left by its client."""
+
+    async def Generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
+        arrived, given_s = monotonic(), context.time_remaining()
+        code = grpc.StatusCode.CANCELLED
+        try:
+            if request is None:
+                raise BadRequest("the call's bytes are no GenerateRequest; make the client from this server's inference.proto")
+            await self._generate(request, context, arrived)
+            code = grpc.StatusCode.OK
+        except PdclusterError as error:
+            code = status_of(error)
+            await self._fail(context, error)
+        except asyncio.CancelledError:
+            if given_s is not None and monotonic() - arrived >= given_s * (1.0 - ROUNDED_SHARE) - ROUNDED_S:
+                code = grpc.StatusCode.DEADLINE_EXCEEDED
+            elif monotonic() < self.ends_at:
+                self._metrics.disconnects.inc()
+            raise
+        except Exception as error:  # the top of a call: a bug of ours, which must not take the others with it
+            code = grpc.StatusCode.INTERNAL
+            log.exception("a call of Generate failed")
+            await self._fail(context, PdclusterError(f"internal error: {type(error).__name__}; the server's log has it"))
+        finally:
+            self._metrics.grpc_requests.labels("Generate", code.name).inc()
+            self._metrics.request_seconds.labels("Generate").observe(monotonic() - arrived)
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext) -> pb.ListModelsReply:
+        try:
+            self._places.identify(_metadata(context, "authorization"))
+        except PdclusterError as error:
+            self._metrics.grpc_requests.labels("ListModels", status_of(error).name).inc()
+            await self._fail(context, error)
+        self._metrics.grpc_requests.labels("ListModels", grpc.StatusCode.OK.name).inc()
+        return convert.models_to_proto([(model.id, model.created, model.max_len, model.vocab_size) for model in self._dispatcher.models()])
+
+    async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, arrived: float) -> None:
+        with self._places.taken(_metadata(context, "authorization")) as tenant:
+            request_id = self._settings.id_prefix + draw().hex()
+            await context.send_initial_metadata((("x-request-id", _trace_id(context) or request_id),))
+            mode = mode_of(_metadata(context, "x-pdcluster-mode"))
+            reader = _Reader(self._settings.stall_s)
+            own_id, deadline_s = _trace_id(context) or "", self._deadline_s(context)
+            terms = Terms(request_id, arrived, self._settings.max_choices, deadline_s, tenant, mode, own_id, reader.hang_up)
+            prepared = await self._prepare(request, terms)
+            pieces = merge([pieces_of(choice, self._dispatcher) for choice in prepared.choices])
+            try:
+                async with aclosing(pieces):
+                    await self._stream(prepared, pieces, context, reader)
+            finally:
+                record(prepared.choices, self._metrics)
+
+    async def _prepare(self, request: pb.GenerateRequest, terms: Terms) -> Prepared:
+        convert_it = partial(convert.request_from_proto, request, find_model(self._dispatcher, request.model or None).info.id)
+        takes_long = len(request.chat.messages) > MANY_MESSAGES or request.ByteSize() > LONG_BYTES
+        asked = await asyncio.to_thread(convert_it) if takes_long else convert_it()
+        if isinstance(asked, ChatRequest):
+            prepare = partial(prepare_chat, asked, self._dispatcher, terms)
+        else:
+            prepare = partial(prepare_completion, asked, self._dispatcher, terms)
+        return await asyncio.to_thread(prepare) if is_long(asked) else prepare()
+
+    async def _stream(
+        self, prepared: Prepared, pieces: AsyncGenerator[tuple[int, Piece], None], context: grpc.aio.ServicerContext, reader: _Reader
+    ) -> None:
+        num_open = len(prepared.choices)
+        positions: dict[int, int] = {}
+        async for index, piece in pieces:
+            reply = _reply(prepared.choices[index], index, piece, positions.get(index))
+            positions[index] = positions.get(index, 0) + len(piece.tokens)
+            if piece.finish:
+                num_open -= 1
+                if not num_open:
+                    convert.add_usage(reply, usage_of(prepared))
+            await reader.write(context, reply)
+
+    def _deadline_s(self, context: grpc.aio.ServicerContext) -> float:
+        left = context.time_remaining()
+        if left is not None and left <= 0:
+            raise DeadlineExceeded("the call's deadline had passed when it came; set a longer one")
+        return self._settings.deadline_s if left is None else min(left, self._settings.deadline_s)
+
+    async def _fail(self, context: grpc.aio.ServicerContext, error: PdclusterError) -> None:
+        """The status waits behind what the client has not read; the call does not, since it would keep its place. Who reads on later gets both."""
+        self._metrics.errors.labels(error.code).inc()
+        try:
+            async with asyncio.timeout(self._settings.last_word_s):
+                await context.abort(status_of(error), str(error), retry_metadata(error))
+        except TimeoutError:
+            log.info("a client does not read why its call ended: %s", error)
+
+
+class _Reader:
+    """A call's client, as far as it reads."""
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._waiting: asyncio.Timeout | None = None
+
+    async def write(self, context: grpc.aio.ServicerContext, reply: pb.GenerateReply) -> None:
+        """Raises Cancelled when the client reads nothing for too long, or was hung up on."""
+        try:
+            async with asyncio.timeout(self._stall_s) as self._waiting:
+                await context.write(reply)
+        except TimeoutError:
+            raise Cancelled("the client did not read what it was sent") from None
+        finally:
+            self._waiting = None
+
+    def hang_up(self) -> None:
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(asyncio.get_running_loop().time())
+
+
+def _reply(choice: Choice, index: int, piece: Piece, position: int | None) -> pb.GenerateReply:
+    """position: of the piece's first token; None for the choice's first piece."""
+    reply = convert.piece_to_proto(index, piece, position or 0, logprobs=choice.generation.sampling.logprobs is not None)
+    if piece.finish:
+        convert.add_report(reply, route_report(choice))
+    elif position is None and (route := choice.route) is not None:
+        convert.add_route(reply, route.mode, route.prefill, route.decode, route.backend)
+        convert.add_first_timings(reply, choice.clock.since_start(choice.clock.first))
+    return reply
+
+
+def _metadata(context: grpc.aio.ServicerContext, name: str) -> str | None:
+    given = next((value for key, value in context.invocation_metadata() or () if key == name), None)
+    return given if isinstance(given, str) else None
+
+
+def _trace_id(context: grpc.aio.ServicerContext) -> str | None:
+    """The client's own x-request-id, when it is short and plain."""
+    given = _metadata(context, "x-request-id")
+    return given if given is not None and 0 < len(given) <= 128 and given.isascii() and given.isprintable() else None
+
+
+@asynccontextmanager
+async def listening(servicer: Inference, dispatcher: Dispatcher, address: str, settings: GrpcSettings, *, drain_s: float) -> AsyncIterator[str]:
+    """Serves while the block runs and gives HOST:PORT. Leaving it takes no new calls and lets open ones finish for at most drain_s."""
+    server = grpc.aio.server(
+        options=(
+            ("grpc.so_reuseport", int(settings.is_port_shared)),  # a second router on the same port must fail, not take half of the calls
+            ("grpc.max_receive_message_length", settings.max_message_bytes),
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 5_000),
+            ("grpc.max_connection_age_ms", round(settings.connection_age_s * 1e3)),
+            ("grpc.max_connection_age_grace_ms", round((settings.deadline_s + settings.last_word_s) * 1e3)),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+        ),
+        maximum_concurrent_rpcs=settings.max_calls,
+    )
+    server.add_generic_rpc_handlers((_handlers(servicer),))
+    states = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(states, server)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    bound = bind(server, address, flag="--grpc")
+    await server.start()
+    watcher = asyncio.create_task(_keep_health(states, dispatcher), name="grpc health")
+    try:
+        yield bound
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        await states.enter_graceful_shutdown()
+        servicer.ends_at = monotonic() + drain_s - ROUNDED_S
+        await server.stop(drain_s)
+
+
+def _handlers(servicer: Inference) -> grpc.GenericRpcHandler:
+    """The generated registration, but for bytes that are no message: those are the caller's error, not a traceback in our log."""
+    methods = {
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            servicer.Generate, request_deserializer=_parse, response_serializer=pb.GenerateReply.SerializeToString
+        ),
+        "ListModels": grpc.unary_unary_rpc_method_handler(
+            servicer.ListModels, request_deserializer=lambda _: pb.ListModelsRequest(), response_serializer=pb.ListModelsReply.SerializeToString
+        ),
+    }
+    return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+
+def _parse(body: bytes) -> pb.GenerateRequest | None:
+    """None for bytes that are no message."""
+    try:
+        request = pb.GenerateRequest()
+        request.ParseFromString(body)
+    except DecodeError:
+        return None
+    return request
+
+
+async def _keep_health(states: health.aio.HealthServicer, dispatcher: Dispatcher) -> None:
+    """The process is healthy while it runs, the service while some route could take a request."""
+    await states.set("", health_pb2.HealthCheckResponse.SERVING)
+    told = None
+    while True:
+        is_ready = dispatcher.is_ready()
+        if is_ready is not told:
+            told = is_ready
+            state = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
+            await states.set(SERVICE, state)
+        await asyncio.sleep(HEALTH_S)
+
+
+def bind(server: grpc.aio.Server, address: str, *, flag: str) -> str:
+    """Raises ConfigError naming the flag that has another address."""
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address} for gRPC: {error}; choose another address with {flag}") from error
+    return f"{address.rpartition(':')[0]}:{port}"

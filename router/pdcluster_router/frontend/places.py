@@ -1,0 +1,58 @@
+"""How many requests a router process works on at a time, whichever front door they came through, and in whose name. Before a body is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pdcluster.core.errors import Overloaded
+from pdcluster.telemetry.metrics import HoldMetrics
+from pdcluster_router.core.tenants import Tenant, Tenants
+from pdcluster_router.queueing.shares import GREED, Shares
+
+
+class Places:
+    """Owned by the router's event loop. When there are tenants, none of them can take all places."""
+
+    def __init__(self, max_requests: int, tenants: Tenants | None = None, metrics: HoldMetrics | None = None) -> None:
+        self._tenants = tenants or Tenants()
+        self._metrics = metrics
+        self._shares = Shares(max_requests, GREED if self._tenants.is_configured else None)
+
+    @property
+    def num_taken(self) -> int:
+        return self._shares.used
+
+    def identify(self, authorization: str | None) -> Tenant:
+        """Raises Unauthorized."""
+        return self._tenants.identify(authorization)
+
+    def take(self, authorization: str | None = None) -> Tenant:
+        """One place for the tenant with that key, until `give_back`; raises Unauthorized, and Overloaded when there is none."""
+        return self.take_for(self._tenants.identify(authorization))
+
+    def take_for(self, tenant: Tenant) -> Tenant:
+        """One place for that tenant, until `give_back`; raises Overloaded when there is none."""
+        shares = self._shares
+        if tenant.max_requests is not None and (own := shares.taken_by(tenant.name)) >= tenant.max_requests:
+            raise self._refused(tenant, "tenant_requests", f"{own} requests of tenant {tenant.name} are being worked on, as many as it may have")
+        if not shares.take_if_room(tenant.name):
+            raise self._refused(tenant, "requests", f"{self.num_taken} requests are being worked on, as many as --max-requests allows")
+        return tenant
+
+    def give_back(self, tenant: Tenant) -> None:
+        self._shares.give_back(tenant.name)
+
+    @contextmanager
+    def taken(self, authorization: str | None = None) -> Iterator[Tenant]:
+        """One place while the block runs."""
+        tenant = self.take(authorization)
+        try:
+            yield tenant
+        finally:
+            self.give_back(tenant)
+
+    def _refused(self, tenant: Tenant, reason: str, message: str) -> Overloaded:
+        if self._metrics is not None:
+            self._metrics.refused(reason, tenant.name)
+        return Overloaded(f"{message}; retry later", reason=reason)

@@ -1,0 +1,403 @@
+"""From a checked request to its choices, ready to run: template, tokens, lengths, seeds, one Generation per choice.
+
+Long prompts (`is_long`) take long: whoever prepares them does so in a thread, so that one of them does not hold up everybody's streams.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any, cast
+
+import msgspec
+
+from pdcluster.api.openai import limits, requests
+from pdcluster.api.openai.dialogue import Dialogue, dialogue_of, marking_of, offered
+from pdcluster.api.openai.replies import ChatFormat, CompletionFormat, Format, Head, UsageSoFar
+from pdcluster.api.openai.sampling_fields import shaping_of
+from pdcluster.api.structured import constraints
+from pdcluster.api.text.chat_template import Message
+from pdcluster.api.text.choice_text import ChoiceText
+from pdcluster.api.text.model_text import TextModel
+from pdcluster.api.text.segments import SHORT_CHARACTERS
+from pdcluster.api.text.stop_strings import StopMatcher
+from pdcluster.api.tools.offered import Offer, offer_of
+from pdcluster.api.validate import closest
+from pdcluster.core.errors import BadRequest, Unavailable, UnknownModel
+from pdcluster.core.grammar import Grammar
+from pdcluster.core.sampling import Sampling
+from pdcluster_router.core.generation import Dispatcher, Force, Generation, HangUp, ModelInfo
+from pdcluster_router.core.random_pool import draw_bits
+from pdcluster_router.core.tenants import ANYBODY, Tenant
+from pdcluster_router.frontend.choices import Choice, Clock, Echo
+
+SEED_BITS = 63
+
+DEADLINE = b"x-request-deadline-s"
+MODE = b"x-pdcluster-mode"
+"""Headers, see `deadline_of` and `mode_of`."""
+
+PART_CHARACTERS = 16
+"""What a part of a message, or a call of a tool, counts besides its text."""
+
+MAX_PLANS = 256
+
+MANY_MESSAGES = 256
+"""As many as a body may hold take a third of a second to check and seconds to render."""
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """Who a request is and what the server grants it; arrived is a monotonic time, from which deadline_s counts. mode: asked for in a header, None
+    without one; client_id and hang_up: see Generation."""
+
+    request_id: str
+    arrived: float
+    max_choices: int
+    deadline_s: float
+    tenant: Tenant = ANYBODY
+    mode: Force | None = None
+    client_id: str = ""
+    hang_up: HangUp | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Until its deadline."""
+        return max(self.deadline_s - (time.monotonic() - self.arrived), 0.0)
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """choices in the order of their indexes: all of the first prompt, then all of the second, and so on."""
+
+    choices: list[Choice]
+    num_prompts: int
+    format: Format
+    stream: bool
+    include_usage: bool
+
+
+class Model(msgspec.Struct, frozen=True):
+    info: ModelInfo
+    text: TextModel
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """echo: the text to repeat before the output, None for no echo."""
+
+    token_ids: array[int]
+    echo: str | None = None
+
+
+def deadline_of(given: str | None, most_s: float) -> float:
+    """From the header x-request-deadline-s: seconds from now after which the answer is of no use; at most what the server allows."""
+    if given is None:
+        return most_s
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise BadRequest(f"x-request-deadline-s is {given[:100]!r}; it must be a number of seconds above 0, such as 2.5", "x-request-deadline-s")
+    return min(seconds, most_s)
+
+
+def mode_of(given: str | None) -> Force | None:
+    """From the header x-pdcluster-mode; the field pdcluster_mode of a body wins over it."""
+    if given is None or given in ("auto", "remote", "local"):
+        return cast("Force | None", given)
+    raise BadRequest(f"x-pdcluster-mode is {given[:100]!r}; it must be auto, remote or local", "x-pdcluster-mode")
+
+
+def find_model(dispatcher: Dispatcher, name: str | None) -> Model:
+    """name None means the only one there is."""
+    models = dispatcher.models()
+    if not models:
+        raise Unavailable("no node is known yet, so no model can be served; retry, and see /ready")
+    if name is None and len(models) > 1:
+        raise BadRequest(f"model is missing; it must be one of {', '.join(model.id for model in models)}", "model")
+    for info in models:
+        if name is None or info.id == name:
+            return Model(info, dispatcher.text(info.id))
+    known = [model.id for model in models]
+    raise UnknownModel(f"model {name[:200] if name else name!r} is not served here{closest(name or '', known)}; served: {', '.join(known)}", "model")
+
+
+def is_long(request: requests.ChatRequest | requests.CompletionRequest | requests.TokenizeRequest) -> bool:
+    """Whether it takes so long to render and tokenize that a thread is worth its price. Token ids are nothing to tokenize."""
+    if _has_long_forms(request):
+        return True
+    prompt = None if isinstance(request, requests.ChatRequest) else request.prompt
+    if isinstance(prompt, list):
+        if prompt and not isinstance(prompt[0], str):
+            return False  # one kind in a list, or it is refused
+        return sum(len(part) for part in prompt if isinstance(part, str)) > SHORT_CHARACTERS
+    if isinstance(prompt, str):
+        return len(prompt) > SHORT_CHARACTERS
+    if isinstance(request, requests.CompletionRequest) or request.messages is None:
+        return False
+    messages = request.messages
+    return len(messages) > MANY_MESSAGES or sum(map(_num_characters, messages)) > SHORT_CHARACTERS or _has_long_arguments(request)
+
+
+def _has_long_forms(request: requests.ChatRequest | requests.CompletionRequest | requests.TokenizeRequest) -> bool:
+    """Tools for the template, schemas to be checked."""
+    if isinstance(request, requests.CompletionRequest) and request.response_format is None and request.structured_outputs is None:
+        return False  # as mostly
+    tools = None if isinstance(request, requests.CompletionRequest) else request.tools
+    forms = None if isinstance(request, requests.TokenizeRequest) else (request.response_format, request.structured_outputs)
+    if tools is None and forms in (None, (None, None)):
+        return False
+    return len(msgspec.json.encode((tools, forms))) > SHORT_CHARACTERS
+
+
+def _num_characters(message: requests.ChatMessage) -> int:
+    """Of all that a template may show."""
+    content = message.content or ""
+    shown = sum(len(part.text or "") + PART_CHARACTERS for part in content) if isinstance(content, list) else len(content)
+    shown += len(requests.reasoning_of(message) or "") + len(message.name or "") + len(message.tool_call_id or "")
+    for call in message.tool_calls or ():
+        shown += len(call.id or "") + len(call.function.name) + PART_CHARACTERS
+        shown += _num_of_arguments(call.function.arguments)
+    return shown
+
+
+def _num_of_arguments(arguments: str | dict[str, object] | None) -> int:
+    return len(arguments) if isinstance(arguments, str) else len(msgspec.json.encode(arguments))
+
+
+def _has_long_arguments(request: requests.ChatRequest | requests.TokenizeRequest) -> bool:
+    """For the template, which may show those too."""
+    kwargs = request.chat_template_kwargs
+    return bool(kwargs) and len(msgspec.json.encode(kwargs)) > SHORT_CHARACTERS
+
+
+def prepare_chat(request: requests.ChatRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
+    model = find_model(dispatcher, request.model)
+    kwargs = requests.template_kwargs_of(request)
+    marking = marking_of(model.text)
+    offer = offered(request, marking)
+    rendered = render_chat(model.text, request, offer, kwargs)
+    limits.check_text(rendered, model.text.bound, model.info, "messages")
+    token_ids = encode_rendered(model.text, rendered, bool(request.add_special_tokens))
+    dialogue = dialogue_of(request, offer, marking, rendered)
+    build = _Builder(request, model, terms, at_start=not request.continue_final_message, dialogue=dialogue)
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    limits.check_prompt(len(token_ids), model.info, "messages")
+    max_tokens = limits.output_tokens(asked, None, len(token_ids), model.info, param)
+    sampling = build.sampling(max_tokens, (request.top_logprobs or 0) if request.logprobs else None, dialogue.grammar)
+    head = _head(request, "chatcmpl-" + terms.request_id, model, len(token_ids), logprobs=bool(request.logprobs))
+    build.check_number(1)
+    return build.prepared([Prompt(token_ids)], [sampling], ChatFormat(head))
+
+
+def prepare_completion(request: requests.CompletionRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
+    model = find_model(dispatcher, request.model)
+    build = _Builder(request, model, terms, at_start=False)
+    given = requests.prompts_of(request)
+    build.check_number(len(given))
+    prompts, samplings, grammar = [], [], constraints.asked_of(request)
+    for index, prompt in enumerate(given):
+        param = "prompt" if len(given) == 1 else f"prompt[{index}]"
+        prompts.append(_encode_prompt(prompt, request, model, param))
+        num_prompt = len(prompts[-1].token_ids)
+        max_tokens = limits.output_tokens(request.max_tokens, limits.DEFAULT_COMPLETION_TOKENS, num_prompt, model.info, "max_tokens")
+        samplings.append(build.sampling(max_tokens, request.logprobs, grammar))
+    num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
+    head = _head(request, "cmpl-" + terms.request_id, model, num_prompt, logprobs=request.logprobs is not None)
+    return build.prepared(prompts, samplings, CompletionFormat(head))
+
+
+def tokenize(request: requests.TokenizeRequest, model: Model) -> array[int]:
+    if request.prompt is not None:
+        limits.check_bytes(request.prompt, model.text.bound, model.info, "prompt")
+        return model.text.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+    requests.check_template_kwargs(request.chat_template_kwargs)
+    rendered = render_chat(model.text, request, offer_of(request.tools, None, None), request.chat_template_kwargs)
+    limits.check_bytes(rendered, model.text.bound, model.info, "messages")
+    return encode_rendered(model.text, rendered, bool(request.add_special_tokens))
+
+
+def encode_rendered(text: TextModel, rendered: str, add_special_tokens: bool) -> array[int]:
+    """The template writes the special tokens itself, so none are added unless the request insists."""
+    return text.encode(rendered, add_special_tokens=True) if add_special_tokens else text.encode_chat(rendered)
+
+
+def render_chat(
+    text: TextModel,
+    request: requests.ChatRequest | requests.TokenizeRequest,
+    offer: Offer | None,
+    kwargs: Mapping[str, Any] | None,
+) -> str:
+    messages: Sequence[Message] = requests.messages_of(request.messages or [])
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        raise BadRequest("add_generation_prompt and continue_final_message contradict each other; set one of them", "continue_final_message")
+    generation_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    tools = None if offer is None else offer.for_template()
+    return text.render_chat(messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=kwargs, tools=tools)
+
+
+def _encode_prompt(prompt: str | Sequence[int], request: requests.CompletionRequest, model: Model, param: str) -> Prompt:
+    if isinstance(prompt, str):
+        if not prompt:
+            raise BadRequest(f"{param} is empty; send at least one character", param)
+        limits.check_text(prompt, model.text.bound, model.info, param)
+        token_ids = model.text.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
+        limits.check_prompt(len(token_ids), model.info, param)
+        return Prompt(token_ids, prompt if request.echo else None)
+    limits.check_prompt(len(prompt), model.info, param)  # before looking at what may be millions of ids
+    token_ids = limits.check_token_ids(prompt, model.info.vocab_size, param)
+    echo = model.text.decode(token_ids, skip_special_tokens=request.skip_special_tokens is not False) if request.echo else None
+    return Prompt(token_ids, echo)
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What requests with the same options to the same model have in common. sampling: but for length, seed, logprobs and grammar; silent: ids that
+    end a generation; stops: strings that do."""
+
+    sampling: Sampling
+    silent: frozenset[int]
+    stops: tuple[str, ...]
+
+
+OPTIONS = (
+    "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
+    "stop", "stop_token_ids", "ignore_eos",
+)  # fmt: skip
+"""All that a Plan is made of, besides the model."""
+
+_options = attrgetter(*OPTIONS)
+
+
+class Plans:
+    """Those that were made, since a client mostly asks with the same options again. What is no value (lists, objects) is planned anew each time.
+    Threads may share it."""
+
+    def __init__(self) -> None:
+        self._made: dict[object, Plan] = {}
+
+    def of(self, request: requests.Common, model: Model) -> Plan:
+        key = _options(request), model
+        try:
+            found = self._made.get(key)
+        except TypeError:
+            return _plan(request, model)
+        if found is None:
+            if len(self._made) >= MAX_PLANS:
+                self._made.clear()
+            found = self._made[key] = _plan(request, model)
+        return found
+
+
+def _plan(request: requests.Common, model: Model) -> Plan:
+    text, info = model.text, model.info
+    shaping = shaping_of(request, text.defaults, text, info.vocab_size)
+    longest = max(request.min_tokens or 0, 1)  # how long it may be is another matter
+    sampling = limits.build_sampling(request, text.defaults, info, max_tokens=longest, seed=0, logprobs=None, shaping=shaping)
+    eos = () if request.ignore_eos else info.eos_token_ids
+    return Plan(sampling, frozenset((*eos, *sampling.stop_token_ids)), requests.stops_of(request))
+
+
+_plans = Plans()
+
+
+def find_plan(request: requests.Common, model: Model) -> Plan:
+    """Raises BadRequest for options that the model cannot honour."""
+    return _plans.of(request, model)
+
+
+def _head(request: requests.Common, reply_id: str, model: Model, num_prompt: int, *, logprobs: bool) -> Head:
+    """num_prompt: tokens of all prompts."""
+    options, wants_ids = request.stream_options, bool(request.return_token_ids)
+    so_far = UsageSoFar(num_prompt, 0, num_prompt) if options is not None and options.continuous_usage_stats else None
+    created, wants_usage = int(time.time()), _wants_usage(request)
+    return Head(reply_id, created, model.info.id, model.text.pieces, logprobs, wants_ids, wants_usage, so_far)
+
+
+def _wants_usage(request: requests.Common) -> bool:
+    return request.stream_options is not None and bool(request.stream_options.include_usage)
+
+
+class _Builder:
+    """Makes the choices of one request: n per prompt."""
+
+    def __init__(self, request: requests.Common, model: Model, terms: Terms, *, at_start: bool, dialogue: Dialogue | None = None) -> None:
+        self._request = request
+        self._model = model
+        self._terms = terms
+        self._at_start = at_start
+        self._dialogue = dialogue
+        self._num = request.n or 1
+        self._generates = True
+        self._plan = find_plan(request, model)
+        self._standing = terms.tenant.standing(request.priority)
+
+    def check_number(self, num_prompts: int) -> None:
+        if num_prompts * self._num > self._terms.max_choices:
+            what = f"{num_prompts} prompts × n {self._num} = {num_prompts * self._num} choices"
+            raise BadRequest(f"{what}, at most {self._terms.max_choices} are allowed; send several requests", "n")
+
+    def sampling(self, max_tokens: int, logprobs: int | None, grammar: Grammar | None) -> Sampling:
+        """Of one prompt, with a seed of its own unless one was given. A node gives at least one token; where none is
+        asked for it is not told."""
+        planned, asked = self._plan.sampling, self._request.seed
+        limits.check_least(planned.min_tokens, max_tokens)
+        seed = draw_bits(SEED_BITS) if asked is None else limits.wire_seed(asked)
+        self._generates = max_tokens > 0
+        length = max_tokens or 1
+        return msgspec.structs.replace(planned, max_tokens=length, seed=seed, logprobs=logprobs, grammar=grammar)
+
+    def prepared(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], reply_format: Format) -> Prepared:
+        """Whose number was checked."""
+        if len(prompts) == self._num == 1:
+            choices = [self._choice(prompts[0], samplings[0], 0)]
+        else:
+            choices = [
+                self._choice(prompt, msgspec.structs.replace(sampling, choice=number) if number else sampling, index * self._num + number)
+                for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+                for number in range(self._num)
+            ]
+        return Prepared(choices, len(prompts), reply_format, bool(self._request.stream), _wants_usage(self._request))
+
+    def _choice(self, prompt: Prompt, sampling: Sampling, index: int) -> Choice:
+        reports_prompt = prompt.echo is not None and sampling.logprobs is not None
+        num_prompt_logprobs = self._request.prompt_logprobs if sampling.choice == 0 else None  # the prompt's other choices share them
+        if reports_prompt or num_prompt_logprobs is not None:
+            echoed = sampling.logprobs if reports_prompt else None
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=max(echoed or 0, num_prompt_logprobs or 0))
+        request, terms, model, tenant = self._request, self._terms, self._model, self._terms.tenant
+        generation = Generation(  # by position, which costs half
+            f"{terms.request_id}-{index}",
+            model.info.id,
+            prompt.token_ids,
+            sampling,
+            terms.left_s,
+            tenant.cache_salt(request.cache_salt) if request.cache_salt else tenant.salt,
+            self._standing,
+            request.pdcluster_mode or terms.mode,
+            request.prompt_cache_key if isinstance(request.prompt_cache_key, str) else "",
+            terms.client_id,
+            terms.hang_up,
+            self._num > 1 and sampling.choice == 0,
+            f"{terms.request_id}-{index - sampling.choice}" if sampling.choice and not reports_prompt else None,
+        )
+        skip = request.skip_special_tokens is not False
+        echo = None if prompt.echo is None else self._echo(prompt, skip, sampling.logprobs)
+        speech = None if self._dialogue is None else self._dialogue.speech()
+        detokenizer = model.text.detokenizer(skip_special_tokens=skip, at_start=self._at_start, shows_marks=speech is not None)
+        text = ChoiceText(detokenizer, StopMatcher(self._plan.stops), self._plan.silent, len(prompt.echo or ""), speech)
+        wants_ids = bool(request.return_token_ids)
+        choice = Choice(generation, text, Clock(terms.arrived), model.info.vocab_size, echo, wants_ids, num_prompt_logprobs)
+        choice.generates = self._generates
+        if sampling.grammar is not None:
+            choice.grammar_param = constraints.param_of(request.structured_outputs) if self._dialogue is None else self._dialogue.param
+        return choice
+
+    def _echo(self, prompt: Prompt, skip: bool, num_logprobs: int | None) -> Echo | None:
+        if prompt.echo is None:
+            return None
+        detokenizer = self._model.text.detokenizer(skip_special_tokens=skip, at_start=True)
+        return Echo(prompt.echo, prompt.token_ids, detokenizer, num_logprobs)

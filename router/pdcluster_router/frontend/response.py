@@ -1,0 +1,384 @@
+"""Answers one generation request over HTTP, whole or as an event stream, with its route, usage and metrics.
+
+The response starts when the first token, or an error, is there: an error before the first byte is a proper HTTP status, one after it an
+`error` event. Choices run concurrently; if one fails all are cancelled and the one error answers. An answer has no task: nodes' tokens move it, and
+what they add waits here while its client does not read, MAX_UNREAD pieces at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import msgspec
+
+from pdcluster.api import sse
+from pdcluster.api.openai.replies import PromptTokensDetails, RouteReport, Usage
+from pdcluster.api.text.choice_text import Piece
+from pdcluster.core.errors import Cancelled, PdclusterError
+from pdcluster.telemetry.metrics import RouterMetrics
+from pdcluster_router.core.generation import Chunk, Dispatcher, Done, Route, Running, Sink, Take, Timeline
+from pdcluster_router.frontend.choices import Choice, advance, told_to_client
+from pdcluster_router.frontend.fast_tokens import through
+from pdcluster_router.frontend.prepare import Prepared
+from pdcluster_router.http.errors import ClientLeft, fail
+from pdcluster_router.http.exchange import JSON, NO_BUFFERING, Exchange
+from pdcluster_router.request.open_requests import HANG_UP_S
+
+MAX_UNREAD = 1 << 16
+"""Pieces that wait for a client that does not read; one that is further behind is given up."""
+
+NO_TIMELINE = Timeline()
+
+Event = Chunk | Done | Exception
+Said = Piece | Exception
+"""What an event adds to the answer, or ends it by."""
+
+
+class Writer(Protocol):
+    """How pieces of choices become an answer."""
+
+    def add(self, index: int, piece: Piece) -> None: ...
+
+    def through(self, index: int) -> Take | None: ...
+
+    def finish(self) -> None:
+        """All choices are done."""
+        ...
+
+
+def answer(exchange: Exchange, prepared: Prepared, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
+    """Starts the generations; from then on they move the answer."""
+    Answer(exchange, prepared.choices, writer_of(exchange, prepared), metrics).start(dispatcher)
+
+
+def open_answer(exchange: Exchange, choice: Choice, writer: Writer, metrics: RouterMetrics) -> tuple[Answer, Sink]:
+    """Of a request with one choice, whose generation runs already: what it is to be told, and the answer that is to adopt it."""
+    opened = Answer(exchange, (choice,), writer, metrics)
+    return opened, _ChoiceSink(opened, choice, 0)
+
+
+def writer_of(exchange: Exchange, prepared: Prepared) -> Writer:
+    return _Stream(exchange, prepared) if prepared.stream else _Whole(exchange, prepared)
+
+
+class Answer:
+    """Lives from its start until its exchange is over; the generations are cancelled by then."""
+
+    __slots__ = ("_choices", "_exchange", "_is_over", "_metrics", "_num_open", "_running", "_unread", "_writer")
+
+    def __init__(self, exchange: Exchange, choices: Sequence[Choice], writer: Writer, metrics: RouterMetrics) -> None:
+        self._exchange, self._choices, self._writer, self._metrics = exchange, choices, writer, metrics
+        self._num_open = len(choices)
+        self._running: list[Running] = []
+        self._unread: deque[tuple[int, Said]] = deque()
+        self._is_over = False
+
+    def start(self, dispatcher: Dispatcher) -> None:
+        self._exchange.on_gone = self._over
+        self._exchange.on_resume = self._read_on
+        try:
+            self._start_all(dispatcher)
+        except Exception as error:  # the top of what happens to an answer: generations that run must not write into one that failed
+            self._end(error)
+
+    def adopt(self, running: Running) -> None:
+        """Its only generation, which runs already."""
+        self._exchange.on_gone = self._over
+        self._exchange.on_resume = self._read_on
+        self._running.append(running)
+
+    def _start_all(self, dispatcher: Dispatcher) -> None:
+        for index, choice in enumerate(self._choices):
+            running = dispatcher.start(choice.generation, _ChoiceSink(self, choice, index))
+            self._running.append(running)
+            if self._is_over:
+                running.cancel("another choice failed")
+                return
+            if choice.text.stopped:
+                running.finish(choice.text.num_tokens)
+
+    def take(self, index: int, choice: Choice, event: Event) -> None:
+        """An event of a choice's generation. Whatever goes wrong with it answers the client. It is looked at as it comes, so that a stop string ends
+        its generation though nobody reads; what it adds to the answer waits until the client does."""
+        text = choice.text
+        if self._is_over or text.stopped:
+            return  # said before its node knew that it may stop
+        said: Said
+        if isinstance(event, Exception):
+            said = told_to_client(choice, event)
+        else:
+            try:
+                said = advance(choice, event)
+            except Exception as error:  # the top of what happens to a choice
+                said = error
+        if text.stopped and index < len(self._running):
+            self._running[index].finish(choice.text.num_tokens)
+        if self._unread or self._exchange.line.is_paused:
+            self._keep(index, said)
+        else:
+            self._say(index, said)
+
+    @property
+    def is_held_back(self) -> bool:
+        """Nothing can be sent now: its client has to read first, or it is over."""
+        return self._is_over or bool(self._unread) or self._exchange.is_paused
+
+    def through(self, index: int) -> Take | None:
+        """A short way for a choice of which something was said already; None where there is none."""
+        return self._writer.through(index)
+
+    def _say(self, index: int, said: Said) -> None:
+        if isinstance(said, Exception):
+            self._end(said)
+            return
+        try:
+            self._writer.add(index, said)
+            if said.finish is not None:
+                self._num_open -= 1
+                if not self._num_open:
+                    self._writer.finish()
+                    self._end(None)
+        except Exception as error:  # the top of what happens to an answer
+            self._end(error)
+
+    def _keep(self, index: int, said: Said) -> None:
+        if len(self._unread) >= MAX_UNREAD:
+            self._end(ClientLeft(f"the client is {MAX_UNREAD} events behind"))
+            return
+        self._unread.append((index, said))
+        if isinstance(said, Exception):
+            self._cancel(str(said))  # the others end with it, however late that is read
+        if isinstance(said, Cancelled):
+            asyncio.get_running_loop().call_later(HANG_UP_S, self._hang_up_if_stuck, len(self._unread))
+
+    def _hang_up_if_stuck(self, num_unread: int) -> None:
+        """The request is over; whoever does not read on now is not waited for."""
+        if not self._is_over and len(self._unread) == num_unread:
+            self._end(ClientLeft("the client did not read what it was sent"))
+
+    def _read_on(self) -> None:
+        """The client reads again."""
+        while self._unread and not self._is_over and not self._exchange.is_paused:
+            self._say(*self._unread.popleft())
+
+    def _over(self, error: PdclusterError) -> None:
+        if not self._is_over:
+            self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
+        self._is_over = True
+        self._unread.clear()
+        if error is not None:
+            self._cancel("client left" if isinstance(error, ClientLeft) else str(error))
+        self._running = []  # who is done with each other lets go, so that no garbage collector has to find it out
+        self._exchange.on_gone = self._exchange.on_resume = None
+        record(self._choices, self._metrics)
+        if error is not None:
+            fail(self._exchange, error, self._metrics)
+
+    def _cancel(self, reason: str) -> None:
+        for running in self._running:
+            running.cancel(reason)
+
+
+class _ChoiceSink:
+    """Implements generation.Sink for one choice."""
+
+    __slots__ = ("_answer", "_choice", "_index", "_is_asked", "_through")
+
+    def __init__(self, answer: Answer, choice: Choice, index: int) -> None:
+        self._answer, self._choice, self._index = answer, choice, index
+        self._through: Take | None = None
+        self._is_asked = False
+        """Whether there is a way through."""
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        self._answer.take(self._index, self._choice, chunk)
+
+    def way(self) -> Take | None:
+        if self._answer.is_held_back:
+            return None  # there may be a way once it reads
+        if not self._is_asked:
+            self._is_asked, self._through = True, self._answer.through(self._index)
+        return self._through
+
+    def on_done(self, done: Done) -> None:
+        self._answer.take(self._index, self._choice, done)
+
+    def on_error(self, error: Exception) -> None:
+        self._answer.take(self._index, self._choice, error)
+
+
+# ---------------------------------------------------------------- whole
+
+
+class _Whole:
+    """Text is put together at the end: adding to it for each token copies all that came before."""
+
+    def __init__(self, exchange: Exchange, prepared: Prepared) -> None:
+        self._exchange, self._prepared = exchange, prepared
+        self._collected: dict[int, _Collected] = {}
+
+    def add(self, index: int, piece: Piece) -> None:
+        collected = self._collected.get(index)
+        if collected is None:
+            self._collected[index] = _Collected(piece, [piece.text], [piece.reasoning])
+        else:
+            collected.add(piece)
+
+    def through(self, index: int) -> Take | None:
+        return None
+
+    def finish(self) -> None:
+        prepared, collected = self._prepared, self._collected
+        pieces = [collected[0].whole()] if len(prepared.choices) == 1 else [collected[index].whole() for index in range(len(prepared.choices))]
+        num_each = len(pieces) // prepared.num_prompts
+        if num_each > 1:
+            for index, whole in enumerate(pieces):
+                whole.prompt_logprobs = pieces[index - index % num_each].prompt_logprobs  # told once for all choices of a prompt
+        body = prepared.format.whole(pieces, usage_of(prepared))
+        self._exchange.reply(200, body, _headers(JSON, prepared.choices[0].route))
+
+
+class _Collected(msgspec.Struct):
+    """A choice's first piece with what came after it, but for its text."""
+
+    piece: Piece
+    texts: list[str]
+    thoughts: list[str]
+
+    def add(self, piece: Piece) -> None:
+        """One that is not the first: what comes with the first only is not looked at."""
+        whole = self.piece
+        self.texts.append(piece.text)
+        if piece.reasoning:
+            self.thoughts.append(piece.reasoning)
+        if piece.calls:
+            whole.calls += piece.calls
+        if piece.tokens:
+            whole.tokens += piece.tokens
+        if piece.listed:
+            whole.listed = [] if whole.listed is None else whole.listed
+            whole.listed += piece.listed
+        whole.finish = piece.finish
+
+    def whole(self) -> Piece:
+        self.piece.text, self.piece.reasoning = "".join(self.texts), "".join(self.thoughts)
+        return self.piece
+
+
+# ---------------------------------------------------------------- stream
+
+
+class _Stream:
+    def __init__(self, exchange: Exchange, prepared: Prepared) -> None:
+        self._exchange, self._prepared, self._format = exchange, prepared, prepared.format
+        self._opened: set[int] = set()
+
+    def add(self, index: int, piece: Piece) -> None:
+        data = b"" if index in self._opened else self._open(index)
+        if piece.text or piece.tokens or piece.finish or piece.prompt_token_ids is not None:
+            chunk = self._format.chunk(index, piece)
+            self._exchange.write(data + chunk if data else chunk)
+        elif data:
+            self._exchange.write(data)
+
+    def _open(self, index: int) -> bytes:
+        if not self._opened:
+            self._exchange.start(200, _headers(NO_BUFFERING, self._prepared.choices[index].route))
+        self._opened.add(index)
+        return self._format.opening(index)
+
+    def through(self, index: int) -> Take | None:
+        choice, around = self._prepared.choices[index], self._format.around(index)
+        if around is None or index not in self._opened or not choice.text.is_plain:
+            return None
+        return through(choice, self._exchange.line, *self._exchange.framing(*around))
+
+    def finish(self) -> None:
+        prepared = self._prepared
+        ending = prepared.format.usage_chunk(usage_of(prepared)) if prepared.include_usage else b""
+        self._exchange.write(ending + sse.DONE, last=True)
+
+
+# ---------------------------------------------------------------- route and usage
+
+
+def _headers(kind: bytes, route: Route | None) -> bytes:
+    """With what was known at the first byte; a part that has no name yet or does not exist is left out."""
+    return kind if route is None else named_headers(kind, route.mode, route.prefill, route.decode, route.backend)
+
+
+@lru_cache(maxsize=1024)
+def named_headers(kind: bytes, mode: str, prefill: str | None, decode: str | None, backend: str) -> bytes:
+    """Asked for with every request, and there are few pairs of nodes."""
+    named = (("mode", mode), ("prefill", prefill), ("decode", decode), ("transfer", backend))
+    return kind + b"".join(b"x-pdcluster-%b: %b\r\n" % (name.encode(), _header_value(value)) for name, value in named if value)
+
+
+def _header_value(text: str) -> bytes:
+    """Of what a node calls itself, or a medium: it is the node's word, and shall not begin lines of its own."""
+    return "".join([each if each.isprintable() else "?" for each in text]).encode("latin-1", "replace")
+
+
+def usage_of(prepared: Prepared) -> Usage:
+    """Every prompt counts once, however many choices it has; cached tokens likewise, when the nodes reported them."""
+    choices = prepared.choices
+    if len(choices) == 1:
+        choice, num_cached = choices[0], choices[0].cached_tokens
+        num_prompt, num_output = len(choice.generation.token_ids), choice.text.num_tokens
+        details = None if num_cached is None else PromptTokensDetails(num_cached)
+        return Usage(num_prompt, num_output, num_prompt + num_output, details, route_report(choice))
+    num_prompt = num_output = num_cached = 0
+    is_known = True
+    for choice in choices[:: len(choices) // prepared.num_prompts]:
+        num_prompt += len(choice.generation.token_ids)
+        num_cached += choice.cached_tokens or 0
+        is_known = is_known and choice.cached_tokens is not None
+    for choice in choices:
+        num_output += choice.text.num_tokens
+    details = PromptTokensDetails(num_cached) if is_known else None
+    return Usage(num_prompt, num_output, num_prompt + num_output, details, _report(choices))
+
+
+def _report(choices: Sequence[Choice]) -> RouteReport:
+    """The first choice's route; with several, all of them under `choices`."""
+    reports = [route_report(choice) for choice in choices]
+    report = reports[0]
+    if len(reports) > 1:
+        report = route_report(choices[0])
+        report.choices = reports
+    return report
+
+
+def route_report(choice: Choice) -> RouteReport:
+    route = choice.route
+    assert route is not None  # set before a choice's last piece
+    return RouteReport(route.mode, route.prefill, route.decode, route.backend, choice.attempts, choice.timeline)
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def record(choices: Sequence[Choice], metrics: RouterMetrics) -> None:
+    """Times to tokens as the client saw them, so measured here."""
+    for choice in choices:
+        route, timeline, clock, num_output = choice.route, choice.timeline or NO_TIMELINE, choice.clock, choice.text.num_tokens
+        started, first, second, last = clock.started, clock.first, clock.second, clock.last
+        noted = (
+            len(choice.generation.token_ids),
+            num_output,
+            choice.cached_tokens or 0,
+            choice.attempts or 0,
+            None if first is None else first - started,
+            None if second is None else second - started,
+            None if first is None or last is None or num_output <= 1 else (last - first) / (num_output - 1),
+            timeline.queue_s,
+            timeline.transfer_s,
+            timeline.transfer_bytes,
+        )
+        metrics.note((None, None, "") if route is None else (route.mode, choice.finish, route.backend), noted)

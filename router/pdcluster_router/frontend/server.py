@@ -1,0 +1,117 @@
+"""Listens for HTTP in the caller's event loop, looks after the deadlines of connections, and drains them. Signals and flags are the caller's."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from time import monotonic
+
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+
+from pdcluster.core.errors import ConfigError
+from pdcluster.settings.config import RouterConfig
+from pdcluster.telemetry.metrics import RouterMetrics
+from pdcluster_router.frontend.app import App, HttpSettings
+from pdcluster_router.http.connection import Connection, Connections, LineLimits
+
+BACKLOG = 2048
+SWEEP_S = 0.1
+"""How late a connection's deadline may be seen."""
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+"""A client whose machine is gone says nothing more: it is asked after 20 s of silence, and given up 15 s later, so that its generation ends."""
+LAST_WORD_S = 1.0
+"""For clients to read that the router stops."""
+
+
+def http_settings(config: RouterConfig) -> HttpSettings:
+    return HttpSettings(
+        max_requests=config.max_requests,
+        max_body_bytes=config.max_body_bytes,
+        deadline_s=config.deadline_s,
+        cors_origins=config.cors_origins,
+    )
+
+
+def router_metrics() -> RouterMetrics:
+    """On a registry of their own, with this process's memory, CPU and file descriptors beside them."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    return RouterMetrics(registry)
+
+
+@asynccontextmanager
+async def listening(app: App, address: str, *, drain_s: float, is_port_shared: bool = False) -> AsyncIterator[str]:
+    """Serves while the block runs and gives HOST:PORT (the real port, when 0 was asked for). Leaving it takes no new connections, lets open
+    requests finish for at most drain_s, then cancels them, and tells their clients. is_port_shared: other workers of this router listen there,
+    too."""
+    bound = bind(address, is_port_shared=is_port_shared)
+    own = app.settings
+    limits = LineLimits(own.max_body_bytes, own.body_s, own.stall_s, id_prefix=own.id_prefix)
+    connections = Connections()
+    server = await asyncio.get_running_loop().create_server(lambda: Connection(app, limits, connections), sock=bound, backlog=BACKLOG)
+    sweeper = asyncio.create_task(_sweep(connections), name="http deadlines")
+    try:
+        host, port = bound.getsockname()[:2]
+        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    finally:
+        server.close()
+        await _drain(connections, drain_s)
+        sweeper.cancel()
+        await asyncio.gather(sweeper, return_exceptions=True)
+        bound.close()
+
+
+async def _sweep(connections: Connections) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        now = monotonic()
+        connections.heads.forget(now)
+        for connection in [connection for connection in connections if connection.deadline <= now]:
+            connection.expire()
+
+
+async def _drain(connections: Connections, drain_s: float) -> None:
+    for connection in list(connections):
+        connection.drain()
+    if not await _are_over(connections, drain_s):
+        for connection in list(connections):
+            connection.stop()
+        if not await _are_over(connections, LAST_WORD_S):
+            for connection in list(connections):
+                connection.abort()
+            await connections.wait_until_none()  # the loop tells them in its next turn
+
+
+async def _are_over(connections: Connections, within_s: float) -> bool:
+    try:
+        async with asyncio.timeout(within_s):
+            await connections.wait_until_none()
+    except TimeoutError:
+        return False
+    return True
+
+
+def bind(address: str, *, is_port_shared: bool) -> socket.socket:
+    """A socket that listens; those that it accepts have its options."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio switches Nagle's algorithm off only where the socket says TCP; with it, events of one answer may be 40 ms apart.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE:
+        bound.setsockopt(socket.IPPROTO_TCP, option, value)
+    if is_port_shared:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        bound.bind((host, int(port)))
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}; choose another address with --http") from error
+    bound.setblocking(False)
+    return bound

@@ -1,0 +1,479 @@
+"""HTTP/1.1 over one TCP connection: bytes into exchanges, one answered at a time, in their order. `httptools` parses what no head was like before
+(`http_heads`); what is asked is not decided here.
+
+1. A request is begun when its head is there and the one before it has its answer; the application may answer at once, before the body came.
+2. A body is kept up to the application's limit, and beyond that read and dropped up to DISCARD_FACTOR times of it, so that the client sees its
+   answer instead of a broken connection; a client that says what it would send, and waits for 100-continue, is answered before it does.
+3. What comes while an answer is not complete waits here, a read's worth parsed and MAX_AHEAD_BYTES as it came; up to that it is read, because
+   only who reads sees that a client has left.
+4. One sweep of the server looks at the deadlines of all connections (`deadline`): for a request to arrive, for the client to read, for the next one.
+5. Nobody gets another protocol who asks for one (Java's client does, on every new connection): such a head is read again without that wish, because
+   the parser takes what follows it for the other protocol.
+6. When the server drains, a connection ends with its answer, or at once when it has none. Whoever takes longer than the server waits is told so.
+"""
+
+from __future__ import annotations
+
+import math
+from asyncio import BaseTransport, Event, Protocol, Transport
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Protocol as Seam
+from typing import cast
+
+import httptools
+
+from pdcluster.api.openai.replies import error_body
+from pdcluster.core.errors import BadRequest
+from pdcluster_router.http.exchange import Asked, Exchange
+from pdcluster_router.http.heads import Form, Heads, Known, path_of, taken_apart
+from pdcluster_router.http.write_coalescing import Posting
+
+MAX_HEAD_BYTES = 64 * 1024
+DISCARD_FACTOR = 8
+MAX_AHEAD_BYTES = 64 * 1024
+FRAMING = (b"content-length", b"transfer-encoding", b"connection")
+MOST_POSTED_BYTES = 16 * 1024
+"""What is posted beyond that is sent at once, so that the transport says when its client does not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineLimits:
+    """request_s: for a request to arrive, once it began; stall_s: for a client to read what it was sent; idle_s: between two requests; id_prefix:
+    begins the ids of requests."""
+
+    max_body_bytes: int
+    request_s: float = 30.0
+    stall_s: float = 60.0
+    idle_s: float = 75.0
+    id_prefix: str = ""
+
+
+class Application(Seam):
+    """What a connection does with requests. None of these may raise or wait."""
+
+    def begin(self, exchange: Exchange) -> None:
+        """A request's head is here. It may be answered now."""
+        ...
+
+    def complete(self, exchange: Exchange) -> None:
+        """Its body is here, too, unless it was too large (`is_too_large`)."""
+        ...
+
+    def late(self, exchange: Exchange) -> None:
+        """Its body did not arrive in time."""
+        ...
+
+    def stalled(self, exchange: Exchange) -> None:
+        """Its client reads nothing. The connection ends after this."""
+        ...
+
+    def gone(self, exchange: Exchange) -> None:
+        """Its client left before the end of the answer."""
+        ...
+
+    def stopping(self, exchange: Exchange) -> None:
+        """The server has drained as long as it may: this one gets its answer now."""
+        ...
+
+    def over(self, exchange: Exchange) -> None:
+        """Once for each that was begun, when nothing more is sent."""
+        ...
+
+
+class Connections(set["Connection"]):
+    """Those that are open, of one server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = Heads()
+        self._none: Event | None = None
+        self.posting = Posting()
+
+    def ended(self, connection: Connection) -> None:
+        self.discard(connection)
+        if self._none is not None and not self:
+            self._none.set()
+
+    async def wait_until_none(self) -> None:
+        if self:
+            self._none = Event()
+            await self._none.wait()
+
+
+class Connection(Protocol):
+    """Implements http_exchange.Line. Belongs to the server's loop."""
+
+    def __init__(self, application: Application, limits: LineLimits, open_ones: Connections) -> None:
+        self._application, self._limits, self._open_ones = application, limits, open_ones
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: Transport | None = None
+        self._url = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._asked: Asked | None = None
+        """The head that was parsed last."""
+        self._form: Form | None = None
+        """Of the last request: one that comes again is worth keeping."""
+        self._known: Known | None = None
+        """Of the last request whose head was known."""
+        self._is_between = True
+        """Nothing of the next request was parsed."""
+        self._bare_bytes = 0
+        """That came since the last of a body, or of a request: of a head, or of what follows a chunked body. The parser keeps them."""
+        self._parsing: Exchange | None = None
+        self._current: Exchange | None = None
+        self._early: deque[Exchange] = deque()
+        self._ahead = bytearray()
+        """What came behind those that are early, not parsed yet."""
+        self._is_wish = False
+        """What is read is a head that asked for another protocol: up to its end, and then from its start again."""
+        self._ends_soon = self._is_deaf = False
+        self._is_reading = True
+        self._is_settling = False
+        self.posting = open_ones.posting
+        self._posted = open_ones.posting.parts
+        self.write: Callable[[bytes], object] = nowhere
+        self.is_paused = False
+        self.deadline = math.inf
+
+    # ------------------------------------------------------------ transport
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        self._transport = cast(Transport, transport)  # uvloop's are no subclasses
+        self.write = self._transport.write
+        self._open_ones.add(self)
+        self.deadline = monotonic() + self._limits.idle_s
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self.write = nowhere
+        self._open_ones.ended(self)
+        self._early.clear()
+        self._ahead.clear()
+        self._posted.pop(self, None)
+        current = self._current
+        if current is not None and not current.finished:
+            self._application.gone(current)
+
+    def pause_writing(self) -> None:
+        self.is_paused = True
+        self.deadline = monotonic() + self._limits.stall_s
+
+    def resume_writing(self) -> None:
+        self.is_paused = False
+        current = self._current
+        if self._is_closing:
+            return
+        if current is None:
+            self._settle()
+            return
+        self.deadline = math.inf if current.is_complete else monotonic() + self._limits.request_s
+        if current.on_resume is not None:
+            current.on_resume()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            return
+        if not self._early and not self._ahead:
+            if not self._is_between or self._current is not None or not self._take(data):
+                self._parse(data)
+            return
+        self._ahead += data
+        if len(self._ahead) > MAX_AHEAD_BYTES:
+            self._read(False)
+
+    def _parse_ahead(self) -> None:
+        """Nothing that is early is left."""
+        data, self._ahead = bytes(self._ahead), bytearray()
+        self._read(True)
+        self._parse(data)
+
+    def _take(self, data: bytes) -> bool:
+        """Whether it is a request whose head is known, or will be now: it is taken in then."""
+        if self._ends_soon or self.is_paused:
+            return False
+        known, body = self._known, None
+        if known is not None and known.is_kept:
+            body = known.body_of(data)
+        if body is None:
+            apart = taken_apart(data)
+            if apart is None:
+                return False
+            form, body = apart
+            known = self._known = self._open_ones.heads.get(form)
+        if known is None:
+            return self._learn(form, data, len(body))
+        limits = self._limits
+        if len(body) > limits.max_body_bytes:
+            return False
+        exchange = self._current = Exchange(self, known.asked, limits.id_prefix)
+        exchange.body_bytes, exchange.is_complete = len(body), True
+        exchange.parts.append(body)
+        self._bare_bytes = 0  # empty lines may have come before it
+        self.deadline = math.inf
+        application = self._application
+        application.begin(exchange)
+        if not exchange.finished:
+            application.complete(exchange)
+        return True
+
+    def _learn(self, form: Form, data: bytes, body_bytes: int) -> bool:
+        """Worth it of what a client says twice."""
+        if form != self._form:
+            self._form = form
+            return False
+        before = self._asked
+        self._parse(data)
+        asked = self._asked
+        if asked is not None and asked is not before and not self._is_deaf:
+            self._open_ones.heads.learn(form, asked, body_bytes)
+        return True
+
+    def _parse(self, data: bytes) -> None:
+        if self._parsing is None and self._current is None and not self._bare_bytes:
+            self.deadline = monotonic() + self._limits.request_s  # for all of it: bytes that trickle in do not move it
+        self._bare_bytes += len(data)
+        while data:
+            data = self._feed(data)
+        if self._bare_bytes > MAX_HEAD_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large", f"the request's head, or its trailer, has more than {MAX_HEAD_BYTES} bytes")
+
+    def _feed(self, data: bytes) -> bytes:
+        """What is to be read next instead of the rest of it."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as wish:
+            if self._is_wish:
+                return self._without_wish() + data[wish.args[0] :]
+            self._is_deaf = True  # CONNECT: what follows is no HTTP
+        except httptools.HttpParserError:
+            self._refuse(b"400 Bad Request", "invalid HTTP request")
+        return b""
+
+    def _without_wish(self) -> bytes:
+        """The head that was just read, as far as it says where its request ends, for a parser that has not seen it."""
+        parser, self._parser = self._parser, httptools.HttpRequestParser(self)
+        framing = [b"%b: %b\r\n" % (name, self._headers[name]) for name in FRAMING if name in self._headers]
+        version = parser.get_http_version().encode()
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (parser.get_method(), self._url, version, b"".join(framing))
+
+    # ------------------------------------------------------------ parser
+
+    def on_message_begin(self) -> None:
+        self._is_between = False
+        if not self._is_wish:
+            self._url = b""
+            self._headers = {}
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_wish:
+            self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._parsing is None and not self._is_wish:  # trailers of a chunked body are of no use
+            self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        parser = self._parser
+        method = parser.get_method().decode("ascii")
+        wants_other = parser.should_upgrade()
+        self._is_wish = wants_other and method != "CONNECT"
+        if self._is_wish:
+            return
+        keeps_alive = parser.should_keep_alive() and not wants_other and not self._ends_soon
+        is_http_1_0 = parser.get_http_version() == "1.0"
+        self._asked = Asked(method, path_of(self._url), self._headers, keeps_alive, is_http_1_0)
+        exchange = Exchange(self, self._asked, self._limits.id_prefix)
+        self._parsing = exchange
+        self._bare_bytes = 0
+        if self._current is None and not self.is_paused:
+            self._begin(exchange)
+        else:
+            self._early.append(exchange)
+
+    def on_body(self, data: bytes) -> None:
+        exchange = self._parsing
+        assert exchange is not None  # the parser gives bodies after heads
+        self._bare_bytes = 0
+        exchange.body_bytes += len(data)
+        limit = self._limits.max_body_bytes
+        if exchange.body_bytes <= limit and not exchange.is_too_large:
+            exchange.keep(data)
+            return
+        exchange.is_too_large = True
+        exchange.parts.clear()
+        if exchange.body_bytes > limit * DISCARD_FACTOR:
+            if exchange is self._current and not exchange.finished:
+                self._application.complete(exchange)
+            self.close()
+
+    def on_message_complete(self) -> None:
+        exchange, self._parsing = self._parsing, None
+        self._bare_bytes = 0
+        self._is_between = True
+        if exchange is None:
+            return
+        exchange.is_complete = True
+        if exchange is not self._current:
+            return
+        if not exchange.finished:
+            self.deadline = math.inf
+            self._application.complete(exchange)
+        elif exchange.keeps_alive:
+            self._settle()
+        elif not self._is_closing:
+            self.close()  # it was told to drain since
+
+    # ------------------------------------------------------------ one after the other
+
+    def _begin(self, exchange: Exchange) -> None:
+        self._current = exchange
+        self._application.begin(exchange)
+        expects = exchange.headers.get(b"expect")
+        if expects is not None and expects.lower() == b"100-continue" and not exchange.finished and not exchange.is_complete:
+            self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def end(self, exchange: Exchange) -> None:
+        """Implements Line."""
+        self._application.over(exchange)
+        if not exchange.keeps_alive:
+            self.close()
+        elif exchange.is_complete:
+            if self._early or self._ahead or self._is_settling:
+                self._settle()
+            else:
+                self._rest()
+        else:
+            exchange.parts.clear()  # and the rest of its body is dropped as it comes, in the time that a body has
+
+    def _settle(self) -> None:
+        """The current request is over: the next ones, as far as they are here already. Those that are answered at once come back here, so that
+        this is a loop and not as deep as the line of requests is long."""
+        self._current = None
+        if self._is_settling:
+            return
+        self._is_settling = True
+        while self._current is None and (self._early or self._ahead) and not self._is_closing and not self.is_paused:
+            if self._early:
+                self._next()
+            else:
+                self._parse_ahead()
+        self._is_settling = False
+        if self._current is None and not self._early and not self._ahead:
+            self._rest()
+
+    def _rest(self) -> None:
+        """There is nothing to do until its client says more."""
+        self._current = None
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
+            self.deadline = monotonic() + (self._limits.request_s if self._bare_bytes else self._limits.idle_s)
+
+    def _next(self) -> None:
+        exchange = self._early.popleft()
+        exchange.keeps_alive = exchange.keeps_alive and not self._ends_soon
+        self.deadline = math.inf if exchange.is_complete else monotonic() + self._limits.request_s
+        self._begin(exchange)
+        if not exchange.is_complete:
+            self._parse_ahead()
+        elif not exchange.finished:
+            self._application.complete(exchange)
+
+    @property
+    def _is_closing(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
+    def _read(self, wanted: bool) -> None:
+        if wanted is not self._is_reading and self._transport is not None and not self._is_closing:
+            self._is_reading = wanted
+            if wanted:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
+
+    def send(self, data: bytes) -> None:
+        """Implements Line."""
+        if self in self._posted:
+            data = self._posted.pop(self) + data
+        self.write(data)
+
+    def post(self, data: bytes) -> None:
+        """Implements Line."""
+        posted = self._posted
+        if self in posted:
+            data = posted[self] + data  # few parts come in one turn
+        posted[self] = data
+        if len(data) > MOST_POSTED_BYTES:
+            self._flush()
+        elif not self.posting.is_due:
+            self.posting.flush_soon()
+
+    def _flush(self) -> None:
+        """What was posted is sent."""
+        if self in self._posted:
+            self.send(b"")
+
+    def close(self) -> None:
+        """After what was sent, as far as the client reads it in time."""
+        self._flush()
+        self.deadline = monotonic() + self._limits.stall_s
+        if self._transport is not None:
+            self._transport.close()
+
+    # ------------------------------------------------------------ what the server asks
+
+    def expire(self) -> None:
+        """Its deadline passed."""
+        self.deadline = monotonic() + self._limits.stall_s
+        current = self._current
+        if self._is_closing:
+            self.abort()  # it does not even read the end
+        elif current is None or current.finished:
+            self.close()
+        elif self.is_paused:
+            self._application.stalled(current)
+        elif not current.is_complete:
+            self._application.late(current)
+
+    def drain(self) -> None:
+        """No more requests; the one that is being answered goes on to its end."""
+        self._ends_soon = True
+        if self._current is None:
+            self.close()
+        else:
+            self._current.keeps_alive = False
+
+    def stop(self) -> None:
+        """What is being answered is answered now, and the connection ends."""
+        current = self._current
+        if current is not None and not current.finished:
+            self._application.stopping(current)
+        self.close()
+
+    def abort(self) -> None:
+        """Implements Line."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _refuse(self, status: bytes, words: str) -> None:
+        """The bytes are no request. Those before them get their answers first, and the connection ends with the last; when there are none, this is
+        said."""
+        broken, self._parsing = self._parsing, None
+        self._is_deaf = True
+        if broken is not None and broken is not self._current:
+            self._early.remove(broken)
+        before = self._early[-1] if self._early else self._current
+        if before is not None and before is not broken:
+            before.keeps_alive = False
+            return
+        if before is None or not before.started:
+            body = error_body(BadRequest(words))
+            head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % (status, len(body))
+            self.send(head + body)
+        self.close()
+
+
+def nowhere(data: bytes, /) -> None:
+    """Of a connection that is not there."""

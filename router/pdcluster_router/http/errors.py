@@ -1,0 +1,93 @@
+"""What can be wrong with an HTTP request before anybody looks at its body, beside what `errors` has for every protocol; and how any error becomes an
+answer."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+from pdcluster.api import sse
+from pdcluster.api.openai.replies import error_body
+from pdcluster.core.errors import BadRequest, Cancelled, Overloaded, PdclusterError, RequestTooLarge, Unauthorized
+from pdcluster.telemetry.metrics import RouterMetrics
+from pdcluster_router.http.exchange import JSON, Exchange
+
+log = logging.getLogger(__name__)
+
+
+class UnsupportedMediaType(BadRequest):
+    code = "unsupported_media_type"
+    http_status = 415
+
+
+class MethodNotAllowed(BadRequest):
+    """methods: that the path takes."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+    def __init__(self, message: str, methods: Sequence[str]) -> None:
+        super().__init__(message)
+        self.methods = methods
+
+
+class SlowRequest(BadRequest):
+    code = "request_timeout"
+    http_status = 408
+
+
+class ClientLeft(Cancelled):
+    """There is nobody to answer any more; others may be cancelled, too, and are told."""
+
+
+def fail(exchange: Exchange, error: Exception, metrics: RouterMetrics) -> None:
+    """The error as the request's one answer, counted; what is no error of ours is a bug, which the client is not told about."""
+    if isinstance(error, ClientLeft):
+        exchange.status = error.http_status
+        metrics.disconnects.inc()
+        log.info("request %s: %s", exchange.id, error)
+        exchange.abandon()
+        return
+    if not isinstance(error, PdclusterError):
+        log.error("request %s to %s failed", exchange.id, exchange.path, exc_info=error)
+        error = PdclusterError(f"internal error; the server's log has it under request {exchange.id}")
+    metrics.errors.labels(error.code).inc()
+    if exchange.started:
+        log.warning("request %s failed after its first byte: %s", exchange.id, error)
+    answer_error(exchange, error)
+
+
+def answer_error(exchange: Exchange, error: PdclusterError) -> None:
+    """A status before the first byte, the last event of the stream after it; nothing when the answer is complete."""
+    if exchange.finished:
+        return
+    if exchange.started:
+        exchange.write(sse.error_event(error_body(error)), last=True)
+    else:
+        if isinstance(error, RequestTooLarge | SlowRequest):
+            exchange.keeps_alive = False
+        exchange.reply(error.http_status, error_body(error), JSON + _headers(error))
+
+
+def too_large(size: int, limit: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the body has {size} bytes or more, at most {limit} are taken; send a shorter prompt or raise --max-body-bytes")
+
+
+def allow(methods: Sequence[str]) -> bytes:
+    """The line of a head that says what a path takes."""
+    return b"allow: %b\r\n" % ", ".join(methods).encode()
+
+
+def _headers(error: PdclusterError) -> bytes:
+    headers = b""
+    if error.http_status in (429, 503):
+        wait_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
+        headers += b"retry-after: %d\r\n" % max(1, math.ceil(wait_s))
+    if isinstance(error, Overloaded):
+        headers += b"x-pdcluster-predicted-wait-s: %.3f\r\n" % error.retry_after_s
+    if isinstance(error, Unauthorized):
+        headers += b"www-authenticate: Bearer\r\n"
+    if isinstance(error, MethodNotAllowed):
+        headers += allow(error.methods)
+    return headers

@@ -1,0 +1,220 @@
+"""One HTTP request and its answer, as the application sees them: what the client asked, and bytes on their way back. Knows no endpoint and no parser.
+
+Nothing here waits. What the client does not read stays in the transport's buffer; whoever writes more than once looks at `is_paused` first. A part of
+an answer goes out with the others of the same turn of the loop: a write is what costs most of a token.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from email.utils import formatdate
+from http import HTTPStatus
+from time import monotonic, time
+from typing import Protocol
+
+import msgspec
+
+from pdcluster.core.errors import PdclusterError
+from pdcluster_router.core.random_pool import draw
+from pdcluster_router.core.tenants import Tenant
+from pdcluster_router.http.write_coalescing import Posting
+
+JSON = b"content-type: application/json\r\n"
+NO_BUFFERING = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
+"""Lines of a head, as all that are given here. For event streams: nothing between us and the client may collect them."""
+
+MAX_PARTS = 256
+"""Of a body, as they came."""
+
+STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus} | {499: b"HTTP/1.1 499 \r\n"}
+
+
+class Line(Protocol):
+    """The connection under an exchange."""
+
+    is_paused: bool
+    posting: Posting
+
+    def write(self, data: bytes, /) -> object:
+        """Now, where nothing was posted."""
+        ...
+
+    def send(self, data: bytes) -> None:
+        """Now, behind what was posted."""
+        ...
+
+    def post(self, data: bytes) -> None:
+        """Before the loop's turn ends, together with what else is posted in it."""
+        ...
+
+    def end(self, exchange: Exchange) -> None:
+        """The last byte of its answer was sent, or there will be none."""
+        ...
+
+    def abort(self) -> None:
+        """The connection is cut, whatever its client has not read."""
+        ...
+
+
+class Asked(msgspec.Struct, eq=False):
+    """A request's head, or one that many requests have in common. headers: names in lower case, the last of equal ones. tenant: in whose name such
+    requests run, once the application knows it and finds nothing wrong with the head; None: it is looked at."""
+
+    method: str
+    path: str
+    headers: Mapping[bytes, bytes]
+    keeps_alive: bool
+    is_http_1_0: bool
+    tenant: Tenant | None = None
+
+
+class Befores(dict[int, bytes]):
+    """What is posted before a middle of so many bytes, made when it is first asked for: the texts of tokens have few sizes. around: bytes of a chunk
+    beside its middle."""
+
+    __slots__ = ("_around", "_before")
+
+    def __init__(self, before: bytes, around: int) -> None:
+        self._before, self._around = before, around
+
+    def __missing__(self, size: int) -> bytes:
+        self[size] = before = b"%x\r\n%b" % (self._around + size, self._before)
+        return before
+
+
+class Exchange:
+    """Owned by its connection, in the server's loop. tenant: in whose name it holds a place, None while it holds none; on_gone, on_resume: called
+    when it is over before its time (with what it ends by), and when the client reads again. extra: lines of the head of
+    its answer, whatever that is."""
+
+    # What most requests never change stands here, so that nothing of it is made for each of them.
+    tenant: Tenant | None = None
+    extra = b""
+    status = body_bytes = 0
+    started = finished = is_complete = is_too_large = _is_chunked = _is_named = False
+    on_gone: Callable[[PdclusterError], object] | None = None
+    on_resume: Callable[[], None] | None = None
+
+    def __init__(self, line: Line, asked: Asked, id_prefix: str) -> None:
+        self.line, self.asked = line, asked
+        self.path, self.headers, self.keeps_alive = asked.path, asked.headers, asked.keeps_alive
+        self.arrived = monotonic()
+        self.id = id_prefix + draw().hex()
+        given = self.headers.get(b"x-request-id")
+        self.trace = self.id.encode() if given is None else self._trace_of(given)
+        self.parts: list[bytes | bytearray] = []
+
+    @property
+    def method(self) -> str:
+        return self.asked.method
+
+    def header(self, name: bytes) -> str | None:
+        """name: lower case. The last one wins."""
+        found = self.headers.get(name)
+        return None if found is None else found.decode("latin-1")
+
+    @property
+    def client_id(self) -> str:
+        """What the client calls this request, "" when it did not say."""
+        return self.trace.decode("ascii") if self._is_named else ""
+
+    def _trace_of(self, given: bytes) -> bytes:
+        """x-request-id: the client's own when it is short and plain, else ours. Echoed, and explained by; inside, `id` names the request."""
+        own = self.id.encode()
+        if given and len(given) <= 128 and given.isascii() and given.decode("ascii").isprintable():
+            self._is_named = given != own
+            return given
+        return own
+
+    def keep(self, data: bytes) -> None:
+        """A part of its body, unless it has its answer. Many parts become one: a client may send each byte in a chunk of its own."""
+        if self.finished:
+            return
+        if len(self.parts) <= MAX_PARTS:
+            self.parts.append(data if len(self.parts) < MAX_PARTS else bytearray(data))
+        else:
+            self.parts[-1] += data
+
+    def take_body(self) -> bytes:
+        """Its body, once: a stream may last for minutes, and what it was asked with is of no use meanwhile."""
+        parts, self.parts = self.parts, []
+        return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the client has more to read than it likes."""
+        return self.line.is_paused
+
+    # ------------------------------------------------ answering
+
+    def reply(self, status: int, body: bytes, headers: bytes = JSON, then: Callable[[], object] | None = None) -> None:
+        """The whole answer in one write. then: what is done behind it, but before the next request of the line begins."""
+        line, asked = self.line, self.asked
+        self.status, self.started, self.finished = status, True, True
+        end = b"\r\n" if self.keeps_alive and not asked.is_http_1_0 else self._ending()
+        shown = b"" if asked.method == "HEAD" else body
+        head = STATUS_LINES[status], _date.line(), len(body), self.trace, headers, self.extra, end, shown
+        line.send(b"%b%bcontent-length: %d\r\nx-request-id: %b\r\n%b%b%b%b" % head)
+        if then is not None:
+            then()
+        line.end(self)
+
+    def start(self, status: int, headers: bytes) -> None:
+        """The head of an answer whose length is not known yet. To a client of HTTP/1.0 the connection's end is the answer's."""
+        if self.asked.is_http_1_0:
+            self.keeps_alive = False
+        else:
+            self._is_chunked = True
+        self.status, self.started = status, True
+        framing = b"transfer-encoding: chunked\r\n" if self._is_chunked else b""
+        head = STATUS_LINES[status], _date.line(), framing, self.trace, headers, self.extra, self._ending()
+        self.line.post(b"%b%b%bx-request-id: %b\r\n%b%b%b" % head)
+
+    def write(self, data: bytes, *, last: bool = False) -> None:
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n%b" % (len(data), data, b"0\r\n\r\n" if last else b"")
+        if not last:
+            self.line.post(data)
+            return
+        self.line.send(data)
+        self.finished = True
+        self.line.end(self)
+
+    def framing(self, before: bytes, after: bytes) -> tuple[Mapping[int, bytes], bytes]:
+        """For texts of tokens that stand between these: what is posted before a middle of that many bytes, and after it. The answer has started."""
+        if not self._is_chunked:
+            return defaultdict(lambda: before), after
+        return Befores(before, len(before) + len(after)), after + b"\r\n"
+
+    def abandon(self) -> None:
+        """There is nobody to answer, and nobody reads what was written."""
+        if not self.finished:
+            self.finished = True
+            self.keeps_alive = False
+            self.line.end(self)
+            self.line.abort()
+
+    def _ending(self) -> bytes:
+        """Of a head."""
+        if not self.keeps_alive:
+            return b"connection: close\r\n\r\n"
+        return b"connection: keep-alive\r\n\r\n" if self.asked.is_http_1_0 else b"\r\n"
+
+
+class _Date:
+    """The date header, made once a second."""
+
+    def __init__(self) -> None:
+        self._second = 0
+        self._line = b""
+
+    def line(self) -> bytes:
+        now = time()
+        if not self._second <= now < self._second + 1:  # a clock may be set back, too
+            self._second = int(now)
+            self._line = b"date: " + formatdate(self._second, usegmt=True).encode() + b"\r\n"
+        return self._line
+
+
+_date = _Date()

@@ -1,0 +1,86 @@
+"""Whether a request just goes to the nodes that were chosen for it, as nearly all do: what `headroom` asks of them, over rows of numbers. Compiled
+where that can be (`compiled`), else the Python that it is.
+
+No is no answer: then `headroom` looks at all nodes. That both agree is in test_headroom_numbers.
+"""
+
+from __future__ import annotations
+
+from pdcluster_router.policy.predicted.cost_model import (
+    BACKLOG_S,
+    COMFORT,
+    CONTEXT_S,
+    DECODE_FIXED_S,
+    EACH_ROW_S,
+    PATIENCE,
+    ROWS,
+    TPOT_S,
+    Numbers,
+    alone_s,
+)
+from pdcluster_router.policy.predicted.node_state import (
+    HAS_LOAD,
+    IN_FLIGHT,
+    IS_OWN,
+    MOST_TOKENS,
+    PAGES,
+    PARKED,
+    SENT_ROWS,
+    SLOTS,
+    SLOTS_USED,
+    TOLD_PROMPTS,
+    TOLD_REQUESTS,
+)
+from pdcluster_router.policy.predicted.scoring import Table
+
+AHEAD = 4
+"""Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's pool."""
+
+HALF = 0.5
+"""Of the time that a first token has, for the prompts before it on the node, and for what was predicted wrongly."""
+
+
+def goes(
+    table: Table,
+    first: int,
+    decode: int,
+    is_local: bool,
+    may_slow: bool,
+    num_tokens: int,
+    output: int,
+    usual_tokens: int,
+    itl_s: float,
+    ttft_s: float,
+    waited_s: float,
+    backlog_s: float,
+) -> bool:
+    """first computes the prompt, decode runs the rows. may_slow: whatever becomes of rows."""
+    node = table[first]
+    if node[MOST_TOKENS] < num_tokens or not is_open(node, table[decode], is_local, backlog_s):
+        return False
+    return may_slow or is_bearable(node, table[decode], num_tokens, output, usual_tokens, itl_s, ttft_s + waited_s)
+
+
+def is_open(node: Numbers, other: Numbers, is_local: bool, backlog_s: float) -> bool:
+    """Where all is local, its own rows are looked at."""
+    if node[HAS_LOAD] > 0.0 and node[TOLD_PROMPTS] == node[TOLD_REQUESTS] == node[PARKED] == node[IN_FLIGHT] == 0.0:
+        return True
+    if node[IS_OWN] == 0.0 or not node[BACKLOG_S] < backlog_s:
+        return False
+    if takes_row(node if is_local else other):
+        return True
+    return not is_local and (node[HAS_LOAD] == 0.0 or node[PARKED] * AHEAD < node[PAGES])
+
+
+def takes_row(node: Numbers) -> bool:
+    return node[HAS_LOAD] == 0.0 or node[SENT_ROWS] + node[SLOTS_USED] < node[SLOTS]
+
+
+def is_bearable(node: Numbers, other: Numbers, num_tokens: int, output: int, usual_tokens: int, itl_s: float, late_s: float) -> bool:
+    """Whether one more row leaves the others as fast as they may be, or its first token has no time left (it comes after late_s)."""
+    if other[IS_OWN] == 0.0 or other[ROWS] == 0.0:
+        return True
+    row_s = other[EACH_ROW_S] + other[CONTEXT_S] * (num_tokens + output / 2)
+    if other[TPOT_S] + row_s <= (itl_s if itl_s != 0.0 else COMFORT * (other[DECODE_FIXED_S] + row_s)):
+        return True
+    return node[IS_OWN] > 0.0 and late_s >= HALF * PATIENCE * alone_s(node, float(max(num_tokens, usual_tokens)), 0.0)

@@ -1,0 +1,242 @@
+"""Asks the routing policy on behalf of a request: makes the Query, and holds the policy objects, which may be replaced while requests run.
+
+Not here: waiting for room (`dispatch`), what policies do (`policy`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+
+import msgspec
+from msgspec.structs import replace
+
+from pdcluster.core.errors import Unavailable
+from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.core.generation import Mode
+from pdcluster_router.core.job import Job
+from pdcluster_router.policy.base import Choice, Fallback, Force, Policy, Query
+from pdcluster_router.policy.cache_pressure import LostPrefixes
+from pdcluster_router.policy.placed import Asked, Placed
+from pdcluster_router.policy.predicted_seconds import Seconds
+from pdcluster_router.policy.pull import BY_TOKENS, PullRule
+from pdcluster_router.policy.scales import PREVIOUS
+from pdcluster_router.policy.sent import SentWork
+
+Cached = Callable[[bytes], Mapping[str, int]]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PolicyHolder:
+    """The policy in force and, if there is one, a shadow whose choices are only looked at. Replaced whole: a decision uses one object throughout."""
+
+    live: Policy
+    shadow: Policy | None = None
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """One choice and what it was made from. shadow: what the shadow would have done, None without one."""
+
+    query: Query
+    view: ClusterView
+    choice: Choice
+    shadow: Choice | None = None
+
+
+NO_NODES: frozenset[str] = frozenset()
+NOTHING_HELD: dict[str, int] = {}
+
+FORK = "fork"
+"""Stands for the policy where none is asked, since another choice of the prompt was placed."""
+
+USUAL_OUTPUT = 256.0
+"""Tokens of an answer, while none has ended."""
+
+PRIOR = 10
+"""Answers that this guess counts for."""
+
+NEWEST = 0.02
+FEW = 1 / NEWEST
+"""Least weight of the answer that ended last; while there were few, all of them weigh the same."""
+
+
+class Chooser:
+    """held: leading blocks of a chain of hashes that each node holds; expected: that it will soon, None: none; glance: a view of which nothing is
+    kept. pulls: for policies that choose no pull. num_held: how many requests wait for a node; whoever owns the hold queue sets it. force and
+    fallback are the router's own settings; a request may have others. Owned by the router's event loop."""
+
+    def __init__(
+        self,
+        holder: PolicyHolder,
+        view: Callable[[], ClusterView],
+        held: Cached,
+        *,
+        force: Force = "auto",
+        fallback: Fallback = "conditional",
+        itl_s: float = 0.0,
+        pulls: PullRule = BY_TOKENS,
+        expected: Cached | None = None,
+        glance: Callable[[], ClusterView] | None = None,
+    ) -> None:
+        self.holder = holder
+        self._view, self._glance = view, glance or view
+        self._held = held
+        self._expected = expected
+        self.num_held: Callable[[], int] = _nobody
+        self._pulls = pulls
+        self._force = force
+        self._fallback = fallback
+        self._itl_s = itl_s
+        self._usual_output = USUAL_OUTPUT
+        self._most_output = round(USUAL_OUTPUT)
+        self._usual_prompt, self._most_prompt = 0.0, 0
+        self._num_ended = 0
+        self._counter = 0
+        self._previous: Mode | None = None
+        self._sent_serving, self._sent_decoding = SentWork(), SentWork()
+        """To nodes that compute prompts for others, and to decode nodes."""
+        self._lost = LostPrefixes()
+
+    def choose(self, job: Job, now: float) -> Decision:
+        """Raises Unavailable when no node may take it."""
+        view = self._view()
+        query = self.query(job, now, view)
+        live, shadow = self.holder.live, self.holder.shadow
+        choice = self._pulls.apply(live.choose(query, view), query, view)
+        self._chose(query.force, choice.mode)
+        return Decision(query, view, choice, _looked_at(shadow, query, view) if shadow is not None else None)
+
+    def place(self, job: Job, room_s: float, now: float) -> Placed | None:
+        """The choice of `choose`, where it is plain that its request goes at once (room_s: see Gate) and nobody else is to be asked, in a fraction of
+        the time; None: `choose` and the gate have to be asked."""
+        live = self.holder.live
+        if self.holder.shadow is not None or room_s < 0.0 or job.excluded or job.busy or not isinstance(live, Seconds):
+            return None
+        hashes, num_tokens = job.hashes_so_far(), len(job.prompt) + len(job.emitted)
+        sent_s = self._sent_serving.per_second(now), self._sent_decoding.per_second(now)
+        lately = self._usual_prompt, *sent_s, PREVIOUS[self._previous], self._lost.share(self._usual_prompt)
+        numbers = float(num_tokens), float(self._output_left(job)), self._itl_s, 0.0, *lately
+        held, expected = self._held(hashes), self._expected(hashes) if self._expected is not None else NOTHING_HELD
+        force, usual = job.force or self._force, self._most_prompt
+        asked = Asked(num_tokens, numbers, held, expected, job.chain.block_tokens, force, self._fallback, usual, room_s)
+        placed = live.place(asked, self._glance())
+        if placed is None or not self._pulls.leaves(placed.most_held, placed.cached_tokens, placed.first):
+            return None
+        self._chose(force, placed.mode)
+        return placed
+
+    def _chose(self, force: Force, mode: Mode) -> None:
+        """A mode that was asked for says nothing about which is better."""
+        self._counter += 1
+        if force == "auto":
+            self._previous = mode
+
+    def follow(self, job: Job, now: float) -> Decision | None:
+        """To the node that decodes another choice of its prompt; None when it shall not share, or that node takes no work any more."""
+        if job.fork_on is None:
+            return None
+        view = self._view()
+        node = view.find(job.fork_on)
+        if node is None or not node.accepts_work or job.busy_s(node.endpoint.incarnation, now):
+            return None
+        return Decision(self.query(job, now, view), view, Choice("local", None, node, policy=FORK))
+
+    def choose_decode(self, job: Job, now: float, prefill: NodeView, avoid: Set[str]) -> NodeView | None:
+        """For KV that waits on `prefill`. avoid: nodes that just refused or failed it; those that failed earlier attempts come last."""
+        view = self._view()
+        query = self.query(job, now, view)
+        live = self.holder.live
+        fresh = live.choose_decode(replace(query, excluded=query.excluded | avoid), view, prefill)
+        return fresh or live.choose_decode(replace(query, excluded=frozenset(avoid)), view, prefill)
+
+    def note_sent(self, choice: Choice, num_tokens: int, cached_tokens: int, now: float) -> None:
+        """The prompt goes as chosen; choices are also made that are not acted upon. What is fetched, or shared with another choice of the prompt, is
+        not computed there. At least one token is."""
+        node = choice.prefill or choice.decode
+        known = num_tokens if choice.policy == FORK else max(cached_tokens, choice.pull_tokens)
+        if known >= num_tokens:
+            known = num_tokens - 1
+        sent = self._sent_decoding if node.role == "decode" else self._sent_serving
+        sent.add(node, num_tokens - known, known, now)
+
+    def note_going(self, placed: Placed, now: float) -> None:
+        """The same for a choice by `place`."""
+        (self._sent_decoding if placed.first.role == "decode" else self._sent_serving).add_s(placed.sent_s, now)
+
+    def note_prefix(self, seen_tokens: int, kept_tokens: int) -> None:
+        """Of a prompt that goes to a node for the first time: see LostPrefixes."""
+        self._lost.note(seen_tokens, kept_tokens)
+
+    def note_end(self, num_prompt: int, num_output: int) -> None:
+        """An answer ended. Its length is what most will take, far fewer tokens than clients allow."""
+        self._num_ended = num = self._num_ended + 1
+        weight = prompt_weight = NEWEST
+        if num < FEW:
+            weight, prompt_weight = max(1 / (num + PRIOR), NEWEST), 1 / num
+        self._usual_output += weight * (num_output - self._usual_output)
+        self._usual_prompt += prompt_weight * (num_prompt - self._usual_prompt)
+        self._most_output, self._most_prompt = round(self._usual_output), round(self._usual_prompt)
+
+    def query(self, job: Job, now: float, view: ClusterView) -> Query:
+        """What a policy is asked for this request; also for dry runs, since asking has no effect."""
+        cached, held = self._cached(job)
+        return Query(  # by position, which costs half
+            len(job.prompt) + len(job.emitted),
+            job.hashes_so_far(),
+            cached,
+            frozenset(job.excluded) if job.excluded else NO_NODES,
+            frozenset(node for node, until in job.busy.items() if until > now) if job.busy else NO_NODES,
+            self._output_left(job),
+            job.session,
+            job.force or self._force,
+            self._fallback,
+            held,
+            self._counter,
+            self._previous,
+            self._itl_s,
+            self.num_held(),
+            self._usual_prompt,
+            self._sent_serving.per_second(now),
+            self._sent_decoding.per_second(now),
+            self._lost.share(self._usual_prompt),
+        )
+
+    def _cached(self, job: Job) -> tuple[Mapping[str, int], Mapping[str, int] | None]:
+        """Query.cached and Query.held."""
+        hashes, block_tokens = job.hashes_so_far(), job.chain.block_tokens
+        depths = self._held(hashes)
+        held = {incarnation: depth * block_tokens for incarnation, depth in depths.items()} if depths else NOTHING_HELD
+        expected = self._expected(hashes) if self._expected is not None else None
+        cached = _with(held, expected, block_tokens) if expected else held
+        return cached, None if cached is held else held
+
+    def _output_left(self, job: Job) -> int:
+        """Tokens that are still to come, as far as one can tell; at least one."""
+        output, usual = job.sampling.max_tokens - len(job.emitted), self._most_output
+        if output > usual:
+            output = usual
+        return output if output > 1 else 1
+
+
+def _with(held: Mapping[str, int], expected: Mapping[str, int], block_tokens: int) -> Mapping[str, int]:
+    """Tokens by node, what is expected too where that is more. `held` itself where nothing is."""
+    more = {node: depth * block_tokens for node, depth in expected.items() if depth * block_tokens > held.get(node, 0)}
+    return {**held, **more} if more else held
+
+
+def _nobody() -> int:
+    return 0
+
+
+def _looked_at(shadow: Policy, query: Query, view: ClusterView) -> Choice | None:
+    """A shadow that finds no node where the policy in force did has no say."""
+    try:
+        return shadow.choose(query, view)
+    except Unavailable:
+        return None
+    except Exception:  # a bug of a policy that only watches is no reason to fail a request
+        logger.exception("the shadow policy %s failed", shadow.name)
+        return None

@@ -1,0 +1,142 @@
+"""What nodes say of their caches, put in order: numbered deltas into the prefix index, gaps noticed, snapshots asked for.
+
+A node's first word is a snapshot; deltas follow, numbered. A number that is missing means that something was lost: what is known of the node stays,
+as the best guess there is, until the snapshot comes that is asked for at once, and again while none comes.
+
+What is large is taken in by slices, so that the event loop does other things between them: what a node says later waits behind its slices, and the
+node looks shorter until then. Owned by the router's event loop; it sends nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pdcluster.core.messages import HASH_BYTES, CacheDelta
+from pdcluster_router.prefix_index.index import PrefixIndex
+
+ASK_AGAIN_S = 1.0
+"""A snapshot that was asked for may take so long."""
+
+
+SLICE_BLOCKS = 512
+"""Taken in at once: a few milliseconds, with all the upkeep of the index that comes with it (bench.index)."""
+
+Piece = tuple[Literal["snapshot", "remove", "add"], bytes]
+
+
+@dataclass(slots=True)
+class _Feed:
+    """sequence: of the last delta that was taken, None while a snapshot is awaited; asked_at: when for one was asked last; pieces: what of it is not
+    in the index yet."""
+
+    sequence: int | None = None
+    asked_at: float | None = None
+    pieces: deque[Piece] = field(default_factory=deque)
+
+
+class Caches:
+    """num_deltas, num_snapshots: taken in; num_gaps: times when deltas were missing; num_stale: deltas that an awaited snapshot will contain."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self.index = index
+        self.num_deltas = self.num_snapshots = self.num_gaps = self.num_stale = 0
+        self._feeds: dict[str, _Feed] = {}
+        self._waiting: dict[str, _Feed] = {}
+        """Feeds that have pieces."""
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether `take_piece` has something to do."""
+        return bool(self._waiting)
+
+    def take_piece(self) -> None:
+        """Take in one slice, of the nodes in turn."""
+        incarnation = next(iter(self._waiting))
+        feed = self._waiting.pop(incarnation)
+        kind, hashes = feed.pieces.popleft()
+        self._take(incarnation, kind, hashes)
+        if feed.pieces:
+            self._waiting[incarnation] = feed
+
+    def apply(self, incarnation: str, delta: CacheDelta, now: float) -> bool:
+        """Take in a node's delta or snapshot. True when its sender must be asked for a snapshot now."""
+        feed = self._feeds.setdefault(incarnation, _Feed())
+        if delta.snapshot:
+            feed.pieces.clear()
+            self._put(incarnation, feed, delta)
+            self.num_snapshots += 1
+            feed.sequence, feed.asked_at = delta.sequence, None
+            return False
+        if feed.sequence is not None and delta.sequence <= feed.sequence:
+            self.num_stale += 1  # it is in the snapshot
+            return False
+        if feed.sequence is None or delta.sequence != feed.sequence + 1:
+            return self._miss(feed, now)
+        self._put(incarnation, feed, delta)
+        self.num_deltas += 1
+        feed.sequence = delta.sequence
+        return False
+
+    def _put(self, incarnation: str, feed: _Feed, delta: CacheDelta) -> None:
+        """What is small and has nothing before it goes at once."""
+        pieces = list(_pieces(delta))
+        if len(delta.added) + len(delta.removed) <= SLICE_BLOCKS * HASH_BYTES and not feed.pieces:
+            for kind, hashes in pieces:
+                self._take(incarnation, kind, hashes)
+            self._waiting.pop(incarnation, None)
+            return
+        feed.pieces.extend(pieces)
+        self._waiting[incarnation] = feed
+
+    def _take(self, incarnation: str, kind: str, hashes: bytes) -> None:
+        match kind:
+            case "snapshot":
+                self.index.snapshot(incarnation, hashes)
+            case "remove":
+                self.index.remove(incarnation, hashes)
+            case _:
+                self.index.add(incarnation, hashes)
+
+    def _miss(self, feed: _Feed, now: float) -> bool:
+        if feed.sequence is not None:
+            self.num_gaps += 1
+            feed.sequence = None
+        else:
+            self.num_stale += 1
+        return self._ask(feed, now)
+
+    def _ask(self, feed: _Feed, now: float) -> bool:
+        if feed.asked_at is not None and now < feed.asked_at + ASK_AGAIN_S:
+            return False
+        feed.asked_at = now
+        return True
+
+    def is_overdue(self, incarnation: str, now: float) -> bool:
+        """Whether the node must be asked (again), because its snapshot does not come. Asked whenever the node says anything."""
+        feed = self._feeds.get(incarnation)
+        return feed is not None and feed.sequence is None and self._ask(feed, now)
+
+    def is_exact(self, incarnation: str) -> bool:
+        """Whether the index holds what the node last said, all of it."""
+        feed = self._feeds.get(incarnation)
+        return feed is not None and feed.sequence is not None and not feed.pieces and not self.index.is_partial(incarnation)
+
+    def lose(self, incarnation: str) -> None:
+        """The link is gone: what the node holds it will say anew, if it comes back."""
+        self._feeds.pop(incarnation, None)
+        self._waiting.pop(incarnation, None)
+        self.index.drop(incarnation)
+
+
+def _pieces(delta: CacheDelta) -> Iterator[Piece]:
+    """Parents come before their children, and slices keep that order."""
+    size = SLICE_BLOCKS * HASH_BYTES
+    if delta.snapshot:
+        yield "snapshot", delta.added[:size]
+        yield from (("add", delta.added[begin : begin + size]) for begin in range(size, len(delta.added), size))
+        return
+    yield from (("remove", delta.removed[begin : begin + size]) for begin in range(0, len(delta.removed), size))
+    yield from (("add", delta.added[begin : begin + size]) for begin in range(0, len(delta.added), size))

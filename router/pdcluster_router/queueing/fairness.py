@@ -1,0 +1,287 @@
+"""Whose turn it is among requests that wait: strict tiers of priority with a floor, deficit round robin over the tenants of a tier, earliest due
+time inside a tenant. Pure: no clock, no waiting; the same calls in the same order give the same turns.
+
+1. Tiers. The most urgent tier goes first. The others that wait share `floor` of the work that goes before them, and each goes as soon as its part
+   pays for its next request: urgent work delays the rest, it cannot starve it.
+2. Tenants. Deficit round robin (Shreedhar and Varghese 1995): each visit credits a tenant quantum × weight, and what it releases is charged. While
+   two tenants wait, their work ÷ weight differs by at most one quantum, the largest request of each ÷ its weight, and `burst`: so much a tenant has
+   in hand that took less than its share before. Without it one that asks now and then would wait behind as much of a flood's work as it brings.
+3. Requests of one tenant go by due time, then in the order they came.
+
+`peek` changes nothing, so that a request may be looked at as often as its nodes report; only `take` credits and charges. What `peek` is told to
+pass over is left out of the round as if it did not wait, and keeps its deficit.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import msgspec
+
+from pdcluster.core.errors import IntegrityError
+
+
+class Held(msgspec.Struct, frozen=True, gc=False):
+    """One request in the hold queue. priority: lower goes first; work: what it is expected to cost a node (one unit for all, such as seconds);
+    arrived and deadline: moments of one clock. is_paid: it was released before and came back, so that its tenant is not charged again."""
+
+    request: str
+    tenant: str
+    work: float
+    size_bytes: int
+    arrived: float
+    deadline: float
+    weight: float = 1.0
+    priority: int = 0
+    is_paid: bool = False
+
+    @property
+    def charge(self) -> float:
+        return 0.0 if self.is_paid else self.work
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A request's place among those of its tenant and tier."""
+
+    due: float
+    sequence: int
+    held: Held = field(compare=False)
+
+
+@dataclass(slots=True)
+class Flow:
+    """The waiting requests of one tenant in one tier, most urgent first. The weight is that of the tenant's latest request."""
+
+    tenant: str
+    weight: float
+    places: list[Place] = field(default_factory=list)
+    deficit: float = 0.0
+    unused: float = 0.0
+    """Work ÷ weight that it had in hand, began without, as nobody else waited, and has not taken since."""
+
+    def head(self, skip: Container[str]) -> Held | None:
+        return next((place.held for place in self.places if place.held.request not in skip), None)
+
+    @property
+    def work(self) -> float:
+        return sum(place.held.charge for place in self.places)
+
+    def work_until(self, due: float) -> float:
+        return sum(place.held.charge for place in takewhile(lambda place: place.due <= due, self.places))
+
+
+class Savings:
+    """Work ÷ weight that tenants have in hand who begin to wait behind others: at most `burst`, less what they used of it before. Who has nothing
+    waiting earns it back while others are served, as if it had waited with them."""
+
+    def __init__(self, burst: float) -> None:
+        self._burst = burst
+        self._spent: dict[str, float] = {}
+        """Of tenants that have less than all."""
+
+    def of(self, tenant: str) -> float:
+        return self._burst - self._spent.get(tenant, 0.0)
+
+    def withdraw(self, tenant: str) -> float:
+        in_hand = self.of(tenant)
+        self._spent[tenant] = self._burst
+        return in_hand
+
+    def deposit(self, tenant: str, left: float) -> None:
+        self._spent[tenant] = max(self._burst - left, 0.0)
+
+    def earn(self, each: float) -> None:
+        self._spent = {tenant: spent - each for tenant, spent in self._spent.items() if spent > each}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What goes next. visits: how many visits of the round it takes to get there, with the tenants that are in it, in their order."""
+
+    held: Held
+    tier: int
+    visits: int
+    ring: tuple[str, ...]
+    by_floor: bool = False
+
+
+class Tier:
+    """Deficit round robin over the tenants of one priority. owed: work that more urgent tiers released past it and did not pay for yet."""
+
+    def __init__(self, priority: int, quantum: float, savings: Savings) -> None:
+        self.priority = priority
+        self._savings = savings
+        self.owed = 0.0
+        self._quantum = quantum
+        self._flows: dict[str, Flow] = {}
+        self._ring: list[str] = []
+        """Tenants in the order of their next visits; the one that is being served is last."""
+        self._serving: str | None = None
+
+    @property
+    def flows(self) -> dict[str, Flow]:
+        return self._flows
+
+    def add(self, held: Held, due: float, sequence: int) -> None:
+        flow = self._flows.get(held.tenant)
+        if flow is None:
+            in_hand = self._savings.withdraw(held.tenant)
+            flow = Flow(held.tenant, held.weight, deficit=in_hand * held.weight) if self._flows else Flow(held.tenant, held.weight, unused=in_hand)
+            self._flows[held.tenant] = flow
+            self._ring.insert(len(self._ring) - (self._serving is not None), held.tenant)
+        flow.weight = held.weight
+        insort(flow.places, Place(due, sequence, held))
+
+    def remove(self, held: Held, due: float, sequence: int) -> None:
+        flow = self._flows[held.tenant]
+        index = bisect_left(flow.places, Place(due, sequence, held))
+        if index == len(flow.places) or flow.places[index].sequence != sequence:
+            raise IntegrityError(f"request {held.request} is not where its tenant's queue should have it")
+        del flow.places[index]
+        if not flow.places:
+            self._savings.deposit(held.tenant, max(flow.deficit / flow.weight, flow.unused))
+            del self._flows[held.tenant]
+            self._ring.remove(held.tenant)
+            if self._serving == held.tenant:
+                self._serving = None
+
+    def peek(self, skip: Container[str]) -> Turn | None:
+        heads = {tenant: head for tenant in self._ring if (head := self._flows[tenant].head(skip)) is not None}
+        if not heads:
+            return None
+        ring = tuple(heads)
+        if self._serving in heads and self._fits(heads[self._serving]):
+            return Turn(heads[self._serving], self.priority, 0, ring)
+        visits, tenant = min((self._visits_until(head, index, len(ring)), tenant) for index, (tenant, head) in enumerate(heads.items()))
+        return Turn(heads[tenant], self.priority, visits, ring)
+
+    def _fits(self, head: Held) -> bool:
+        return head.charge <= self._flows[head.tenant].deficit
+
+    def _visits_until(self, head: Held, index: int, num_tenants: int) -> int:
+        flow = self._flows[head.tenant]
+        rounds = max(math.ceil((head.charge - flow.deficit) / (self._quantum * flow.weight)), 1)
+        return (rounds - 1) * num_tenants + index + 1
+
+    def settle(self, turn: Turn) -> None:
+        """Credit the visits that led to the turn and charge it; its request still waits here."""
+        for index, tenant in enumerate(turn.ring):
+            flow = self._flows[tenant]
+            num_visits = (turn.visits - index - 1) // len(turn.ring) + 1 if turn.visits > index else 0
+            flow.deficit += num_visits * self._quantum * flow.weight
+        flow = self._flows[turn.held.tenant]
+        flow.deficit = max(flow.deficit - turn.held.charge, 0.0)
+        flow.unused = max(flow.unused - turn.held.charge / flow.weight, 0.0)
+        self._savings.earn(turn.held.charge / sum(each.weight for each in self._flows.values()))
+        if turn.visits:
+            at = self._ring.index(turn.held.tenant) + 1
+            self._ring = self._ring[at:] + self._ring[:at]
+            self._serving = turn.held.tenant
+
+    def is_paid_for(self) -> bool:
+        """Whether what the tier is owed is enough for its next request; it is owed no more until that went."""
+        turn = self.peek(())
+        return turn is not None and turn.held.charge <= self.owed
+
+    def check_integrity(self) -> None:
+        if sorted(self._ring) != sorted(self._flows) or (self._serving is not None and self._ring[-1] != self._serving):
+            raise IntegrityError(f"tier {self.priority}: the round {self._ring} (serving {self._serving}) is not over {sorted(self._flows)}")
+        for flow in self._flows.values():
+            if not flow.places or flow.places != sorted(flow.places) or flow.deficit < 0:
+                raise IntegrityError(f"tier {self.priority}: the queue of {flow.tenant} is empty, out of order or in debt: {flow}")
+
+
+class FairQueue:
+    """quantum: work that a visit credits a tenant of weight 1; floor: share of the work that goes past other tiers which they are owed; burst: see
+    Savings."""
+
+    def __init__(self, quantum: float, floor: float, burst: float = 0.0) -> None:
+        self._quantum = quantum
+        self._floor = floor
+        self._savings = Savings(burst)
+        self._tiers: dict[int, Tier] = {}
+        self._where: dict[str, tuple[Held, float, int]] = {}
+        self._num_added = 0
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._where
+
+    def get(self, request: str) -> Held | None:
+        found = self._where.get(request)
+        return None if found is None else found[0]
+
+    def all(self) -> Iterator[Held]:
+        return (held for held, _, _ in self._where.values())
+
+    def has_any_of(self, tenant: str) -> bool:
+        return any(tenant in tier.flows for tier in self._tiers.values())
+
+    def add(self, held: Held, due: float) -> None:
+        if held.request in self._where:
+            raise IntegrityError(f"request {held.request} waits already")
+        tier = self._tiers.get(held.priority)
+        if tier is None:
+            tier = self._tiers[held.priority] = Tier(held.priority, self._quantum, self._savings)
+        self._num_added += 1
+        self._where[held.request] = held, due, self._num_added
+        tier.add(held, due, self._num_added)
+
+    def remove(self, request: str) -> Held:
+        held, due, sequence = self._where.pop(request)
+        tier = self._tiers[held.priority]
+        tier.remove(held, due, sequence)
+        if not tier.flows:
+            del self._tiers[held.priority]
+        return held
+
+    def peek(self, skip: Container[str] = ()) -> Turn | None:
+        """The request whose turn it is, of those not in `skip`; None when there is none."""
+        first: Turn | None = None
+        for priority in sorted(self._tiers):
+            turn = self._tiers[priority].peek(skip)
+            if turn is None:
+                continue
+            if first is None:
+                first = turn
+            elif turn.held.charge <= self._tiers[priority].owed:
+                return Turn(turn.held, turn.tier, turn.visits, turn.ring, by_floor=True)
+        return first
+
+    def take(self, turn: Turn) -> Held:
+        """Release what `peek` gave; nothing may have changed in between."""
+        tier, charge = self._tiers[turn.tier], turn.held.charge
+        if turn.by_floor:
+            tier.owed -= charge
+        tier.settle(turn)
+        passed = [other for other in self._tiers.values() if other.priority > turn.tier and not other.is_paid_for()]
+        for other in passed:
+            other.owed += self._floor * charge / len(passed)
+        return self.remove(turn.held.request)
+
+    def work_before(self, new: Held, due: float) -> float:
+        """Work that is expected to go before the last of a new request's: all of more urgent tiers, what its tenant has that is due before it, and of
+        the others of its tier what their weights let them have meanwhile. The floors of less urgent tiers are not counted, nor is what will come."""
+        total = sum(flow.work for tier in self._tiers.values() if tier.priority < new.priority for flow in tier.flows.values())
+        tier = self._tiers.get(new.priority)
+        if tier is None:
+            return total
+        flows = tier.flows
+        own = flows[new.tenant].work_until(due) if new.tenant in flows else 0.0
+        in_hand = flows[new.tenant].deficit / new.weight if new.tenant in flows else self._savings.of(new.tenant)
+        per_weight = max((own + new.work) / new.weight - in_hand, 0.0)
+        return total + own + sum(min(flow.work, per_weight * flow.weight) for name, flow in flows.items() if name != new.tenant)
+
+    def check_integrity(self) -> None:
+        found = [place.held.request for tier in self._tiers.values() for flow in tier.flows.values() for place in flow.places]
+        if sorted(found) != sorted(self._where):
+            raise IntegrityError(f"waiting requests are lost or doubled: {sorted(found)} in tiers, {sorted(self._where)} known")
+        for tier in self._tiers.values():
+            tier.check_integrity()

@@ -1,0 +1,190 @@
+"""Who goes to a node, who waits and who is refused: hold queue, headroom and admission as one. Pure, so that the replay drives the same object in
+simulated time: decisions of the policy come in as a function, moments as numbers.
+
+A request *knocks*: it goes at once when nobody waits and some node is open for it; otherwise it is refused, or held. Whenever something may have
+freed (a report, an end, a node that came), `release` scores those that wait again, in their order.
+
+It is also held for the sake of the rows that it would slow down (`Headroom.keeps_pace`), except where a service level is promised for first tokens:
+what is predicted there are waits for prompts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Literal
+
+from msgspec.structs import replace
+
+from pdcluster.core import errors
+from pdcluster_router.core.generation import Mode
+from pdcluster_router.policy.base import suits_all
+from pdcluster_router.policy.selector import Decision
+from pdcluster_router.queueing.admission import DrainRate, Outlook, Slo, check_service, refusal
+from pdcluster_router.queueing.fairness import Held
+from pdcluster_router.queueing.headroom import MODES, Headroom
+from pdcluster_router.queueing.hold_queue import Answer, Expired, HoldLimits, HoldQueue
+
+Decide = Callable[[Held], Decision]
+"""What the policy would do with a request now; raises Unavailable when no node may take it."""
+
+Reason = Mode | Literal["pace"]
+"""Why a request waits: there is no place for it in its mode, or it would make rows slow."""
+PACE: Literal["pace"] = "pace"
+
+RESCORE_S = 0.25
+"""How long it is believed what a request would do that is not the first in turn, while what kept it waiting keeps those before it. So one that may go
+elsewhere is not kept by those before it, and a report of a full pool costs one decision, not one for each that waits for the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Why a request did not go when it was scored at `moment`. nodes: the incarnations that could have computed its prompt."""
+
+    reason: Reason
+    nodes: frozenset[str]
+    moment: float
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A request that waits no more: where it goes, or why it cannot go anywhere."""
+
+    held: Held
+    decision: Decision | None
+    error: errors.PdclusterError | None = None
+
+
+class Gate:
+    """Owned by one thread; in simulated time by one simulation. Where a service level is promised, requests of a tenant go first come, first served:
+    what was let in by the wait that was predicted may not be passed by others."""
+
+    def __init__(self, limits: HoldLimits, headroom: Headroom, slo: Slo) -> None:
+        self.queue = HoldQueue(limits if slo.ttft_s is None else dataclasses.replace(limits, urgency=None))
+        self._age_s = limits.age_s
+        self._headroom = headroom
+        self._slo = slo
+        self._drain = DrainRate()
+        self._wishes: dict[str, Wish] = {}
+        """Of those that were passed over lately."""
+
+    def knock(self, held: Held, decide: Decide, now: float) -> Decision | None:
+        """Where the request goes at once; None: it is held (`release` may find it a place right away). held.work is filled in here. Raises
+        Overloaded when it may not come in, and what `decide` raises; one that was let in before (is_paid) always may."""
+        decision = decide(held)
+        going = self.at_once(decision, now - held.arrived, is_paid=held.is_paid)
+        if going is None:
+            self.hold(held, decision, now)
+        return going
+
+    def at_once(self, decision: Decision, waited_s: float, *, is_paid: bool) -> Decision | None:
+        """Where a request goes that does not wait, as nearly all do; None: it is to be held. Raises Overloaded as `knock` does."""
+        if len(self.queue) or self._why_held(decision, waited_s, is_paid=is_paid) is not None:
+            return None
+        if self._slo.ttft_s is not None and not is_paid:
+            query, first = decision.query, decision.choice.first
+            check_service(Outlook(0.0, self._headroom.waiting_s(first), self._headroom.own_s(first, query)), self._slo)
+        return _going(decision)
+
+    @property
+    def room_s(self) -> float:
+        """Backlog below which a node takes a request that comes now; -1 while others wait or a service level is promised, when it has to knock."""
+        return -1.0 if len(self.queue) or self._slo.ttft_s is not None else self._headroom.backlog_s
+
+    def hold(self, held: Held, decision: Decision, now: float) -> None:
+        """One that could not go at once. Raises Overloaded as `knock` does."""
+        held = replace(held, work=self._headroom.own_s(decision.choice.first, decision.query))
+        if not held.is_paid:
+            self._admit(held, decision)
+        self.queue.push(held)
+        self._drain.is_held(True, now)
+
+    def release(self, decide: Decide, now: float, most: int = 1) -> list[Released]:
+        """At most so many of those that wait. One at a time when a decision only counts in the next view once it was acted upon."""
+        released: list[Released] = []
+        wanted: dict[str, frozenset[str]] = {}
+        full: frozenset[Reason] = frozenset()
+
+        def offer(held: Held, claims: Sequence[Held]) -> Answer:
+            nonlocal full
+            if len(released) >= most:
+                return Answer.FULL
+            if (wish := self._still_wished(held, full, now)) is not None:
+                wanted[held.request] = wish.nodes
+                return Answer.ELSEWHERE
+            try:
+                decision = decide(held)
+            except errors.PdclusterError as error:
+                released.append(Released(held, None, error))
+                return Answer.PLACED
+            choice, query, view = decision.choice, decision.query, decision.view
+            if (reason := self._why_held(decision, now - held.arrived, is_paid=held.is_paid)) is not None:
+                wanted[held.request] = nodes = self._headroom.usable(choice, query, view)
+                modes = self._headroom.full_modes(view)
+                full = modes | {PACE} if PACE in (reason, *full) else modes
+                self._wishes[held.request] = Wish(reason, nodes, now)
+                return Answer.FULL if len(modes) == len(MODES) else Answer.ELSEWHERE
+            if any(choice.first.endpoint.incarnation in wanted.get(claim.request, ()) for claim in claims):
+                return Answer.ELSEWHERE
+            released.append(Released(held, _going(decision)))
+            return Answer.PLACED
+
+        for held in self.queue.release(offer, now):
+            self._drain.released(held.charge, now)
+        self._drain.is_held(bool(len(self.queue)), now)
+        self._wishes = {request: wish for request, wish in self._wishes.items() if now < wish.moment + RESCORE_S and request in self.queue}
+        return released
+
+    def _why_held(self, decision: Decision, waited_s: float, *, is_paid: bool) -> Reason | None:
+        """Why a request can not go now; None: it can."""
+        choice, query, may_slow = decision.choice, decision.query, is_paid or self._slo.ttft_s is not None
+        if self._headroom.goes(choice, query, decision.view, waited_s, may_slow=may_slow):
+            return None
+        if not self._headroom.has_open(choice, query, decision.view):
+            return choice.mode
+        return None if may_slow or self._headroom.keeps_pace(choice, query, waited_s) else PACE
+
+    def _still_wished(self, held: Held, full: Set[Reason], now: float) -> Wish | None:
+        wish = self._wishes.get(held.request)
+        return wish if wish is not None and wish.reason in full and now < wish.moment + RESCORE_S else None
+
+    def leave(self, request: str, now: float) -> None:
+        """Its client left, wherever it is by now."""
+        self.queue.remove(request)
+        self._drain.is_held(bool(len(self.queue)), now)
+
+    def expire(self, now: float) -> list[Released]:
+        """Those whose time is over, with the error that answers them."""
+        expired = self.queue.expire(now)
+        self._drain.is_held(bool(len(self.queue)), now)
+        return [Released(one.held, None, self._late(one, now)) for one in expired]
+
+    def wait_s(self, held: Held, num_nodes: int) -> float:
+        """Predicted wait in the queue of a request that is not in it; none may be longer than the queue's age."""
+        return min(self.queue.work_before(held) / self._drain.rate(max(num_nodes, 1)), self._age_s)
+
+    # ------------------------------------------------------------ refusals
+
+    def _admit(self, held: Held, decision: Decision) -> None:
+        pool = [node for node in decision.view.nodes if node.accepts_work and (decision.choice.mode == "local" or node.role != "decode")]
+        least_s = min((self._headroom.waiting_s(node) for node in pool), default=0.0)
+        wait_s = self.wait_s(held, len(pool)) + max(least_s - self._headroom.backlog_s, 0.0)
+        bound = self.queue.lacks_room(held)
+        if bound is not None:
+            raise refusal(f"hold_{bound}", f"{len(self.queue)} requests of {self.queue.num_bytes} bytes wait for a node, no more may", wait_s)
+        is_modest = len(self.queue) > 0 and not self.queue.has_any_of(held.tenant)
+        check_service(Outlook(wait_s, min(least_s, self._headroom.backlog_s), held.work, is_modest), self._slo)
+
+    def _late(self, expired: Expired, now: float) -> errors.PdclusterError:
+        held = expired.held
+        waited = f"request {held.request} waited {now - held.arrived:.2f} s for a node"
+        if expired.reason == "deadline":
+            return errors.DeadlineExceeded(f"{waited} and found no room by its deadline", "request")
+        return refusal("hold_age", f"{waited}, as long as it may", self.wait_s(held, 1))
+
+
+def _going(decision: Decision) -> Decision:
+    """What a gate asks of a choice it asks no more: a choice is kept as long as the request runs, and shall not keep the whole view."""
+    choice = decision.choice
+    return decision if choice.suits is suits_all else replace(decision, choice=replace(choice, suits=suits_all))

@@ -1,0 +1,193 @@
+"""The hold queue: requests that wait in the router because every node they may use is past a small backlog. Pure; the moment is passed in.
+
+Requests wait here, and not on a node, so that each is scored again, against what the nodes hold by then, when a place frees. The queue is bounded by
+count, bytes and age, and fair (`fairness`). It does not know nodes: `release` offers requests in their order to whoever does.
+
+No request is starved by others:
+  1. who may go next is fair over tenants and tiers;
+  2. inside a tenant the order is by when requests are due: after `urgency` times what their prompts take, so that short ones do not wait for long
+     ones that have time, but after `patience_s` at the latest, and by their deadlines. What came after that moment cannot pass them;
+  3. a request that could not use the place that freed (its nodes are full, another's are not) is passed over; once it is due, those behind it are
+     offered places with a claim: they must leave alone the nodes that it could use.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Literal
+
+from pdcluster.core.errors import IntegrityError
+from pdcluster_router.policy.predicted.cost_model import PATIENCE
+from pdcluster_router.queueing.fairness import FairQueue, Held
+from pdcluster_router.queueing.shares import GREED, Shares
+
+Bound = Literal["count", "bytes"]
+Reason = Literal["deadline", "age"]
+
+
+@dataclass(frozen=True, slots=True)
+class HoldLimits:
+    """age_s: longest wait; urgency: times its own work until a request is due, None: first come, first served; patience_s: until it is due at the
+    latest; look_ahead: how many that cannot use a place may be passed over for one that can. quantum, floor, burst: see `fairness`. is_shared:
+    several tenants may come, so none may fill the queue."""
+
+    count: int = 1024
+    size_bytes: int = 256 * 2**20
+    age_s: float = 60.0
+    patience_s: float = 30.0
+    urgency: float | None = PATIENCE
+    look_ahead: int = 16
+    quantum: float = 0.05
+    floor: float = 0.05
+    burst: float = 1.0
+    is_shared: bool = False
+
+
+class Answer(Enum):
+    """What became of an offered request. PLACED: it has gone; ELSEWHERE: what is free is not for this one; FULL: nothing is free for anybody."""
+
+    PLACED = auto()
+    ELSEWHERE = auto()
+    FULL = auto()
+
+
+Offer = Callable[[Held, Sequence[Held]], Answer]
+"""Try to place a request. The second argument: requests with a claim, whose nodes this one must leave alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    held: Held
+    reason: Reason
+
+
+class HoldQueue:
+    """Owned by one thread; in simulated time by one simulation."""
+
+    def __init__(self, limits: HoldLimits) -> None:
+        self._limits = limits
+        self._queue = FairQueue(limits.quantum, limits.floor, limits.burst)
+        greed = GREED if limits.is_shared else None
+        self._places = Shares(limits.count, greed)
+        self._bytes = Shares(limits.size_bytes, greed)
+        self._expiries: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._queue
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes.used
+
+    def waiting(self) -> list[Held]:
+        """All of them, in the order they came."""
+        return list(self._queue.all())
+
+    def has_any_of(self, tenant: str) -> bool:
+        return self._queue.has_any_of(tenant)
+
+    # ------------------------------------------------------------ in and out
+
+    def lacks_room(self, held: Held) -> Bound | None:
+        """The bound that keeps the request out, None when it may come in."""
+        return next((bound for bound, shares, amount in self._amounts(held) if not shares.has_room(held.tenant, amount)), None)
+
+    def push(self, held: Held) -> None:
+        """The caller has asked `lacks_room`. One that comes back is due at once."""
+        self._queue.add(held, self._due(held))
+        for _, shares, amount in self._amounts(held):
+            shares.take(held.tenant, amount)
+        heapq.heappush(self._expiries, (self._expiry(held), held.request))
+
+    def remove(self, request: str) -> Held | None:
+        """Its client left. None when it does not wait here (any more)."""
+        if request not in self._queue:
+            return None
+        held = self._queue.remove(request)
+        self._gone(held)
+        return held
+
+    def expire(self, now: float) -> list[Expired]:
+        """Take out those whose deadline came or that waited too long."""
+        expired = []
+        while (moment := self.next_expiry()) is not None and moment <= now:
+            held = self.remove(self._expiries[0][1])
+            assert held is not None  # next_expiry drops those that are gone
+            expired.append(Expired(held, "deadline" if now >= held.deadline else "age"))
+        return expired
+
+    def next_expiry(self) -> float | None:
+        """The moment at which `expire` has something to do."""
+        while self._expiries and not self._is_current(*self._expiries[0]):
+            heapq.heappop(self._expiries)
+        return self._expiries[0][0] if self._expiries else None
+
+    def release(self, offer: Offer, now: float) -> list[Held]:
+        """Offer requests in their order until nothing is free; those that were placed."""
+        placed: list[Held] = []
+        passed: set[str] = set()
+        claims: list[Held] = []
+        while len(passed) <= self._limits.look_ahead and (turn := self._queue.peek(passed)) is not None:
+            answer = offer(turn.held, claims)
+            if answer is Answer.FULL:
+                break
+            if answer is Answer.PLACED:
+                placed.append(self._queue.take(turn))
+                self._gone(turn.held)
+                continue
+            passed.add(turn.held.request)
+            if now >= self._due(turn.held):
+                claims.append(turn.held)
+        return placed
+
+    # ------------------------------------------------------------ what will be
+
+    def work_before(self, held: Held) -> float:
+        """Work that is expected to be released before a request that is not here yet."""
+        return self._queue.work_before(held, self._due(held))
+
+    # ------------------------------------------------------------ books
+
+    def _amounts(self, held: Held) -> tuple[tuple[Bound, Shares, int], ...]:
+        """What a request takes. One that comes back was let in before and may not be lost now: it takes nothing, and the number of requests that a
+        router works on bounds how many there are."""
+        if held.is_paid:
+            return ()
+        return ("count", self._places, 1), ("bytes", self._bytes, held.size_bytes)
+
+    def _due(self, held: Held) -> float:
+        if held.is_paid:
+            return min(held.deadline, held.arrived)
+        urgency, patience_s = self._limits.urgency, self._limits.patience_s
+        return min(held.deadline, held.arrived + (patience_s if urgency is None else min(urgency * held.work, patience_s)))
+
+    def _expiry(self, held: Held) -> float:
+        return min(held.deadline, held.arrived + self._limits.age_s)
+
+    def _is_current(self, moment: float, request: str) -> bool:
+        held = self._queue.get(request)
+        return held is not None and self._expiry(held) == moment
+
+    def _gone(self, held: Held) -> None:
+        for _, shares, amount in self._amounts(held):
+            shares.give_back(held.tenant, amount)
+        if len(self._expiries) > 2 * len(self._queue) + 16:
+            self._expiries = [entry for entry in self._expiries if self._is_current(*entry)]
+            heapq.heapify(self._expiries)
+
+    def check_integrity(self) -> None:
+        self._queue.check_integrity()
+        self._places.check_integrity()
+        self._bytes.check_integrity()
+        held = self.waiting()
+        taken = [one for one in held if not one.is_paid]
+        if self._places.used != len(taken) or self._bytes.used != sum(one.size_bytes for one in taken):
+            raise IntegrityError(f"{len(taken)} new requests wait, {self._places.used} places and {self._bytes.used} bytes are taken for them")
+        if not {(self._expiry(one), one.request) for one in held} <= set(self._expiries):
+            raise IntegrityError("a waiting request has no expiry")

@@ -1,0 +1,164 @@
+"""Requests that wait at the gate, each with the function that hears when it may go: a thin asyncio adapter over `gate`, which decides who goes when.
+
+One task, alive only while requests wait, offers places whenever it is poked (a node reported, a request ended) and when a wait is over; and now and
+then besides, because a node that asked to be left alone for a while does not say when the while is over. It releases one request at a time and lets
+it start, so that the next one is scored against a view that counts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdcluster.core import errors
+from pdcluster.telemetry.metrics import HoldMetrics
+from pdcluster_router.policy.selector import Decision
+from pdcluster_router.queueing.fairness import Held
+from pdcluster_router.queueing.gate import Gate, Released
+
+logger = logging.getLogger(__name__)
+
+Decide = Callable[[float], Decision]
+"""What the policy would do with one request, at a moment."""
+
+Answer = Callable[[Decision | errors.PdclusterError], None]
+"""Hears where a request that waited goes, or why it cannot go anywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    decide: Decide
+    answer: Answer
+    since: float
+
+
+class Nodes(Protocol):
+    """What tells that something changed."""
+
+    version: int
+
+    async def wait_for_change(self, seen: int) -> None: ...
+
+
+class Waiting:
+    """Owned by the router's event loop. tick_s: longest pause between two looks at those that wait."""
+
+    def __init__(self, gate: Gate, metrics: HoldMetrics, clock: Callable[[], float], tick_s: float = 0.05) -> None:
+        self._gate = gate
+        self._metrics = metrics
+        self._clock = clock
+        self._tick_s = tick_s
+        self._waiters: dict[str, Waiter] = {}
+        self._poked = asyncio.Event()
+        self._pump: asyncio.Task[None] | None = None
+
+    @property
+    def num_held(self) -> int:
+        return len(self._gate.queue)
+
+    @property
+    def room_s(self) -> float:
+        """See Gate."""
+        return self._gate.room_s
+
+    def poke(self) -> None:
+        """Something may have freed."""
+        if self._waiters:
+            self._poked.set()
+
+    async def follow(self, nodes: Nodes) -> None:
+        """Poke whenever a node came, went or reported, until cancelled."""
+        while True:
+            await nodes.wait_for_change(nodes.version)
+            self.poke()
+
+    def at_once(self, decision: Decision, tenant: str, *, is_paid: bool) -> Decision | None:
+        """Where a request goes that came just now; None: it is to be held. Raises Overloaded."""
+        try:
+            return self._gate.at_once(decision, 0.0, is_paid=is_paid)
+        except errors.Overloaded as error:
+            self._metrics.refused(error.reason, tenant)
+            raise
+
+    def hold(self, held: Held, decision: Decision, decide: Decide, answer: Answer) -> None:
+        """It waits, and `answer` hears of it when it is its turn, unless it leaves before. decision: what `decide` said just now."""
+        try:
+            self._gate.hold(held, decision, held.arrived)
+        except errors.Overloaded as error:
+            self._metrics.refused(error.reason, held.tenant)
+            raise
+        self._waiters[held.request] = Waiter(decide, answer, held.arrived)
+        self._metrics.held.set(self.num_held)
+        self._keep_pumping()
+
+    def leave(self, request: str) -> None:
+        """Its client left: the place in the queue is given up at once. Idempotent."""
+        if request in self._waiters:
+            self._gone(request, "left")
+            self.poke()
+
+    def _tell(self, request: str, outcome: str, answer: Decision | errors.PdclusterError) -> None:
+        """Unless it has left: one that hears bad news takes its siblings (other choices of its request) along, who may be the next to be told."""
+        if request in self._waiters:
+            self._gone(request, outcome).answer(answer)
+
+    def _gone(self, request: str, outcome: str) -> Waiter:
+        waiter = self._waiters.pop(request)
+        now = self._clock()
+        self._gate.leave(request, now)
+        self._metrics.held.set(self.num_held)
+        self._metrics.wait_seconds.labels(outcome).observe(now - waiter.since)
+        return waiter
+
+    # ------------------------------------------------------------ the pump
+
+    def _keep_pumping(self) -> None:
+        self._poked.set()
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._run(), name="hold queue")
+
+    async def _run(self) -> None:
+        try:
+            while self._waiters:
+                self._poked.clear()
+                await self._release_all()
+                if self._waiters:
+                    await self._pause()
+        except Exception as error:  # the top of this task: a bug of ours, which everyone who waits must hear of
+            logger.exception("the hold queue failed")
+            self._pump = None  # whoever comes while these are told needs another one
+            for request in list(self._waiters):
+                self._tell(request, "refused", errors.PdclusterError(f"internal error in the hold queue: {error}"))
+
+    async def _release_all(self) -> None:
+        for late in self._gate.expire(self._clock()):
+            self._tell_released(late)
+        while self.num_held:
+            now = self._clock()
+            released = self._gate.release(lambda held, now=now: self._waiters[held.request].decide(now), now)  # type: ignore[misc]
+            if not released:
+                return
+            self._tell_released(released[0])
+            await asyncio.sleep(0)  # it has started; others may want to do something, too
+
+    def _tell_released(self, released: Released) -> None:
+        request = released.held.request
+        if released.error is None:
+            assert released.decision is not None
+            self._tell(request, "placed", released.decision)
+            return
+        if isinstance(released.error, errors.Overloaded) and request in self._waiters:
+            self._metrics.refused(released.error.reason, released.held.tenant)
+        self._tell(request, "refused", released.error)
+
+    async def _pause(self) -> None:
+        moment = self._gate.queue.next_expiry()
+        until_s = self._tick_s if moment is None else min(self._tick_s, max(moment - self._clock(), 0.0))
+        try:
+            async with asyncio.timeout(until_s):
+                await self._poked.wait()
+        except TimeoutError:
+            return  # time to look again

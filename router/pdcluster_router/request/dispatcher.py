@@ -1,0 +1,91 @@
+"""Takes requests in and runs each to its one answer: what all of them share is put together here, what happens to one of them is in `run`.
+
+Nothing here knows HTTP, sockets or tokenizers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+
+from pdcluster.core import errors
+from pdcluster.telemetry.metrics import ExplainMetrics, HoldMetrics
+from pdcluster_router.cluster.legs import Cluster
+from pdcluster_router.core.generation import Chunk, Done, Generation, ModelInfo, Running, Sink
+from pdcluster_router.explain.recorder import Explainer
+from pdcluster_router.policy.selector import Chooser
+from pdcluster_router.queueing.gate import Gate
+from pdcluster_router.queueing.waiting import Waiting
+from pdcluster_router.request.open_requests import OpenRequests
+from pdcluster_router.request.retries import DispatchSettings
+from pdcluster_router.request.run import Run, Shared
+from pdcluster_router.request.serving import Models
+from pdcluster_router.request.stream import events_of
+
+if TYPE_CHECKING:
+    from pdcluster.api.text.model_text import TextModel
+
+__all__ = ["Dispatch", "DispatchSettings"]
+
+
+class Refused:
+    """Implements generation.Running for a request that never ran: there is nothing to cancel."""
+
+    def cancel(self, reason: str) -> None:
+        return
+
+    def finish(self, num_output: int) -> None:
+        return
+
+
+class Dispatch:
+    """Implements generation.Dispatcher over a Cluster. Owned by the router's event loop."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        models: Models,
+        chooser: Chooser,
+        settings: DispatchSettings,
+        clock: Callable[[], float] = time.monotonic,
+        metrics: HoldMetrics | None = None,
+        explainer: Explainer | None = None,
+    ) -> None:
+        self.explainer = explainer or Explainer(settings.headroom, ExplainMetrics(CollectorRegistry()), time.time)
+        gate = Gate(settings.hold, settings.headroom, settings.slo)
+        self.waiting = Waiting(gate, metrics or HoldMetrics(CollectorRegistry()), clock, settings.stages.hold_s)
+        chooser.num_held = gate.queue.__len__
+        self.shared = Shared(cluster, models, chooser, settings, self.waiting, self.explainer, clock)
+
+    @property
+    def open(self) -> OpenRequests:
+        return self.shared.open
+
+    def models(self) -> Sequence[ModelInfo]:
+        return self.shared.models.models()
+
+    def text(self, model: str) -> TextModel:
+        return self.shared.models.text(model)
+
+    def is_ready(self) -> bool:
+        return bool(self.models()) and any(node.accepts_work for node in self.shared.cluster.view().nodes)
+
+    def refusal(self) -> str | None:
+        return self.shared.models.refusal()
+
+    def start(self, generation: Generation, sink: Sink) -> Running:
+        """Run one request to its one answer; see the contract in `generation`."""
+        try:
+            run = Run.of(self.shared, generation, sink)
+        except errors.PdclusterError as error:
+            sink.on_error(error)
+            return Refused()
+        run.start()
+        return run
+
+    def generate(self, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
+        """The same as a stream of events."""
+        return events_of(self, generation)

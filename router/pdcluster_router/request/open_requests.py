@@ -1,0 +1,68 @@
+"""Which requests this router is working on, for operators: who they are, where they run, and how to end one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdcluster.core.errors import Cancelled
+from pdcluster_router.core.generation import Mode
+
+HANG_UP_S = 0.25
+"""A client that is being served when its request is cancelled has so long to read on, and then gets its error; one that does not is hung up on."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenRequest:
+    """One choice of a client's request, as it is now. started: on the dispatcher's clock; end: gives the request this error as its answer, unless it
+    has one. nodes are named once they are chosen; num_output: tokens sent so far."""
+
+    request: str
+    model: str
+    num_prompt: int
+    started: float
+    end: Callable[[Cancelled], None]
+    attempts: int = 0
+    mode: Mode | None = None
+    prefill: str | None = None
+    decode: str | None = None
+    num_output: int = 0
+
+    @property
+    def state(self) -> str:
+        if self.mode is None:
+            return "held"
+        return "prefill" if not self.num_output else "decode"
+
+
+class OpenRequests:
+    """Owned by the router's event loop. Bounded by the places of the front doors."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Callable[[], OpenRequest]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def enter(self, request: str, told: Callable[[], OpenRequest]) -> None:
+        """told: how it is, for the few who ask."""
+        self._open[request] = told
+
+    def leave(self, request: str) -> None:
+        """It has its answer. Idempotent."""
+        self._open.pop(request, None)
+
+    def all(self) -> list[OpenRequest]:
+        """Oldest first."""
+        return [told() for told in self._open.values()]
+
+    def matching(self, request: str) -> list[OpenRequest]:
+        """The one of this id, or all choices of the client's request of this id."""
+        return [told() for name, told in self._open.items() if name == request or name.rpartition("-")[0] == request]
+
+    def cancel(self, request: str, reason: str) -> int:
+        """How many choices were ended; each answers its client with an error."""
+        found = self.matching(request)
+        for entry in found:
+            entry.end(Cancelled(f"request {entry.request} was cancelled by an operator: {reason}"))
+        return len(found)

@@ -1,0 +1,86 @@
+"""When an attempt that failed is followed by another one, and which nodes are left alone meanwhile. Plain state, moments are passed in."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from pdcluster.core import errors
+from pdcluster_router.core.job import Job, RetryAttempt
+from pdcluster_router.core.stages import StageDeadlines
+from pdcluster_router.queueing.admission import Slo
+from pdcluster_router.queueing.headroom import Headroom
+from pdcluster_router.queueing.hold_queue import HoldLimits
+
+logger = logging.getLogger(__name__)
+
+RETRY_PAUSES_S = (0.0, 0.1, 0.5)
+"""Before the first retry, the second, and later ones."""
+
+SHUT_S = 0.1
+"""Longest time that a node's refusal of one request counts for the others: a small one may find room where a large one did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchSettings:
+    """retries: new attempts after the first that failed (refusals for want of room do not count,
+    they wait); hold_s: how long a request may wait for room without getting on;
+    late_report_s: how long a finished request waits for the prefill node's report, which only the timeline needs."""
+
+    retries: int = 3
+    hold_s: float = 60.0
+    late_report_s: float = 0.1
+    stages: StageDeadlines = field(default_factory=StageDeadlines)
+    hold: HoldLimits = field(default_factory=HoldLimits)
+    headroom: Headroom = field(default_factory=Headroom)
+    slo: Slo = field(default_factory=Slo)
+
+
+class RetryBudget:
+    """Decides after a failed attempt whether there is another. Refusals for want of room may go on for hold_s from the first one after the last
+    token that was emitted; anything else counts. The first retry comes at once, because most failures are a node's end; later ones after a pause,
+    because what fails again at once may be a path that is coming back."""
+
+    __slots__ = ("_emitted", "_held_since", "_settings", "attempts")
+
+    def __init__(self, settings: DispatchSettings) -> None:
+        self._settings = settings
+        self._held_since: float | None = None
+        self._emitted = 0
+        self.attempts = 1
+        """The one that runs now included; refusals are not attempts."""
+
+    def spend(self, failure: RetryAttempt, job: Job, now: float) -> float:
+        """Seconds to wait before the next attempt; raises the cause when there must not be one."""
+        if isinstance(failure.cause, errors.Overloaded):
+            if self._held_since is None or len(job.emitted) > self._emitted:
+                self._held_since, self._emitted = now, len(job.emitted)
+            if now >= self._held_since + self._settings.hold_s:
+                raise failure.cause
+            return 0.0
+        if failure.incarnation is not None:
+            job.excluded.add(failure.incarnation)
+        failures, self.attempts = self.attempts, self.attempts + 1
+        if failures > self._settings.retries:
+            raise errors.Unavailable(f"request {job.request} failed {failures} times, last: {failure.cause}") from failure.cause
+        logger.warning("request %s: attempt failed (%s), trying again", job.request, failure.cause)
+        return RETRY_PAUSES_S[min(failures, len(RETRY_PAUSES_S)) - 1]
+
+
+class Shut:
+    """Nodes that just had no room: all that wait would try them, one after the other, and be refused one after the other. Owned by one router."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, float] = {}
+
+    def note(self, failure: RetryAttempt, now: float) -> None:
+        if failure.incarnation is None or not isinstance(failure.cause, errors.Overloaded):
+            return
+        self._until = {incarnation: until for incarnation, until in self._until.items() if until > now}
+        self._until[failure.incarnation] = now + min(failure.cause.retry_after_s, SHUT_S)
+
+    def apply(self, job: Job, now: float) -> None:
+        """The request leaves them alone, too."""
+        for incarnation, until in self._until.items():
+            if until > now:
+                job.busy[incarnation] = max(job.busy.get(incarnation, now), until)

@@ -1,0 +1,24 @@
+"""What the router knows of the models behind it, as dispatch asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from pdcluster_router.core.generation import ModelInfo
+from pdcluster_router.core.job import HashChain
+
+if TYPE_CHECKING:
+    from pdcluster.api.text.model_text import TextModel
+
+
+class Models(Protocol):
+    def models(self) -> Sequence[ModelInfo]: ...
+
+    def text(self, model: str) -> TextModel: ...
+
+    def refusal(self) -> str | None: ...
+
+    def chain(self, model: str, salt: bytes) -> HashChain:
+        """How the model's nodes name KV for this tenant; raises UnknownModel or Unavailable."""
+        ...

@@ -1,0 +1,96 @@
+"""A generation as a stream of events, for who prefers to wait for them: gRPC, tests. HTTP hears of them directly (`generation.Sink`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from typing import Generic, TypeVar
+
+from pdcluster.core.errors import Cancelled
+from pdcluster_router.core.generation import Chunk, Dispatcher, Done, Generation, HangUp, Running
+from pdcluster_router.request.open_requests import HANG_UP_S
+
+T = TypeVar("T")
+
+MAX_UNREAD = 1 << 16
+"""Events that wait for a reader; one that is further behind is given up."""
+
+
+class Unread(Generic[T]):
+    """What waits for one reader. hang_up: see Generation; called when the request was cancelled and nobody reads."""
+
+    def __init__(self, hang_up: HangUp | None = None) -> None:
+        self._hang_up = hang_up
+        self._waiting: deque[T | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, said: T) -> bool:
+        """False when its reader is too far behind: that is what it hears in the end."""
+        has_room = len(self._waiting) < MAX_UNREAD
+        self._put(said if has_room else Cancelled(f"the client is {MAX_UNREAD} events behind"))
+        return has_room
+
+    def fail(self, error: Exception) -> None:
+        """The last that the reader hears."""
+        self._put(error)
+        if isinstance(error, Cancelled) and self._hang_up is not None:
+            asyncio.get_running_loop().call_later(HANG_UP_S, self._hang_up_if_stuck, self._hang_up, len(self._waiting))
+
+    def _hang_up_if_stuck(self, hang_up: HangUp, num_unread: int) -> None:
+        if len(self._waiting) == num_unread:
+            hang_up()
+
+    async def next(self) -> T:
+        """Raises the error that ended the generation. Its deadline is that of the generation, which always ends."""
+        while not self._waiting:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        said = self._waiting.popleft()
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    def _put(self, said: T | Exception) -> None:
+        self._waiting.append(said)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Events:
+    """Implements generation.Sink as a queue for one reader."""
+
+    def __init__(self, hang_up: HangUp | None = None) -> None:
+        self.running: Running | None = None
+        self._unread = Unread[Chunk | Done](hang_up)
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        if not self._unread.put(chunk) and self.running is not None:
+            self.running.cancel("the client does not read")
+
+    def way(self) -> None:
+        return None
+
+    def on_done(self, done: Done) -> None:
+        self._unread.put(done)
+
+    def on_error(self, error: Exception) -> None:
+        self._unread.fail(error)
+
+    async def next(self) -> Chunk | Done:
+        """Raises the error that ended the generation."""
+        return await self._unread.next()
+
+
+async def events_of(dispatcher: Dispatcher, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
+    """Chunks, then one Done, or the error. Closing it before its end, or cancelling the task that waits in it, cancels the request on the nodes."""
+    events = Events(generation.hang_up)
+    running = events.running = dispatcher.start(generation, events)
+    try:
+        while True:
+            event = await events.next()
+            yield event
+            if isinstance(event, Done):
+                return
+    finally:
+        running.cancel("client left")

@@ -1,0 +1,32 @@
+"""The spare process of a router's supervisor: everything a worker imports is loaded, nothing of it is used before it is told which worker to be.
+
+`python -m pdcluster_router.spare --ready-fd N`, started by the supervisor only. It costs the memory of a loaded, idle Python process
+(`router.spare` turns it off).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+PROGRAM = "pdcluster_router.cli"
+"""What a worker runs, whether it is started afresh or was the spare."""
+
+LOADED = (PROGRAM, "pdcluster_router.process", "pdcluster_router.frontend.grpc")
+"""What brings all that a worker imports, now or later."""
+
+
+def main() -> None:
+    for name in LOADED:
+        importlib.import_module(name)
+    from pdcluster.processes.spare import awaited_argv
+    from pdcluster_router import cli
+
+    argv = awaited_argv()
+    if argv is not None:
+        sys.argv = argv[argv.index(PROGRAM) :]
+        cli.main()
+
+
+if __name__ == "__main__":
+    main()

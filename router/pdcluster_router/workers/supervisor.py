@@ -1,0 +1,160 @@
+"""The supervisor of a router's workers: holds the ports, starts the workers and starts again those that die, serves Admin for all, and drains all.
+
+It is on no request's path. Each worker is a whole router (links, view, index, gate); what they have in common is the ports and this process. When the
+supervisor dies its workers die with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from pdcluster.core.errors import ConfigError
+from pdcluster.processes.ready import announce
+from pdcluster.processes.supervisor import Facts, Spec, Supervisor
+from pdcluster.settings.config import Loaded, RouterConfig, set_library_environment
+from pdcluster.telemetry.log import resolve_format
+from pdcluster_router import spare
+from pdcluster_router.workers import ports
+from pdcluster_router.workers.fleet import Fleet
+from pdcluster_router.workers.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+READY_S = 60.0
+GRACE_S = 1.0
+"""A worker gets this much longer than its own drain before it is killed."""
+
+RESTARTS = 5
+"""Crashes of one worker within a minute; after more the router ends."""
+
+FIRST_DELAY_S = 0.02
+"""Before a worker that died is started again; doubled with each crash. Short, because the others carry its load and a start takes a second."""
+
+SOCKET_NAME = "control"
+
+
+def run(loaded: Loaded[RouterConfig]) -> int:
+    """Serve until a signal; the exit code is 0 after a drain, 1 when a worker had to be killed or crashed too often."""
+    return asyncio.run(_serve(loaded))
+
+
+async def _serve(loaded: Loaded[RouterConfig]) -> int:
+    config = loaded.config
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    name = config.name or f"router-{secrets.token_hex(3)}"
+    fleet = Fleet(config.workers, time.monotonic)
+    supervisor = Supervisor(logger.warning, _forward, READY_S, RESTARTS, FIRST_DELAY_S)
+    async with AsyncExitStack() as stack:
+        http, grpc = await _hold_ports(config, stack)
+        control = await stack.enter_async_context(_control(fleet))
+        admin = await _serve_admin(config, fleet, stack)
+        specs = [worker_spec(loaded, f"{name}-{i}", Worker(i, config.workers, control), http, grpc) for i in range(config.workers)]
+        stack.push_async_callback(supervisor.stop, [[spec.name for spec in specs]])
+        started = asyncio.ensure_future(_all_started([supervisor.start(spec) for spec in specs]))
+        code = await _until(stop, started)
+        if code is not None:
+            announce(config.ready_fd, http, name=name, grpc=grpc, admin=admin, workers=config.workers)
+            logger.info("router %s serves http://%s with %d workers", name, http, config.workers)
+            if config.spare:
+                await supervisor.keep_spare((sys.executable, "-m", spare.__name__))
+            code = await _until(stop, asyncio.ensure_future(_crashes(supervisor)))
+        logger.info("draining %d workers", config.workers)
+    return 1 if supervisor.killed else code or 0
+
+
+async def _until(stop: asyncio.Event, work: asyncio.Future[int]) -> int | None:
+    """Until the work is done or `stop` is set, None then; raises what the work raised."""
+    stopped = asyncio.create_task(stop.wait())
+    work.add_done_callback(lambda _: stopped.cancel())
+    try:
+        await asyncio.gather(stopped, return_exceptions=True)
+        return work.result() if work.done() else None
+    finally:
+        stopped.cancel()
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+async def _all_started(starts: list[Coroutine[None, None, Facts]]) -> int:
+    async with asyncio.TaskGroup() as group:
+        for start in starts:
+            group.create_task(start)
+    return 0
+
+
+async def _crashes(supervisor: Supervisor) -> int:
+    logger.error("the router ends: %s", await supervisor.failed())
+    return 1
+
+
+async def _hold_ports(config: RouterConfig, stack: AsyncExitStack) -> tuple[str, str | None]:
+    held, http = ports.hold(config.http, "--http")
+    stack.callback(held.close)
+    if config.grpc is None:
+        return http, None
+    held, grpc = ports.hold(config.grpc, "--grpc")
+    stack.callback(held.close)
+    return http, grpc
+
+
+@asynccontextmanager
+async def _control(fleet: Fleet) -> AsyncIterator[Path]:
+    """The socket where workers call, in a directory that only this user can enter."""
+    with tempfile.TemporaryDirectory(prefix="pdcluster-") as folder:
+        path = Path(folder) / SOCKET_NAME
+        try:
+            server = await asyncio.start_unix_server(fleet.serve, str(path))
+        except OSError as error:
+            raise ConfigError(f"the control socket {path} cannot be made: {error}; set TMPDIR to a shorter path on a local disk") from error
+        try:
+            yield path
+        finally:
+            server.close()
+            fleet.close()
+
+
+async def _serve_admin(config: RouterConfig, fleet: Fleet, stack: AsyncExitStack) -> str | None:
+    if config.admin is None:
+        return None
+    set_library_environment({"GRPC_ENABLE_FORK_SUPPORT": "0"})  # workers are forked to be replaced at once: nothing of gRPC is used in between
+    from pdcluster_router.admin import grpc as admin_api  # brings grpc
+
+    return await stack.enter_async_context(admin_api.listening(fleet, config.admin, config.admin_token()))
+
+
+def worker_spec(loaded: Loaded[RouterConfig], name: str, worker: Worker, http: str, grpc: str | None) -> Spec:
+    """A worker is told what this process was told, but for what is its own."""
+    own: dict[str, object] = {
+        "router.name": name,
+        "router.worker": worker,
+        "router.http": http,
+        "router.grpc": grpc or "none",
+        "router.admin": "none",
+        "router.auto_roles": loaded.config.auto_roles and worker.number == 0,
+        "router.log.format": resolve_format(loaded.config.log.format, sys.stderr),
+    }
+    given = {path: value for path, value in loaded.flags.items() if path != "router.ready_fd"} | own
+    argv = [sys.executable, "-m", spare.PROGRAM]
+    if loaded.file is not None:
+        argv += ["--config", str(loaded.file)]
+    argv += ["--name", name]
+    for path, value in given.items():
+        if path != "router.name":
+            argv += ["--set", f"{path}={value}"]
+    return Spec(name, tuple(argv), loaded.config.drain_s + GRACE_S)
+
+
+def _forward(name: str, line: str) -> None:
+    """Lines of workers carry their names already."""
+    print(line, file=sys.stderr, flush=True)
