@@ -31,8 +31,7 @@ from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
 from pdcluster.kv.hashing import BLOCK_TOKENS, extend
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.kv.pages import PagePool
-from pdcluster.node.files import ModelFiles
-from pdcluster.node.load_report import Reporter
+from pdcluster.node.load_report import ModelFiles, Reporter
 from pdcluster.node.outbox import Outbox
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.hub import Hub, LeaseEnded

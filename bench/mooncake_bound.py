@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 from bench.report import Row, row
 from bench.transfer_ends import HOST, Address, Near, Pipe, Pool, Sink
 from pdcluster.transfer.backends.base import WriteStatus
-from pdcluster.transfer.backends.staged_pieces import ENTRY_BYTES
-from pdcluster.transfer.backends.staging import StagedSettings
+from pdcluster.transfer.backends.staging import ENTRY_BYTES, StagedSettings
 from pdcluster.transfer.backends.tcp_links import send_unpaced
 from pdcluster.transfer.copying.copy import Payload, table_of
 

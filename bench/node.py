@@ -22,7 +22,8 @@ from pdcluster.node.decode import DecodeSide
 from pdcluster.node.loop import NodeLoop
 from pdcluster.node.prefill import PrefillSide
 from pdcluster.settings.config import NodeConfig, keys, load
-from pdcluster.transfer.backends.base import Backend, Handle, Peer, Runs, Stamp, WriteStatus
+from pdcluster.transfer.backends.base import Backend, Handle, Peer, Stamp, WriteStatus
+from pdcluster.transfer.layout.spans import Runs
 from pdcluster.transfer.protocol.reader import Reader
 from pdcluster.transfer.protocol.session import Landed
 from pdcluster.transfer.protocol.writer import Writer

@@ -12,16 +12,12 @@ from pdcluster.kv.pages import PagePool
 from pdcluster.node.availability import Standing
 from pdcluster.node.components import Neighbours, NodeParts, StepEngine
 from pdcluster.node.decode import DecodeSide
-from pdcluster.node.export import ExportSide
-from pdcluster.node.files import ModelFiles
 from pdcluster.node.grammar_queue import GrammarQueue, GrammarSource
-from pdcluster.node.grouping import LayerGroups
-from pdcluster.node.kv_fetch import FetchSide
-from pdcluster.node.legs import EndedLegs
+from pdcluster.node.kv_fetch import ExportSide, FetchSide
+from pdcluster.node.legs import EndedLegs, SequenceFactory
+from pdcluster.node.load_report import ModelFiles
 from pdcluster.node.outbox import Outbox
-from pdcluster.node.parking import Parking
-from pdcluster.node.prefill import PrefillSide
-from pdcluster.node.sequences import SequenceFactory
+from pdcluster.node.prefill import LayerGroups, Parking, PrefillSide
 from pdcluster.node.step_timer import Stopwatch
 from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories, RankLink
 from pdcluster.scheduler.scheduler import Limits, Scheduler

@@ -11,14 +11,12 @@ from pdcluster.core.step import StepPlan, StepResult
 from pdcluster.kv.pages import PagePool
 from pdcluster.node.availability import Standing
 from pdcluster.node.decode import DecodeSide
-from pdcluster.node.export import ExportSide
-from pdcluster.node.files import ModelFiles
 from pdcluster.node.grammar_queue import GrammarQueue
-from pdcluster.node.kv_fetch import FetchSide
-from pdcluster.node.legs import EndedLegs
+from pdcluster.node.kv_fetch import ExportSide, FetchSide
+from pdcluster.node.legs import EndedLegs, SequenceFactory
+from pdcluster.node.load_report import ModelFiles
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.prefill import PrefillSide
-from pdcluster.node.sequences import SequenceFactory
 from pdcluster.node.step_timer import Stopwatch
 from pdcluster.scheduler.scheduler import Scheduler
 from pdcluster.transfer.backends.base import Backend, Peer

@@ -6,6 +6,7 @@ once, but its pages stay with the ticket's nonce as writer until the reader says
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
@@ -15,7 +16,6 @@ from pdcluster.core.messages import Failed, Finished, Prefill, Reserve, Reserved
 from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
 from pdcluster.node.legs import REFUSALS, Ended, EndedLegs, Output, check_newest, key_of, of_router, refusal, unawaited
-from pdcluster.node.line import Line
 from pdcluster.node.outbox import Outbox
 from pdcluster.scheduler.scheduler import Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
@@ -23,6 +23,59 @@ from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.protocol.reader import Reader
 from pdcluster.transfer.protocol.session import Failed as TicketFailed
 from pdcluster.transfer.protocol.session import Landed, Reclaimed
+
+# Who asked for a slot first: keeps large prompts from starving at a full decode node, while small ones still slip
+# through for a while.
+#
+# A refused request holds no memory here, only a place: it asks again, and until it gets its slot no more than
+# `max_overtakes` later ones may pass
+# it. A place is given up by not asking for `patience_s`. Pure; the caller brings the clock.
+
+@dataclass(slots=True)
+class _Place:
+    asked_at: float
+    overtaken: int = 0
+
+
+class Line:
+    """Oldest place first. Bounded: more requests than `capacity` get no place, and may be overtaken for ever."""
+
+    def __init__(self, *, max_overtakes: int = 8, patience_s: float = 2.0, capacity: int = 1024) -> None:
+        self._max_overtakes = max_overtakes
+        self._patience_s = patience_s
+        self._capacity = capacity
+        self._places: OrderedDict[str, _Place] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def may_try(self, request: str, now: float) -> bool:
+        """Whether the request may take room now; False while somebody before it was overtaken often enough."""
+        for waiting, place in list(self._places.items()):
+            if now - place.asked_at > self._patience_s:
+                del self._places[waiting]
+            elif waiting == request:
+                return True
+            elif place.overtaken >= self._max_overtakes:
+                return False
+        return True
+
+    def refused(self, request: str, now: float) -> None:
+        """It got no room: it takes or keeps its place."""
+        place = self._places.get(request)
+        if place is not None:
+            place.asked_at = now
+        elif len(self._places) < self._capacity:
+            self._places[request] = _Place(now)
+
+    def served(self, request: str) -> None:
+        """It got its slot, and so overtook all who were before it."""
+        for waiting, place in self._places.items():
+            if waiting == request:
+                break
+            place.overtaken += 1
+        self._places.pop(request, None)
+
 
 PLACE_RETRY_S = 0.1
 """When to ask again behind somebody who waits for room."""

@@ -10,7 +10,9 @@ write may still read is never reused. Owned by the node loop's thread; no socket
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Set
 from dataclasses import dataclass, field
 
 from pdcluster.core import errors
@@ -18,15 +20,118 @@ from pdcluster.core.grammar import Grammar
 from pdcluster.core.messages import Deliver, Delivered, Failed, Finished, Prefill, Refused, RefusedLeg, Scheduled, Ticket, Timings, TokenLogprobs
 from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
-from pdcluster.node.grouping import LayerGroups
 from pdcluster.node.legs import REFUSALS, Ended, EndedLegs, Output, check_newest, key_of, of_router, refusal, unawaited
 from pdcluster.node.outbox import Outbox
-from pdcluster.node.parking import Parking
 from pdcluster.scheduler.scheduler import Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.protocol.session import Acked, Drained, GaveUp, TransferStats
 from pdcluster.transfer.protocol.writer import Writer
+
+# Finished KV that waits in a prefill node's own pool until a decode node takes it: how much there is, and when that
+# is too much.
+#
+# Up to a limit the node goes on computing while decode nodes are full; beyond it new remote prefills are refused by
+# message, so that the router holds
+# them or sends them elsewhere. The limit leaves pages for whatever else runs here, above all the slots without which
+# two mixed nodes that are full
+# of finished KV for each other would wait for ever. A pool in host memory needs no second place to park in; one in
+# device memory could move
+# parked pages to the host, which is not built: there the limit is the same share of the device's pool.
+
+SHORTEST_S = 0.02
+LONGEST_S = 1.0
+GAP_WEIGHT = 0.3
+
+
+class Parking:
+    """Pages shared by several parked requests count once. Owned by the node loop's thread; the pages belong to the scheduler's sequences."""
+
+    def __init__(self, limit_pages: int, clock: Callable[[], float]) -> None:
+        self.limit_pages = limit_pages
+        self._clock = clock
+        self._parked: dict[str, tuple[int, ...]] = {}
+        self._holders: Counter[int] = Counter()
+        self._moved_at = clock()
+        """When KV was last taken, or came into an empty parking."""
+        self._gap_s = 0.0
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._holders)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._parked)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._holders) >= self.limit_pages
+
+    def enter(self, key: str, pages: Collection[int]) -> None:
+        if not self._parked:
+            self._moved_at = self._clock()
+        self._parked[key] = tuple(pages)
+        self._holders.update(pages)
+
+    def leave(self, key: str) -> None:
+        """Taken or given up; nothing happens when it does not park here."""
+        pages = self._parked.pop(key, None)
+        if pages is None:
+            return
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                del self._holders[page]
+        now = self._clock()
+        self._gap_s += GAP_WEIGHT * (now - self._moved_at - self._gap_s)
+        self._moved_at = now
+
+    def retry_after_s(self) -> float:
+        """When to ask again: at the pace at which KV was taken lately, and less often the longer none was."""
+        return min(max(self._gap_s, self._clock() - self._moved_at, SHORTEST_S), LONGEST_S)
+
+
+# In how many groups of layers the last tokens of a prompt leave their node: as many as pay. Pure arithmetic over
+# measured bandwidth.
+#
+# What a transfer adds to a prompt's time is the part that cannot start before the last layer is computed: with g
+# equal groups about bytes / (g ×
+# bandwidth), and every group costs a fixed time of its own. The sum is least at g = √(bytes / (bandwidth × cost of a
+# group)).
+
+FIRST_GUESS_BYTES_S = 2e9
+SMALLEST_SAMPLE_BYTES = 1 << 18
+WEIGHT = 0.3
+
+
+class LayerGroups:
+    """group_s: fixed cost of one more group (submit, wake-up, stamp), in seconds. Owned by the node loop's thread."""
+
+    def __init__(self, num_layers: int, page_bytes: int, *, group_s: float = 0.0004) -> None:
+        self.num_layers = num_layers
+        self._page_bytes = page_bytes
+        self._group_s = group_s
+        self._bandwidth: dict[str, float] = {}
+
+    def observe(self, stats: TransferStats) -> None:
+        """Learn a backend's bandwidth from a transfer that ended well; small ones say more about fixed costs."""
+        if stats.nbytes < SMALLEST_SAMPLE_BYTES or stats.busy_s <= 0:
+            return
+        sample = stats.nbytes / stats.busy_s
+        known = self._bandwidth.get(stats.backend, sample)
+        self._bandwidth[stats.backend] = known + WEIGHT * (sample - known)
+
+    def bandwidth(self, backend: str) -> float:
+        """Bytes per second."""
+        return self._bandwidth.get(backend, FIRST_GUESS_BYTES_S)
+
+    def bells(self, num_pages: int, backend: str) -> tuple[int, ...]:
+        """After which numbers of layers to send what is there of these pages; the rest leaves with the end of the step. Empty for a small prompt."""
+        groups = round(math.sqrt(num_pages * self._page_bytes / (self.bandwidth(backend) * self._group_s)))
+        groups = min(max(groups, 1), self.num_layers)
+        return tuple(self.num_layers * index // groups for index in range(1, groups))
+
 
 STOPPED_BY_PEER_S = 0.05
 """What a refusal of a delivery says about coming back: the KV is parked, another ticket may come at once."""

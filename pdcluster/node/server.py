@@ -31,7 +31,7 @@ from pdcluster.kv.layout import DEFAULT_ARITHMETIC, Fingerprint
 from pdcluster.node.assembly import KV_REGION, Shape, Wiring, assemble
 from pdcluster.node.components import NodeParts
 from pdcluster.node.engine_start import NodeEngine, start_engine
-from pdcluster.node.files import ModelFiles
+from pdcluster.node.load_report import ModelFiles
 from pdcluster.node.loop import NodeLoop
 from pdcluster.node.tensor_parallel.endpoint_client import RankLink
 from pdcluster.processes.garbage import collect_seldom

@@ -27,8 +27,7 @@ from pdcluster.wire.sockets import WireSettings, warn_if_open
 from pdcluster_router.admin.roles import RoleController, RoleSettings
 from pdcluster_router.admin.service import LOOK_S, Admin
 from pdcluster_router.cluster.events import EventLog
-from pdcluster_router.cluster.index_metrics import IndexCollector
-from pdcluster_router.cluster.metrics import NodeCollector
+from pdcluster_router.cluster.metrics import IndexCollector, NodeCollector
 from pdcluster_router.cluster.models import Models
 from pdcluster_router.cluster.node_table import Cluster
 from pdcluster_router.core.kept_heap import keep_heap

@@ -9,10 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-PROGRAM = "pdcluster_router.cli"
-"""What a worker runs, whether it is started afresh or was the spare."""
-
-LOADED = (PROGRAM, "pdcluster_router.process", "pdcluster_router.frontend.grpc")
+LOADED = ("pdcluster_router.cli", "pdcluster_router.process", "pdcluster_router.frontend.grpc")
 """What brings all that a worker imports, now or later."""
 
 
@@ -21,6 +18,7 @@ def main() -> None:
         importlib.import_module(name)
     from pdcluster.processes.spare import awaited_argv
     from pdcluster_router import cli
+    from pdcluster_router.workers.supervisor import PROGRAM
 
     argv = awaited_argv()
     if argv is not None:

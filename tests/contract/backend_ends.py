@@ -13,13 +13,14 @@ from transfer_memory import Memory
 from transfer_peer import READER, WRITER
 
 from pdcluster.settings.config import set_library_environment
-from pdcluster.transfer.backends.base import Backend, Handle, Peer, Permit, Run, Stamp, WriteStatus
+from pdcluster.transfer.backends.base import Backend, Handle, Peer, Permit, Stamp, WriteStatus
 from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork
 from pdcluster.transfer.backends.mooncake import MooncakeEngine, environment
 from pdcluster.transfer.backends.nixl import PACKAGES, NixlEngine
 from pdcluster.transfer.backends.nixl import environment as nixl_environment
 from pdcluster.transfer.backends.staged import StagedBackend
 from pdcluster.transfer.backends.staging import Engine, StagedSettings
+from pdcluster.transfer.layout.spans import Run
 from pdcluster.transfer.paths.choose import create_backends
 
 NBYTES = 1 << 20

@@ -11,7 +11,8 @@ from backend_ends import NBYTES, REAL, Ends, eventually
 from transfer_peer import READER, WRITER
 
 from pdcluster.core.errors import PeerUnreachable
-from pdcluster.transfer.backends.base import Arrival, Handle, Permit, Run, Stamp, WriteStatus
+from pdcluster.transfer.backends.base import Arrival, Handle, Permit, Stamp, WriteStatus
+from pdcluster.transfer.layout.spans import Run
 
 LARGE = (Run(4096, 0, 3000), Run(0, 100_000, 65_536), Run(500_001, 300_007, 200_003))
 SMALL = tuple(Run(7 + 2001 * index, NBYTES - 1999 * (index + 1), 1990 + index % 7) for index in range(300))

@@ -24,11 +24,12 @@ from transfer_memory import Memory
 from transfer_peer import READER, WRITER
 
 from pdcluster.core.errors import PeerUnreachable
-from pdcluster.transfer.backends.base import Fence, Peer, Permit, Run, Stamp, WriteStatus
+from pdcluster.transfer.backends.base import Fence, Peer, Permit, Stamp, WriteStatus
 from pdcluster.transfer.backends.shm import ShmBackend, ShmSettings
 from pdcluster.transfer.backends.shm_frames import Advert as ShmAdvert
 from pdcluster.transfer.backends.shm_frames import decode_advert as decode_shm_advert
 from pdcluster.transfer.backends.tcp_links import TOKEN_BYTES, Advert
+from pdcluster.transfer.layout.spans import Run
 
 PEER_SCRIPT = Path(__file__).with_name("transfer_peer.py")
 

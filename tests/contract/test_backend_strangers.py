@@ -11,8 +11,9 @@ import pytest
 from backend_ends import REAL, Ends, eventually
 from transfer_peer import READER, WRITER
 
-from pdcluster.transfer.backends.base import Backend, Peer, Run, WriteStatus
+from pdcluster.transfer.backends.base import Backend, Peer, WriteStatus
 from pdcluster.transfer.layout.runs import span_table
+from pdcluster.transfer.layout.spans import Run
 
 
 def address_of(backend: Backend) -> tuple[str, int]:
@@ -74,14 +75,14 @@ def test_a_connection_for_which_there_is_no_thread_is_dropped_and_counted_and_ot
 @pytest.mark.parametrize("name", REAL[1:])
 @pytest.mark.parametrize("frame", ["random", "huge", "many runs", "not adding up"])
 def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, frame: str) -> None:
-    from pdcluster.transfer.backends import staged_frames, tcp, tcp_links
+    from pdcluster.transfer.backends import staging, tcp, tcp_links
 
     ends = Ends(name)
     ends.connect()
     ends.permit()
     link = tcp_links.connect(Peer("x", "x1"), READER, tcp_links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20)
     if name != "tcp":
-        staged_frames.read_grant(link)
+        staging.read_grant(link)
     frames = {
         "tcp": {
             "random": random.Random(3).randbytes(200),
@@ -91,10 +92,10 @@ def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, fra
         },
         "staged": {
             "random": random.Random(3).randbytes(200),
-            "huge": staged_frames.NOTICE.pack(staged_frames.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 1 << 60),
-            "many runs": staged_frames.NOTICE.pack(staged_frames.NOTICE_MAGIC, 0, 1 << 31, 7, 0, 1, 0, 64, 64),
+            "huge": staging.NOTICE.pack(staging.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 1 << 60),
+            "many runs": staging.NOTICE.pack(staging.NOTICE_MAGIC, 0, 1 << 31, 7, 0, 1, 0, 64, 64),
             "not adding up": tcp_links.sealed(
-                staged_frames.NOTICE.pack(staged_frames.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + span_table([(0, 65)]).pack()
+                staging.NOTICE.pack(staging.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + span_table([(0, 65)]).pack()
             ),
         },
     }
@@ -108,7 +109,7 @@ def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, fra
 @pytest.mark.parametrize("name", REAL[1:])
 def test_whichever_byte_of_a_frame_is_damaged_nothing_comes_of_it(name: str) -> None:
     """One that names another place under the same permit would spoil what landed there before."""
-    from pdcluster.transfer.backends import staged_frames, tcp, tcp_links
+    from pdcluster.transfer.backends import staging, tcp, tcp_links
 
     ends = Ends(name)
     ends.connect()
@@ -118,11 +119,11 @@ def test_whichever_byte_of_a_frame_is_damaged_nothing_comes_of_it(name: str) -> 
     if name == "tcp":
         good = tcp_links.sealed(tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + table)
     else:
-        good = tcp_links.sealed(staged_frames.NOTICE.pack(staged_frames.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + table)
+        good = tcp_links.sealed(staging.NOTICE.pack(staging.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + table)
     for number in range(len(good)):
         link = tcp_links.connect(WRITER, READER, tcp_links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20)
         if name != "tcp":
-            staged_frames.read_grant(link)
+            staging.read_grant(link)
         link.send(good[:number] + bytes([good[number] ^ 1 << number % 8]) + good[number + 1 :] + bytes(64))
         with pytest.raises(OSError):  # it hung up, perhaps already
             link.sock.shutdown(socket.SHUT_WR)

@@ -12,7 +12,8 @@ from backend_ends import HAS_NIXL, NBYTES, REAL, Ends, eventually
 from transfer_peer import READER, WRITER
 
 from pdcluster.core.errors import IntegrityError, PeerUnreachable
-from pdcluster.transfer.backends.base import Fence, Peer, Run, WriteStatus
+from pdcluster.transfer.backends.base import Fence, Peer, WriteStatus
+from pdcluster.transfer.layout.spans import Run
 
 CHECKS_PERMITS = (*REAL[1:], "fake")
 

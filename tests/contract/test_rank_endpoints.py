@@ -17,11 +17,11 @@ from pdcluster.core.messages import Abort, Commit, CommitAck
 from pdcluster.node.tensor_parallel import endpoint_client
 from pdcluster.node.tensor_parallel.channel import frame
 from pdcluster.node.tensor_parallel.messages import Allow, Arrived, Close, Known, Revoke, Write
-from pdcluster.transfer.backends.base import Arrival, Fence, Peer, Permit, Run, Stamp, WriteStatus
+from pdcluster.transfer.backends.base import Arrival, Fence, Peer, Permit, Stamp, WriteStatus
 from pdcluster.transfer.backends.ranked import MAGIC, MAX_RANKS, pack_adverts, unpack_adverts
 from pdcluster.transfer.layout.geometry import plan_courses
 from pdcluster.transfer.layout.runs import SpanTable
-from pdcluster.transfer.layout.spans import digest
+from pdcluster.transfer.layout.spans import Run, digest
 from pdcluster.transfer.protocol.reader import Reader
 from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
 

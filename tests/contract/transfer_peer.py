@@ -14,7 +14,8 @@ import time
 from transfer_memory import Memory
 
 from pdcluster.core.errors import PeerUnreachable
-from pdcluster.transfer.backends.base import Backend, Peer, Permit, Run, Stamp, WriteStatus
+from pdcluster.transfer.backends.base import Backend, Peer, Permit, Stamp, WriteStatus
+from pdcluster.transfer.layout.spans import Run
 from pdcluster.transfer.paths.choose import create_backends
 
 READER, WRITER = Peer("r", "r1"), Peer("w", "w1")

@@ -10,8 +10,9 @@ from simulated_cluster import SimulatedBackend, SimulatedCluster
 from virtual_wire import Connection, Delivery
 
 from pdcluster.core.messages import AnyMessage, Commit, CommitAck, Deliver, Fetch, Reserve, Reserved, Ticket
-from pdcluster.transfer.backends.base import Peer, Runs, Stamp, WriteStatus
+from pdcluster.transfer.backends.base import Peer, Stamp, WriteStatus
 from pdcluster.transfer.backends.fake import Fault
+from pdcluster.transfer.layout.spans import Runs
 from pdcluster.wire import codec
 
 FAULTS = (

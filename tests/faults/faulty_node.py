@@ -32,9 +32,10 @@ from oracle import OracleEngine
 from pdcluster.core.messages import Commit, CommitAck, Deliver, Reserve, Ticket
 from pdcluster.core.step import StepPlan
 from pdcluster.settings.config import set_library_environment
-from pdcluster.transfer.backends.base import Backend, Handle, Peer, Runs, Stamp
+from pdcluster.transfer.backends.base import Backend, Handle, Peer, Stamp
 from pdcluster.transfer.backends.staging import StagedSettings
 from pdcluster.transfer.backends.tcp_links import Advert
+from pdcluster.transfer.layout.spans import Runs
 from pdcluster.transfer.protocol.session import Settings
 from pdcluster.wire.hub import Received
 from pdcluster.wire.sockets import WireSettings

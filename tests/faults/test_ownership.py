@@ -14,8 +14,7 @@ from ownership_machine import Ownership
 from pdcluster.core.errors import IntegrityError
 from pdcluster.core.messages import Ticket
 from pdcluster.node.decode import DecodeLeg, DecodeSide
-from pdcluster.node.export import ExportSide
-from pdcluster.node.kv_fetch import FetchSide, Pulling
+from pdcluster.node.kv_fetch import ExportSide, FetchSide, Pulling
 from pdcluster.node.prefill import Pins, PrefillSide
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.protocol.reader import Reader

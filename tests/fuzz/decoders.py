@@ -33,17 +33,17 @@ from pdcluster.processes.ready import parse
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import inference_pb2
 from pdcluster.rpc.inference import request_from_proto
-from pdcluster.transfer.backends import ranked, shm_frames, staged, staged_frames, staged_pump, tcp, tcp_links
-from pdcluster.transfer.backends.base import Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
+from pdcluster.transfer.backends import ranked, shm_frames, staged, staged_pump, staging, tcp, tcp_links
+from pdcluster.transfer.backends.base import Handle, Peer, Permit, Region, Stamp, WriteStatus
 from pdcluster.transfer.backends.ledger import Counts, Doorbell, Writes
 from pdcluster.transfer.backends.shm import ShmBackend
-from pdcluster.transfer.backends.shm_notices import Notices
-from pdcluster.transfer.backends.staged_pieces import cut
-from pdcluster.transfer.backends.staged_reads import SourceReads
-from pdcluster.transfer.backends.staging import Blocks, StagedSettings
+from pdcluster.transfer.backends.shm_frames import Notices
+from pdcluster.transfer.backends.staged_pump import SourceReads
+from pdcluster.transfer.backends.staging import Blocks, StagedSettings, cut
 from pdcluster.transfer.backends.tcp_links import Advert, Answers, Cursor, Listener
 from pdcluster.transfer.copying.copy import Payload, table_of
 from pdcluster.transfer.layout.runs import run_table, span_table
+from pdcluster.transfer.layout.spans import Run
 from pdcluster.wire import codec, zmtp
 from pdcluster.wire.address import parse_address
 from pdcluster.wire.batch import Batch
@@ -339,14 +339,14 @@ def staged_decoders() -> list[Decoder]:
         memory.check()
         backend.arrivals()
 
-    one = staged_frames.NOTICE.pack(staged_frames.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + _span(4096, 64)
-    awake = staged_frames.NOTICE.pack(staged_frames.AWAKE_MAGIC, 0, 0, 0, 0, 0, 0, 0, 0)
-    grant = msgspec.msgpack.encode(staged_frames.Grant(b"engine", 1 << 40, 4096, 4))
-    grants = (staged_frames.LENGTH.pack(len(grant)) + grant,)
+    one = staging.NOTICE.pack(staging.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + _span(4096, 64)
+    awake = staging.NOTICE.pack(staging.AWAKE_MAGIC, 0, 0, 0, 0, 0, 0, 0, 0)
+    grant = msgspec.msgpack.encode(staging.Grant(b"engine", 1 << 40, 4096, 4))
+    grants = (staging.LENGTH.pack(len(grant)) + grant,)
     errors = (ProtocolError, OSError)
     return [
         Decoder("staged notice", (one, awake + one, one + one), decode, errors, check, backend.shutdown),
-        Decoder("staged grant", grants, lambda data: staged_frames.read_grant(FedLink(data)), errors),  # type: ignore[arg-type]
+        Decoder("staged grant", grants, lambda data: staging.read_grant(FedLink(data)), errors),  # type: ignore[arg-type]
         pump_decoder(),
     ]
 
@@ -365,11 +365,11 @@ def pump_decoder() -> Decoder:
         writes = [staged_pump.Write(Handle(n), source, 0, Stamp(7, n, 1, 64), run, payload, False, deque(), 1, 1) for n in range(3)]
         piece = cut(run, 0, 4096, may_be_straight=True)[0]
         pump._reader_has = {n: staged_pump.Flying(write, piece, None, []) for n, write in enumerate(writes)}
-        answers = Answers(FedLink(data), staged_frames.ANSWER)  # type: ignore[arg-type]
+        answers = Answers(FedLink(data), staging.ANSWER)  # type: ignore[arg-type]
         while True:
             pump._take_answers(answers)
 
-    good = b"".join(staged_frames.ANSWER.pack(staged_frames.ANSWER_MAGIC, n, 1) for n in range(3))
+    good = b"".join(staging.ANSWER.pack(staging.ANSWER_MAGIC, n, 1) for n in range(3))
     return Decoder("staged answer", (good,), decode, (ProtocolError, OSError), end=doorbell.close)
 
 

@@ -125,19 +125,18 @@ def test_no_decoder_is_left_out(every: dict[str, Decoder]) -> None:
     assert set(every) == set(NAMES)
     root = Path(__file__).parents[2]
     known = {
-        "wire/codec.py", "ready.py", "rpc/cards.py", "rpc/inference.py", "node/rank_channel.py",
-        "engine/grammar.py", "engine/grammar_ends.py",
-        "transfer/links.py", "transfer/ranked.py", "transfer/tcp.py", "transfer/staged.py", "transfer/shm_frames.py",
-        "transfer/staged_frames.py", "transfer/staged_pump.py",
+        "wire/codec.py", "processes/ready.py", "bootstrap/card_messages.py", "rpc/inference.py", "node/tensor_parallel/channel.py",
+        "engine/sampling/grammar.py", "transfer/backends/tcp_links.py", "transfer/backends/ranked.py", "transfer/backends/tcp.py", "transfer/backends/staged.py", "transfer/backends/shm_frames.py",
+        "transfer/backends/staging.py", "transfer/backends/staged_pump.py",
         "bootstrap/server.py", "bootstrap/agent.py",  # use rpc/cards.py
-        "node/rank_link.py", "node/rank_endpoint.py", "node/rank_messages.py",  # tables of the same node's ranks: a bad one ends the node
-        "transfer/pidfd.py", "transfer/shm.py",  # what the kernel says
-        "engine/model_config.py", "engine/weights.py", "api/text.py", "api/ends.py", "model_files.py", "hub.py",  # a model's files
+        "node/tensor_parallel/endpoint_client.py", "node/tensor_parallel/endpoint.py", "node/tensor_parallel/messages.py",  # tables of the same node's ranks: a bad one ends the node
+        "transfer/backends/shm_memory.py", "transfer/backends/shm.py",  # what the kernel says
+        "engine/model/config.py", "engine/model/weights.py", "api/text/model_text.py", "checkpoint/end_tokens.py", "checkpoint/inspection.py", "checkpoint/hub.py",  # a model's files
         "api/tools/arguments.py",  # of calls that a client sends back: tests/unit/api/test_histories.py
-        "api/openai.py", "api/validate.py", "api/structured.py",  # HTTP bodies: tests/unit/router/test_http_fuzz.py
+        "api/openai/requests.py", "api/validate.py", "api/structured/constraints.py",  # HTTP bodies: tests/unit/router/test_http_fuzz.py
         "api/tools/calls.py",  # what a model says: tests/unit/api/tools
         "launch/demo.py", "launch/up.py",  # our own router's answers
-        "launch/spare.py",  # the arguments that its own supervisor writes
+        "processes/spare.py",  # the arguments that its own supervisor writes
     }  # fmt: skip
     modules = [path for path in (root / "pdcluster").rglob("*.py") if "_pb2" not in path.name]
     found = {str(path.relative_to(root / "pdcluster")) for path in modules if UNPACKING.search(path.read_text())}

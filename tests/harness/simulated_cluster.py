@@ -19,8 +19,9 @@ from virtual_wire import Context, Wire
 from pdcluster.bootstrap.card import ClusterSnapshot
 from pdcluster.core.messages import Role
 from pdcluster.core.step import StepPlan
-from pdcluster.transfer.backends.base import Handle, Peer, Runs, Stamp
+from pdcluster.transfer.backends.base import Handle, Peer, Stamp
 from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork, Fault
+from pdcluster.transfer.layout.spans import Runs
 from pdcluster.transfer.protocol.session import Settings
 from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.core.stages import StageDeadlines

@@ -14,8 +14,9 @@ from virtual_wire import Context, Wire
 
 from pdcluster.core.messages import AnyMessage, Endpoint, Role
 from pdcluster.node.loop import NodeLoop
-from pdcluster.transfer.backends.base import Peer, Runs
+from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork
+from pdcluster.transfer.layout.spans import Runs
 from pdcluster.transfer.paths.measure import MeasureSettings, Paths
 from pdcluster.transfer.protocol.ladder import Ladder
 from pdcluster.transfer.protocol.session import Settings

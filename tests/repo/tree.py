@@ -20,8 +20,8 @@ class Module:
 
     @property
     def package(self) -> str:
-        """The package it lies in: `pdcluster.kv` for pdcluster/kv/pages.py, with subpackages counted to their parent."""
-        return ".".join(self.name.split(".")[:2]) if self.name.startswith("pdcluster.") and self.name.count(".") > 1 else self.name.split(".")[0]
+        """The package that it lies in: `pdcluster.kv` for pdcluster/kv/pages.py."""
+        return self.name.rpartition(".")[0]
 
     @property
     def is_generated(self) -> bool:

@@ -12,17 +12,22 @@ import numba
 import numpy as np
 from numba.extending import register_jitable
 
-from pdcluster.engine.kernels.elementwise import VERY_NEGATIVE, exponential, narrow
-from pdcluster.engine.kernels.intrinsics import address, greatest_of, has_broad_product, has_pair_product, has_wide_product, tile_of
+from pdcluster.engine.kernels.elementwise import VERY_NEGATIVE, exponential, narrow, widen
+from pdcluster.engine.kernels.f32_tiles import wide_tile_of
+from pdcluster.engine.kernels.intrinsics import LANES, address, greatest_of, has_broad_product, has_pair_product, has_wide_product, tile_of
 from pdcluster.engine.kernels.layer_arrays import BLOCK
-from pdcluster.engine.kernels.wide_attention import TILE as WIDE_TILE
-from pdcluster.engine.kernels.wide_attention import take_wide, wide_scores, wide_sums
 
 BROAD = has_broad_product()
+F32_TILE = 12 if BROAD else 6
+"""Rows of one product: fewer than the turns of a loop that a sum takes would leave multipliers idle."""
+
+f32_score_tile, f32_add_tile = wide_tile_of(F32_TILE, adds=False), wide_tile_of(F32_TILE, adds=True, row_bytes=4 * BLOCK)
 NATIVE, WIDE = has_pair_product() and not BROAD, has_wide_product() or BROAD
+has_chunks = NATIVE or WIDE
+"""Elsewhere torch's own attention does as well."""
 FACTOR = np.float32 if WIDE else np.uint16
 """Of queries and shares."""
-TILE = WIDE_TILE if WIDE else 6
+TILE = F32_TILE if WIDE else 6
 """Rows of one product. Of pairs six times four vectors of sums leave registers for what is multiplied."""
 ROWS = 48
 """Rows (queries of one kv head) that go over the context together, at least one token's."""
@@ -128,6 +133,37 @@ def block_sums(shares, values, rows, _, sums):
         if sums.shape[1] % BLOCK:
             d = sums.shape[1] - BLOCK // 2
             add_tile_2(left, 2 * BLOCK, address(values) + 4 * d, width, BLOCK // 2, out + 4 * d, width)
+
+
+# On CPUs that multiply floats as fast as pairs, queries and shares are float32.
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
+def take_wide(query, queries, r):
+    """As row r of queries, whose tiles lie interleaved, dimension by dimension."""
+    width = query.shape[0]
+    first = r // F32_TILE * F32_TILE
+    tile = queries[first : first + F32_TILE].reshape(width, F32_TILE)
+    for d in range(width):
+        tile[d, r - first] = widen(query[d])
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
+def wide_scores(queries, keys, rows, seen, scores):
+    """Of the first `seen` keys, and some behind them."""
+    for r in range(0, rows, F32_TILE):
+        left, out = address(queries) + 4 * r * queries.shape[1], address(scores) + 4 * BLOCK * r
+        for t in range(0, seen, LANES):
+            f32_score_tile(left, address(keys) + 4 * t, 4 * BLOCK, keys.shape[0], out + 4 * t, 4 * BLOCK)
+
+
+@numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
+def wide_sums(shares, values, rows, seen, sums):
+    width = 4 * sums.shape[1]
+    for r in range(0, rows, F32_TILE):
+        left, out = address(shares) + 4 * BLOCK * r, address(sums) + width * r
+        for d in range(0, sums.shape[1], LANES):
+            f32_add_tile(left, address(values) + 4 * d, width, (seen + 1) // 2, out + 4 * d, width)
 
 
 take, multiply_keys, multiply_values = (take_wide, wide_scores, wide_sums) if WIDE else (take_query, block_scores, block_sums)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdcluster.core.errors import ConfigError
-from pdcluster.engine.kernels.cache import filling, open_place
 from pdcluster.kv.layout import DType
+from pdcluster.processes.kernel_cache import filling, open_place
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +38,9 @@ class Kernels(Protocol):
 
 
 class PairKernels(Protocol):
-    """The functions of `engine.kernels.gemm_pairs`, `engine.kernels.attention_chunks`, `engine.kernels.panel_kernels` or `engine.kernels.wide_panels`, and `engine.kernels.fused_step`, for
-    bfloat16.
+    """The functions that `fused_step` gathers for this CPU, for bfloat16.
 
-    has_chunks, has_panels: whether those of the second and the third are worth calling; PANEL: outputs of one panel."""
+    has_chunks, has_panels: whether `attend_chunk` and `multiply_panels` are worth calling here. PANEL: outputs of one panel."""
 
     linear_rows: Kernel
     attend_rows: Kernel

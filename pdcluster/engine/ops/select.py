@@ -20,12 +20,11 @@ from torch import Tensor
 from pdcluster.engine.kernels.loader import Kernels, PairKernels, Parallel, as_array, load_kernels, load_pair_kernels
 from pdcluster.engine.model.rope import Rope, RopeConfig, Rotation
 from pdcluster.engine.model.weights import Weights
-from pdcluster.engine.ops.attention import Attention, AttentionShape
+from pdcluster.engine.ops.attention import Attention, AttentionShape, ReferenceAttention
 from pdcluster.engine.ops.attention_cpu import CpuAttention
 from pdcluster.engine.ops.fused import FusedLayers, fits_fused_layers
 from pdcluster.engine.ops.linear import Linear, PackedLinear, PlainHead, PlainLinear, RowsLinear, can_pack, takes_rows
 from pdcluster.engine.ops.packed_weights import PanelLinear, Panels
-from pdcluster.engine.ops.reference import ReferenceAttention
 from pdcluster.kv.layout import DType
 
 ROW_GRAIN = 32

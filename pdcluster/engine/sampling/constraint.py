@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pdcluster.core.errors import BadRequest
@@ -28,10 +27,7 @@ from pdcluster.core.grammar import PARAM, Grammar
 from pdcluster.core.sampling import Sampling
 from pdcluster.core.step import Row, RowError
 from pdcluster.engine.sampling.deadline_pool import Aside, Late, TurnedAway
-from pdcluster.engine.sampling.grammar import Grammars
-
-Mask = NDArray[np.int32]
-"""A bit per token id, lowest first."""
+from pdcluster.engine.sampling.grammar import Constraint, Grammars, Mask
 
 MAX_IDLE_STEPS = 64
 """After so many steps without it a row's state is dropped: its row is gone, or waits."""
@@ -46,33 +42,6 @@ SLOW = 0.5
 
 STARVED = RowError("this node gets too little time on its CPUs to say what the request's grammar allows next; retry later", retryable=True)
 """Nothing is known against the grammar then."""
-
-
-class Constraint:
-    """One output's place in its grammar."""
-
-    def __init__(self, compiled: Any, grammar: Grammar | None = None) -> None:
-        import xgrammar
-
-        self.grammar = grammar
-
-        self._matcher = xgrammar.GrammarMatcher(compiled)
-        self._words = -(-compiled.tokenizer_info.vocab_size // 32)
-        self.num_tokens = 0
-
-    def accept(self, token: int) -> bool:
-        """False for a token that the grammar does not allow here."""
-        self.num_tokens += 1
-        return bool(self._matcher.accept_token(token))
-
-    def mask(self) -> Mask:
-        words = np.full((1, self._words), -1, np.int32)
-        if not self._matcher.is_terminated():
-            self._matcher.fill_next_token_bitmask(words, 0)
-        else:
-            words[:] = 0
-        row: Mask = words[0]
-        return row
 
 
 @dataclass(frozen=True, slots=True)

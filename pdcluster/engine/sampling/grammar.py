@@ -20,15 +20,65 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.tools.markers import MARKERS
 from pdcluster.core.errors import BadRequest, Overloaded, PdclusterError
 from pdcluster.core.grammar import MAX_DEPTH, Grammar, depth_of
 from pdcluster.engine.sampling.deadline_pool import yield_to_others
-from pdcluster.engine.sampling.grammar_ends import endless_rule
+
+# Whether every rule of a grammar in EBNF can come to an end. A rule that needs itself never does: an output that
+# enters it goes on until its tokens
+# run out.
+
+RULE, SEQUENCE, CHOICES, REPEAT = 4, 5, 6, 8
+"""Kinds of expressions that have others in them, as xgrammar numbers them in its own JSON of a grammar (version 16)."""
+
+
+def endless_rule(serialized: str) -> str | None:
+    """The name of a rule that never ends, None when all do. serialized: by `xgrammar.Grammar.serialize_json`."""
+    grammar = json.loads(serialized)
+    data, starts = grammar["grammar_expr_data"], grammar["grammar_expr_indptr"]
+    expressions = [data[start : start + 2 + data[start + 1]] for start in starts]
+    bodies = [rule[1] for rule in grammar["rules"]]
+    users: list[list[int]] = [[] for _ in bodies]
+    for rule, body in enumerate(bodies):
+        for used in _rules_in(body, expressions):
+            users[used].append(rule)
+    ending, waiting = set[int](), list(range(len(bodies)))
+    while waiting:
+        rule = waiting.pop()
+        if rule not in ending and _ends(bodies[rule], expressions, ending):
+            ending.add(rule)
+            waiting += users[rule]
+    endless = next((rule for rule in range(len(bodies)) if rule not in ending), None)
+    return None if endless is None else str(grammar["rules"][endless][0])
+
+
+def _rules_in(index: int, expressions: list[list[int]]) -> list[int]:
+    kind, _, *parts = expressions[index]
+    if kind in (SEQUENCE, CHOICES):
+        return [rule for part in parts for rule in _rules_in(part, expressions)]
+    return parts[:1] if kind in (RULE, REPEAT) else []
+
+
+def _ends(index: int, expressions: list[list[int]], ending: set[int]) -> bool:
+    """By the rules that are known to end."""
+    kind, _, *parts = expressions[index]
+    if kind == RULE:
+        return parts[0] in ending
+    if kind == SEQUENCE:
+        return all(_ends(part, expressions, ending) for part in parts)
+    if kind == CHOICES:
+        return any(_ends(part, expressions, ending) for part in parts)
+    return kind != REPEAT or parts[1] == 0 or parts[0] in ending
+
 
 log = logging.getLogger(__name__)
+
+Mask = NDArray[np.int32]
+"""A bit per token id, lowest first."""
 
 STACK_BYTES = 256 << 20
 """Compilers recurse over what they read; it is virtual memory until it is used."""
@@ -73,6 +123,33 @@ def vocabulary_of(model_dir: Path, size: int, eos_token_ids: Sequence[int]) -> V
     pieces = TextModel.from_dir(model_dir).pieces
     tokens = [piece if index not in pieces.special or piece.decode(errors="replace") in MARKERS else b"" for index, piece in enumerate(pieces.table)]
     return Vocabulary(tokens[:size] + [b""] * (size - len(tokens)), size, eos_token_ids)
+
+
+class Constraint:
+    """One output's place in its grammar."""
+
+    def __init__(self, compiled: Any, grammar: Grammar | None = None) -> None:
+        import xgrammar
+
+        self.grammar = grammar
+
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._words = -(-compiled.tokenizer_info.vocab_size // 32)
+        self.num_tokens = 0
+
+    def accept(self, token: int) -> bool:
+        """False for a token that the grammar does not allow here."""
+        self.num_tokens += 1
+        return bool(self._matcher.accept_token(token))
+
+    def mask(self) -> Mask:
+        words = np.full((1, self._words), -1, np.int32)
+        if not self._matcher.is_terminated():
+            self._matcher.fill_next_token_bitmask(words, 0)
+        else:
+            words[:] = 0
+        row: Mask = words[0]
+        return row
 
 
 class Grammars:
@@ -331,8 +408,6 @@ def _make_compiler(vocabulary: Vocabulary) -> Any:
 
 def _try(compiled: Any) -> None:
     """Say something in it. Raises BadRequest for a grammar that allows nothing (an endless recursion), or that gets slower with every token."""
-    from pdcluster.engine.sampling.constraint import Constraint
-
     constraint, generator, stops = Constraint(compiled), np.random.default_rng(0), compiled.tokenizer_info.stop_token_ids
     until = time.thread_time() + TRIAL_S
     for number in range(TRIAL_TOKENS):

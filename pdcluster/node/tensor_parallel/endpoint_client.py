@@ -34,9 +34,10 @@ from pdcluster.node.tensor_parallel.messages import (
     pack_runs,
     words_of,
 )
-from pdcluster.transfer.backends.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
+from pdcluster.transfer.backends.base import Arrival, Fence, Handle, Peer, Permit, Region, Stamp, WriteStatus
 from pdcluster.transfer.backends.ledger import Arrivals, Doorbell, Writes
 from pdcluster.transfer.layout.runs import SpanTable, run_table
+from pdcluster.transfer.layout.spans import Runs
 from pdcluster.transfer.protocol.rank_memory import Answer, Answers, OwnMemories
 
 MAX_PROOFS = 4096

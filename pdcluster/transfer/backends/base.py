@@ -18,18 +18,16 @@ Requirements every backend meets (tests/contract runs them over all of them):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, NewType, Protocol
 
 import msgspec
 
-Handle = NewType("Handle", int)
-Span = tuple[int, int]
-"""(offset, nbytes)"""
-Spans = Sequence[Span]
+from pdcluster.transfer.layout.spans import Runs, Spans
 
+Handle = NewType("Handle", int)
 DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
 """What msgspec raises for bytes of a peer that it cannot take: text that is no UTF-8 is a ValueError."""
 
@@ -82,19 +80,6 @@ class Arrival(msgspec.Struct, frozen=True):
     digest: int | None = None
     spans: Spans = ()
     region: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One contiguous copy: from `source` in the local region to `target` in the remote one, offsets in bytes."""
-
-    source: int
-    target: int
-    nbytes: int
-
-
-Runs = Sequence[Run]
-"""A tuple, or many of them as a table (`runs`)."""
 
 
 class Permit(msgspec.Struct, frozen=True):

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pdcluster.core.errors import PeerUnreachable
-from pdcluster.transfer.backends.base import Arrival, Fence, Handle, Peer, Permit, Region, Run, Runs, Stamp, WriteStatus
+from pdcluster.transfer.backends.base import Arrival, Fence, Handle, Peer, Permit, Region, Stamp, WriteStatus
 from pdcluster.transfer.backends.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside
+from pdcluster.transfer.layout.spans import Run, Runs
 
 
 @dataclass(frozen=True, slots=True)

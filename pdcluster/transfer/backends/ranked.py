@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from pdcluster.core.errors import PeerUnreachable
-from pdcluster.transfer.backends.base import DECODE_ERRORS, Arrival, Backend, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
+from pdcluster.transfer.backends.base import DECODE_ERRORS, Arrival, Backend, Fence, Handle, Peer, Permit, Region, Stamp, WriteStatus
+from pdcluster.transfer.layout.spans import Runs
 
 MAGIC = b"pdcl\0ranks\n"
 MAX_RANKS = 64

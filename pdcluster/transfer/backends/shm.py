@@ -22,10 +22,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdcluster.core.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
-from pdcluster.transfer.backends.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
-from pdcluster.transfer.backends.inbox import Inbox
-from pdcluster.transfer.backends.ledger import Arrivals, Counts, Doorbell, Permits, Writes, level_of_end, start_or_release
-from pdcluster.transfer.backends.pidfd import Processes
+from pdcluster.transfer.backends.base import Arrival, Fence, Handle, Peer, Permit, Region, Stamp, WriteStatus
+from pdcluster.transfer.backends.ledger import Arrivals, Counts, Doorbell, Inbox, Permits, Writes, level_of_end, start_or_release
 from pdcluster.transfer.backends.shm_frames import (
     MAX_HELLO_BYTES,
     MAX_NOTICE_BYTES,
@@ -35,6 +33,7 @@ from pdcluster.transfer.backends.shm_frames import (
     Advert,
     Hello,
     Notice,
+    Notices,
     Shared,
     decode_advert,
     decode_hello,
@@ -43,10 +42,10 @@ from pdcluster.transfer.backends.shm_frames import (
     pack_notice,
     pack_progress,
 )
-from pdcluster.transfer.backends.shm_memory import MappedMemory
-from pdcluster.transfer.backends.shm_notices import Notices
+from pdcluster.transfer.backends.shm_memory import MappedMemory, Processes
 from pdcluster.transfer.copying.copy import GilWaits, Payload, Table, copies_inside, native
 from pdcluster.transfer.layout.runs import MOST_BYTES, RunTable, run_table
+from pdcluster.transfer.layout.spans import Runs
 
 LOG = logging.getLogger(__name__)
 

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdcluster.core.errors import IntegrityError, PeerUnreachable, ProtocolError
-from pdcluster.transfer.backends.base import Arrival, Fence, Handle, Peer, Permit, Region, Runs, Stamp, WriteStatus
+from pdcluster.transfer.backends.base import Arrival, Fence, Handle, Peer, Permit, Region, Stamp, WriteStatus
 from pdcluster.transfer.backends.ledger import Arrivals, Counts, Doorbell, Permits, Writes
-from pdcluster.transfer.backends.staged_frames import (
+from pdcluster.transfer.backends.staged_pump import Pump, SourceReads, Write
+from pdcluster.transfer.backends.staging import (
     ANSWER,
     ANSWER_MAGIC,
     AWAKE_MAGIC,
@@ -32,14 +33,15 @@ from pdcluster.transfer.backends.staged_frames import (
     NOTICE,
     NOTICE_MAGIC,
     RUN_BYTES,
+    Blocks,
+    Engine,
     Grant,
+    StagedSettings,
 )
-from pdcluster.transfer.backends.staged_pump import Pump, Write
-from pdcluster.transfer.backends.staged_reads import SourceReads
-from pdcluster.transfer.backends.staging import Blocks, Engine, StagedSettings
 from pdcluster.transfer.backends.tcp_links import Advert, Link, Listener, decode_advert, sealed
 from pdcluster.transfer.copying.copy import GilWaits, Payload, native, packed, table_of
 from pdcluster.transfer.layout.runs import SpanTable, chained, run_table
+from pdcluster.transfer.layout.spans import Runs
 
 LOG = logging.getLogger(__name__)
 

@@ -2,25 +2,201 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
+import os
+import select
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from pdcluster.core.errors import ProtocolError
 from pdcluster.transfer.backends.base import Handle, Peer, Region, Stamp, WriteStatus
-from pdcluster.transfer.backends.inbox import Inbox
-from pdcluster.transfer.backends.ledger import level_of_end, start_or_release
-from pdcluster.transfer.backends.staged_frames import ANSWER, ANSWER_MAGIC, AWAKE_MAGIC, NOTICE, NOTICE_MAGIC, Grant, read_grant
-from pdcluster.transfer.backends.staged_pieces import Piece, cut
-from pdcluster.transfer.backends.staged_reads import SourceReads
-from pdcluster.transfer.backends.staging import Blocks, Engine, StagedSettings
+from pdcluster.transfer.backends.ledger import Inbox, Writes, level_of_end, start_or_release
+from pdcluster.transfer.backends.staging import (
+    ANSWER,
+    ANSWER_MAGIC,
+    AWAKE_MAGIC,
+    NOTICE,
+    NOTICE_MAGIC,
+    Blocks,
+    Engine,
+    Grant,
+    Piece,
+    StagedSettings,
+    cut,
+    read_grant,
+)
 from pdcluster.transfer.backends.tcp_links import Advert, Answers, Link, connect, sealed
-from pdcluster.transfer.backends.waiting import Pace, Waiter
 from pdcluster.transfer.copying.copy import Payload
 from pdcluster.transfer.layout.runs import RunTable
+
+# What a library may still read of our source pages after its pump let go of it. For a staged backend that sends
+# straight from the pool.
+#
+# A write whose outcome the library does not tell in time is over for its pump, but its pages are not free: read later
+# they would hold another
+# request's KV. So every answer about a write goes through here, and a final one waits until the library itself says
+# of each of its batches that it
+# ended. Until then the write is PENDING, and after a while UNKNOWN, which keeps the pages with their ticket. No timer
+# frees them, nor an error that
+# the library raises when it is asked.
+
+ENDED = frozenset({WriteStatus.DONE, WriteStatus.LOST})
+"""The library's last words on a batch: it reads its source no more."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """answer: what the write comes to when nothing reads its source any more; None: its pump still has some of it. has_failed: the library raised an
+    error when it was asked."""
+
+    since: float
+    batches: list[int] = field(default_factory=list)
+    answer: WriteStatus | None = None
+    is_told: bool = False
+    has_failed: bool = False
+
+
+class SourceReads:
+    """Any thread. A batch given to `keep` is asked for here and nowhere else: the library forgets it with its last word."""
+
+    def __init__(self, engine: Engine, writes: Writes, unknown_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine, self._writes, self._unknown_s, self._clock = engine, writes, unknown_s, clock
+        self._lock = threading.Lock()
+        self._held: dict[Handle, _Held] = {}
+
+    def __len__(self) -> int:
+        """Writes whose source may still be read."""
+        return len(self._held)
+
+    def keep(self, handle: Handle, batches: Iterable[int], since: float) -> None:
+        """These batches of a write, submitted at that time of the clock, did not end."""
+        with self._lock:
+            held = self._held.setdefault(handle, _Held(since))
+            held.since = min(held.since, since)
+            held.batches += batches
+
+    def settle(self, handle: Handle, status: WriteStatus, digest: int | None = None) -> None:
+        """A write is over for its pump; the first such word counts."""
+        with self._lock:
+            held = self._held.get(handle)
+            if held is not None:
+                held.answer = held.answer or status
+        if held is None:
+            self._writes.settle(handle, status, digest)
+        else:
+            self.look(handle)
+
+    def look(self, handle: Handle) -> None:
+        """Ask the library for what is kept of a write, and tell what that changes."""
+        if handle not in self._held:
+            return
+        with self._lock:
+            held = self._held.get(handle)
+            if held is None:
+                return
+            held.batches = [batch for batch in held.batches if not self._has_ended(held, batch)]
+            self._tell(handle, held)
+
+    def _has_ended(self, held: _Held, batch: int) -> bool:
+        """An error of the library, which is of any kind since it is another's, is not its last word."""
+        try:
+            return self._engine.check(batch) in ENDED
+        except Exception as error:
+            if not held.has_failed:
+                LOG.warning("the transfer library does not say what became of a write, whose source pages stay as they are until it does: %s", error)
+            held.has_failed = True
+            return False
+
+    def _tell(self, handle: Handle, held: _Held) -> None:
+        if held.answer is None:
+            return
+        if not held.batches:
+            del self._held[handle]
+            self._writes.settle(handle, held.answer)
+        elif not held.is_told and self._clock() - held.since >= self._unknown_s:
+            held.is_told = True
+            self._writes.settle(handle, WriteStatus.UNKNOWN)
+
+    def end(self) -> None:
+        """The library was closed: its threads have ended, and nothing reads any source any more. Nobody gives it work now."""
+        with self._lock:
+            for handle, held in list(self._held.items()):
+                held.batches.clear()
+                held.answer = held.answer or WriteStatus.FAILED
+                self._tell(handle, held)
+
+
+# Waiting for fractions of a millisecond. For backends' threads.
+#
+# `select` knows such times but no descriptor above 1023, `poll` takes any descriptor but whole milliseconds; ppoll of
+# the C library takes both. `Pace`
+# says how long to leave a library alone that must be asked whether it is done: looking takes time of the core that
+# does the work.
+
+LEAST_S, MOST_S = 0.0002, 0.001
+"""Between two looks."""
+FIRST_BYTE_S = 0.3e-9
+"""A second for 3 GB, before anything is known."""
+NEW_SHARE = 0.2
+EARLY_SHARE = 0.8
+"""Of the time that is left by what is known, the part that is waited: late looks can so not add up to what is known."""
+LATE_SHARE = 0.25
+"""Of the time that it is late by."""
+
+
+class _Entry(ctypes.Structure):
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Waiter:
+    """Waits until one of its descriptors can be read, or is at its end. Used by one thread."""
+
+    def __init__(self, *fds: int) -> None:
+        self._ppoll = ctypes.CDLL(None, use_errno=True).ppoll
+        self._fds = fds
+        self._entries = (_Entry * len(fds))(*(_Entry(fd, select.POLLIN, 0) for fd in fds))
+        self._time = _Time()
+
+    def wait(self, timeout_s: float | None, wanted: tuple[bool, ...] | None = None) -> tuple[bool, ...]:
+        """Which of them are ready; None: without a deadline. wanted: those whose news is not to end the wait are False."""
+        until = None
+        if timeout_s is not None:
+            self._time.seconds, self._time.nanoseconds = divmod(int(timeout_s * 1e9), 1_000_000_000)
+            until = ctypes.byref(self._time)
+        if wanted is not None:
+            for entry, fd, is_wanted in zip(self._entries, self._fds, wanted, strict=True):
+                entry.fd = fd if is_wanted else -1
+        count = self._ppoll(self._entries, len(self._entries), until, None)
+        if count < 0 and (reason := ctypes.get_errno()) != errno.EINTR:
+            raise OSError(reason, os.strerror(reason))
+        return tuple(count > 0 and bool(entry.revents) for entry in self._entries)
+
+
+class Pace:
+    """How fast the work is done that one looks after, by what was seen of it."""
+
+    def __init__(self) -> None:
+        self._byte_s = FIRST_BYTE_S
+
+    def done(self, age_s: float, nbytes: int) -> None:
+        """So many bytes, all that was there when the last of them came, were done in so long."""
+        self._byte_s += NEW_SHARE * (age_s / nbytes - self._byte_s)
+
+    def next_look_s(self, age_s: float, nbytes: int) -> float:
+        """When work of so many bytes, begun so long ago, is worth a look: the later it is, the more seldom."""
+        left = nbytes * self._byte_s - age_s
+        return min(MOST_S, max(LEAST_S, left * EARLY_SHARE, -left * LATE_SHARE))
+
 
 LOG = logging.getLogger(__name__)
 

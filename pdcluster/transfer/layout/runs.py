@@ -13,7 +13,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcluster.transfer.backends.base import Run, Runs, Span, Spans
+from pdcluster.transfer.layout.spans import Run, Runs, Span, Spans
 
 Words = NDArray[np.int64]
 MOST_BYTES = 1 << 40

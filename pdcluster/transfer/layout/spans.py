@@ -1,12 +1,28 @@
-"""Arithmetic of chunks: which pages a token range touches, and the digest of the bytes in some spans. Pure; which spans is told by `geometry`."""
+"""Byte ranges: spans of one memory, runs from one memory to another, and the digest of the bytes in some spans."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import xxhash
 
-from pdcluster.transfer.backends.base import Span
+Span = tuple[int, int]
+"""(offset, nbytes)"""
+Spans = Sequence[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One contiguous copy: from `source` in the local region to `target` in the remote one, offsets in bytes."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+Runs = Sequence[Run]
+"""A tuple, or many of them as a table (`runs.RunTable`)."""
 
 
 def page_slice(first_token: int, num_tokens: int, page_tokens: int) -> slice:

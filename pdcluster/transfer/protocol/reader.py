@@ -11,9 +11,10 @@ import numpy as np
 from pdcluster.core.errors import IntegrityError
 from pdcluster.core.lifecycle import READING, Reading, advance
 from pdcluster.core.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Endpoint, Ticket, pack_tokens
-from pdcluster.transfer.backends.base import Arrival, Backend, Fence, Peer, Permit, Spans
+from pdcluster.transfer.backends.base import Arrival, Backend, Fence, Peer, Permit
 from pdcluster.transfer.layout.geometry import PageShape, join_spans
 from pdcluster.transfer.layout.runs import SpanTable, merged
+from pdcluster.transfer.layout.spans import Spans
 from pdcluster.transfer.protocol.rank_memory import Answer, OwnMemories, RankMemories, are_here
 from pdcluster.transfer.protocol.reader_state import (
     Incoming,

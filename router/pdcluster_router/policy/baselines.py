@@ -3,10 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from zlib import crc32
 
-from pdcluster_router.cluster.view import NodeView
-from pdcluster_router.policy.base import LegName, Query, Terms
-from pdcluster_router.policy.chance import mix
+from msgspec.structs import replace
+
+from pdcluster.core.messages import HASH_BYTES
+from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.policy.base import Choice, LegName, Query, Terms
+from pdcluster_router.policy.product import Product
+from pdcluster_router.policy.scored import Scored
+
+# Numbers that look random and are equal on every router that asks for the same: hashes of integers and names. No
+# state.
+
+MASK = (1 << 64) - 1
+
+
+def mix(*values: int) -> int:
+    """64 bits that depend on every bit of every value (splitmix64's finaliser over their sum with odd steps)."""
+    state = 0
+    for value in values:
+        state = (state + value + 0x9E3779B97F4A7C15) & MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+        state ^= state >> 31
+    return state
+
+
+def number_of(name: str) -> int:
+    return crc32(name.encode())
+
 
 LEG_SALT: dict[LegName, int] = {"prefill": 1, "decode": 2, "local": 1}
 """So that chance sends the two legs to different nodes."""
@@ -78,3 +105,172 @@ class LeastLoad:
 def _share_used(node: NodeView) -> float:
     load = node.load
     return 1.0 - (load.pages_free + load.pages_cached) / load.pages_total if load is not None and load.pages_total else 0.0
+
+
+# Sticky conversations by consistent hashing with bounded load (Mirrokni, Thorup, Zadimoghaddam, 2016; SMG's
+# `prefix_hash` has the same bound).
+#
+# The key is the session, or the hash of the prompt's first blocks. Nodes are ordered by a hash of (key, node), and
+# the first one whose requests stay
+# below `bound` × the mean takes it: a node that comes or goes moves only the keys that it has or had. No cache is
+# looked at.
+
+KEY_TOKENS = 256
+
+
+class Session:
+    name = "session"
+
+    def __init__(self, bound: float = 1.25) -> None:
+        self._bound = bound
+
+    def score(self, nodes: Sequence[NodeView], leg: LegName, query: Query) -> Sequence[tuple[float, Terms]]:
+        limit = self._bound * (sum(node.num_requests for node in nodes) + 1) / len(nodes)
+        key = session_key(query, nodes[0].block_tokens)
+        return [_score(node, key, limit) for node in nodes]
+
+
+def _score(node: NodeView, key: int, limit: float) -> tuple[float, Terms]:
+    place = mix(key, number_of(node.name)) / 2**64
+    over = float(node.num_requests + 1 > limit and node.num_requests > 0)
+    return over + place, (("over_bound", over), ("place", place))
+
+
+def session_key(query: Query, block_tokens: int) -> int:
+    """Of a prompt shorter than a block: its length, so that it does not always go to one node."""
+    if query.session:
+        return number_of(query.session)
+    blocks = min(max(KEY_TOKENS // block_tokens, 1), len(query.hashes) // HASH_BYTES)
+    return int.from_bytes(query.hashes[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES][:8], "little") if blocks else query.num_tokens
+
+
+# SGLang's cache-aware rule (sgl-router, later SMG `cache_aware`): match prefixes while the load is even, balance it
+# when it is not.
+#
+# Uneven when (most − least requests) > `spread` and most > `ratio` × least: then the fewest requests win. Otherwise
+# the longest match wins, if it
+# covers more than `match` of the prompt; if not, the node that caches least. Its trees are approximate; here the
+# index is exact, which can only help.
+
+class Prefix:
+    name = "prefix"
+
+    def __init__(self, match: float = 0.3, spread: float = 64.0, ratio: float = 1.5) -> None:
+        self._match = match
+        self._spread = spread
+        self._ratio = ratio
+
+    def score(self, nodes: Sequence[NodeView], leg: LegName, query: Query) -> Sequence[tuple[float, Terms]]:
+        requests = [float(node.num_requests) for node in nodes]
+        matches = [query.cached_on(node) / query.num_tokens for node in nodes]
+        if max(requests) - min(requests) > self._spread and max(requests) > self._ratio * min(requests):
+            return [(cost, (("requests", cost),)) for cost in requests]
+        if max(matches) > self._match:
+            return [(-share, (("matched", -share),)) for share in matches]
+        return [(size, (("cache_size", size),)) for size in map(_cache_size, nodes)]
+
+
+def _cache_size(node: NodeView) -> float:
+    """Pages that hold something."""
+    return float(node.load.pages_total - node.load.pages_free) if node.load is not None else 0.0
+
+
+# Dynamo's KV router: weight × blocks to prefill + blocks that decode, least wins (docs/components/router, "cost
+# function").
+#
+# Blocks to prefill are those that wait on the node and the request's own, less `credit` × what is cached there; the
+# credit shrinks by
+# 1 ÷ (1 + `decay` × e), e the node's waiting prefill beyond the least loaded one's, in units of the request. On
+# decode legs of a remote request only
+# decoding blocks count.
+
+class KvCost:
+    name = "kv-cost"
+
+    def __init__(self, weight: float = 1.0, credit: float = 1.0, decay: float = 0.0) -> None:
+        self._weight = weight
+        self._credit = credit
+        self._decay = decay
+
+    def score(self, nodes: Sequence[NodeView], leg: LegName, query: Query) -> Sequence[tuple[float, Terms]]:
+        least = min(node.work.prefill_tokens for node in nodes)
+        return [self._score(node, leg, query, least) for node in nodes]
+
+    def _score(self, node: NodeView, leg: LegName, query: Query, least: float) -> tuple[float, Terms]:
+        work, block = node.work, node.block_tokens
+        decoding = work.context_tokens / block
+        if leg == "decode":
+            return decoding, (("decode_blocks", decoding),)
+        excess = (work.prefill_tokens - least) / max(query.num_tokens, 1)
+        credit = self._credit / (1.0 + self._decay * excess)
+        prefill = self._weight * max(work.prefill_tokens + query.num_tokens - credit * query.cached_on(node), 0.0) / block
+        return prefill + decoding, (("prefill_blocks", prefill), ("decode_blocks", decoding))
+
+
+# Mooncake's Conductor (FAST'25, algorithm 1): the prefill node with the least predicted TTFT, the decode node with
+# the least predicted TPOT.
+#
+# TTFT is queue + compute of what is not cached. Where another node's prefix is at least `balance` times as long, it
+# is queue + transfer + compute
+# behind that prefix, and the choice says from which node to pull it (only over a measured bandwidth). Its early
+# rejection is our admission, not here.
+# While no node knows what steps cost: the product score.
+
+class Conductor:
+    """Implements Policy."""
+
+    name = "conductor"
+
+    def __init__(self, balance: float = 2.0) -> None:
+        self._balance = balance
+        self._cold = Scored(Product())
+
+    def choose(self, query: Query, view: ClusterView) -> Choice:
+        if view.typical_cost is None:
+            return replace(self._cold.choose(query, view), policy=self.name)
+        rule = Algorithm1(view, self._balance)
+        choice = Scored(rule).choose(query, view)
+        return replace(choice, pull=rule.source(choice.first, query))
+
+    def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
+        rule = Algorithm1(view, self._balance) if view.typical_cost is not None else Product()
+        return Scored(rule).choose_decode(query, view, prefill)
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm1:
+    """Implements scored.Rule for one view."""
+
+    view: ClusterView
+    balance: float
+    name: str = Conductor.name
+
+    def score(self, nodes: Sequence[NodeView], leg: LegName, query: Query) -> Sequence[tuple[float, Terms]]:
+        score = self._tpot if leg == "decode" else self._ttft
+        return [score(node, query) for node in nodes]
+
+    def source(self, node: NodeView, query: Query) -> NodeView | None:
+        """The node with the longest prefix, when `node` should fetch that; None when its own will do."""
+        best = max(self.view.accepting, key=query.held_on)
+        own = query.cached_on(node)
+        if query.held_on(best) <= own or query.held_on(best) < self.balance * own or not best.can_exchange(node):
+            return None
+        return best if best.bandwidth.get(node.name, 0.0) > 0 else None
+
+    def _ttft(self, node: NodeView, query: Query) -> tuple[float, Terms]:
+        pace = self.view.pace_of(node)
+        assert pace is not None
+        source, cached = self.source(node, query), query.cached_on(node)
+        transfer = 0.0
+        if source is not None:
+            missing = query.held_on(source) - cached
+            transfer = missing * node.kv_bytes_per_token / source.bandwidth[node.name]
+            cached += missing
+        compute = pace.prefill.seconds(max(query.num_tokens - cached, 1), cached) * pace.stretch
+        return pace.wait_s + transfer + compute, (("wait", pace.wait_s), ("transfer", transfer), ("compute", compute))
+
+    def _tpot(self, node: NodeView, query: Query) -> tuple[float, Terms]:
+        pace = self.view.pace_of(node)
+        assert pace is not None
+        tpot = pace.decode.seconds(pace.rows + 1, pace.context_tokens + query.num_tokens)
+        return tpot, (("tpot", tpot),)

@@ -7,14 +7,10 @@ from inspect import signature
 
 from pdcluster.core.errors import ConfigError
 from pdcluster_router.policy.base import Policy
-from pdcluster_router.policy.baselines import LeastLoad, PowerOfTwo, Random, RoundRobin
-from pdcluster_router.policy.conductor import Conductor
-from pdcluster_router.policy.kv_cost import KvCost
+from pdcluster_router.policy.baselines import Conductor, KvCost, LeastLoad, PowerOfTwo, Prefix, Random, RoundRobin, Session
 from pdcluster_router.policy.predicted_seconds import Seconds
-from pdcluster_router.policy.prefix import Prefix
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Rule, Scored
-from pdcluster_router.policy.session import Session
 
 DEFAULT = "seconds"
 

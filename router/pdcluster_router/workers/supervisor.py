@@ -22,10 +22,13 @@ from pdcluster.processes.ready import announce
 from pdcluster.processes.supervisor import Facts, Spec, Supervisor
 from pdcluster.settings.config import Loaded, RouterConfig, set_library_environment
 from pdcluster.telemetry.log import resolve_format
-from pdcluster_router import spare
 from pdcluster_router.workers import ports
 from pdcluster_router.workers.fleet import Fleet
 from pdcluster_router.workers.worker import Worker
+
+PROGRAM = "pdcluster_router.cli"
+"""What a worker runs, whether it is started afresh or was the spare."""
+SPARE = "pdcluster_router.spare"
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ async def _serve(loaded: Loaded[RouterConfig]) -> int:
             announce(config.ready_fd, http, name=name, grpc=grpc, admin=admin, workers=config.workers)
             logger.info("router %s serves http://%s with %d workers", name, http, config.workers)
             if config.spare:
-                await supervisor.keep_spare((sys.executable, "-m", spare.__name__))
+                await supervisor.keep_spare((sys.executable, "-m", SPARE))
             code = await _until(stop, asyncio.ensure_future(_crashes(supervisor)))
         logger.info("draining %d workers", config.workers)
     return 1 if supervisor.killed else code or 0
@@ -145,7 +148,7 @@ def worker_spec(loaded: Loaded[RouterConfig], name: str, worker: Worker, http: s
         "router.log.format": resolve_format(loaded.config.log.format, sys.stderr),
     }
     given = {path: value for path, value in loaded.flags.items() if path != "router.ready_fd"} | own
-    argv = [sys.executable, "-m", spare.PROGRAM]
+    argv = [sys.executable, "-m", PROGRAM]
     if loaded.file is not None:
         argv += ["--config", str(loaded.file)]
     argv += ["--name", name]

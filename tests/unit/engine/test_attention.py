@@ -12,10 +12,9 @@ from checkpoints import KERNEL_CACHE
 from pdcluster.core.step import Row, StepPlan
 from pdcluster.engine.kernels.loader import Kernels, PairKernels, Parallel, load_invariant_kernels, load_kernels, load_pair_kernels
 from pdcluster.engine.model.batch import Batch, Limits, build_batch
-from pdcluster.engine.ops.attention import Angles, Attention, AttentionShape, HeadNorms
+from pdcluster.engine.ops.attention import Angles, Attention, AttentionShape, HeadNorms, ReferenceAttention
 from pdcluster.engine.ops.attention_cpu import QUERY_BLOCK, CpuAttention
 from pdcluster.engine.ops.batch_invariant import InvariantAttention
-from pdcluster.engine.ops.reference import ReferenceAttention
 from pdcluster.kv.layout import DType
 from pdcluster.kv.pool import TORCH_DTYPE
 

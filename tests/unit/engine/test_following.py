@@ -15,8 +15,7 @@ from pdcluster.core.errors import IntegrityError, ModelError
 from pdcluster.core.history import History, history_of
 from pdcluster.core.sampling import Sampling, Shaping
 from pdcluster.core.step import NOT_DRAWN_YET, Row, RowError, RowResult, StepPlan
-from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.engine.following import Following
+from pdcluster.engine.engine import Engine, EngineConfig, Following
 
 PAGE = 8
 SHAPE = Shape("qwen3", hidden_size=32, intermediate_size=48, head_dim=16, vocab_size=97, num_layers=2)

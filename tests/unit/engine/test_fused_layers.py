@@ -20,7 +20,6 @@ from pdcluster.core.messages import Sampling
 from pdcluster.core.step import Row, StepPlan
 from pdcluster.engine.decoder import Decoder
 from pdcluster.engine.kernels import loader
-from pdcluster.engine.kernels.cache import filling
 from pdcluster.engine.kernels.layer_arrays import BLOCK
 from pdcluster.engine.model.base import Progress
 from pdcluster.engine.model.batch import Batch, Limits, build_batch
@@ -32,6 +31,7 @@ from pdcluster.engine.ops.attention import AttentionShape
 from pdcluster.engine.ops.fused import LEAST_BLOCKS, LEAST_TOKENS, MOST_TOKENS, fits_fused_layers
 from pdcluster.engine.ops.linear import MOST_ROWS
 from pdcluster.engine.ops.select import CpuOps, TorchOps, select_ops
+from pdcluster.processes.kernel_cache import filling
 
 PAGE, PAGES, VOCABULARY = 8, 200, 97
 LIMITS = Limits(VOCABULARY, PAGES, PAGE, 800)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster.engine.kernels import cache as kernel_cache
-from pdcluster.engine.kernels.cache import FRESH_S, MOST_PLACES, SOURCES, UNUSED_S, filling, forget_places, open_place, place_of
 from pdcluster.engine.kernels.loader import load_kernels
 from pdcluster.node.tensor_parallel.engine import RankSettings
+from pdcluster.processes import kernel_cache
+from pdcluster.processes.kernel_cache import FRESH_S, MOST_PLACES, SOURCES, UNUSED_S, filling, forget_places, open_place, place_of
 from pdcluster.settings.config import UpConfig
 
 
@@ -108,7 +108,7 @@ def test_a_place_that_can_be_read_but_not_written_is_told_with_the_way_out(
 
 
 def test_machines_of_other_kinds_have_other_places(tmp_path: Path) -> None:
-    code = f"from pathlib import Path; from pdcluster.engine.kernels.cache import place_of; print(place_of(Path({str(tmp_path)!r})), end='')"
+    code = f"from pathlib import Path; from pdcluster.processes.kernel_cache import place_of; print(place_of(Path({str(tmp_path)!r})), end='')"
     done = subprocess.run(["env", "NUMBA_CPU_NAME=generic", sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert Path(done.stdout).parent == tmp_path
     assert Path(done.stdout) != place_of(tmp_path)
@@ -116,21 +116,30 @@ def test_machines_of_other_kinds_have_other_places(tmp_path: Path) -> None:
 
 def test_other_installations_of_the_same_sources_have_other_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """numba keeps the kernels of each apart, so what one has filled is not there for the other."""
-    here, own = tmp_path / "other" / "engine", place_of(tmp_path)
-    here.mkdir(parents=True)
-    for name in SOURCES:
-        shutil.copy(Path(kernel_cache.__file__).parent / f"{name}.py", here)
-    monkeypatch.setattr(kernel_cache, "__file__", str(here / "kernel_cache.py"))
+    own = place_of(tmp_path)
+    monkeypatch.setattr(kernel_cache, "SOURCES", shutil.copytree(SOURCES, tmp_path / "other"))
     assert place_of(tmp_path) != own
 
 
 def test_places_are_of_all_sources_that_kernels_are_made_of() -> None:
     """numba looks at a function's own file only: of what was built in from one that is missing, an old version would be loaded."""
-    texts = {f"engine.{path.stem}": path.read_text() for path in Path(kernel_cache.__file__).parent.glob("*.py")}
+    package = "pdcluster.engine.kernels"
+    texts = {f"{package}.{path.stem}": path.read_text() for path in SOURCES.glob("*.py")}
     made = {name for name, text in texts.items() if re.search(r"^@(numba\.njit|intrinsic)", text, re.MULTILINE)}
-    built_in = {other for name in made for other in re.findall(r"^from pdcluster\.([\w.]+) import", texts[name], re.MULTILINE)}
-    assert "engine.layer_kernels" in made and "engine.layer_arrays" in built_in
-    assert {f"engine.{name}" for name in SOURCES} == made | built_in
+    built_in = {other for name in made for other in re.findall(r"^from (pdcluster[\w.]+) import", texts[name], re.MULTILINE)}
+    assert f"{package}.fused_step" in made
+    assert f"{package}.layer_arrays" in built_in
+    assert made | built_in <= set(texts)
+
+
+@pytest.mark.parametrize("change", ["a new file", "another content"])
+def test_a_place_is_of_what_the_sources_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    sources = shutil.copytree(SOURCES, tmp_path / "sources")
+    monkeypatch.setattr(kernel_cache, "SOURCES", sources)
+    before = place_of(tmp_path)
+    with (sources / ("new.py" if change == "a new file" else "fused_step.py")).open("a") as file:
+        file.write("# other\n")
+    assert place_of(tmp_path) != before
 
 
 def test_what_another_numba_filled_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,13 @@ import torch
 from checkpoints import KERNEL_CACHE
 
 from pdcluster.engine.kernels import loader
-from pdcluster.engine.kernels.cache import filling
 from pdcluster.engine.kernels.loader import PairKernels, Parallel, load_kernels
 from pdcluster.engine.ops.linear import MOST_ROWS, PackedLinear, PlainLinear, can_pack
 from pdcluster.engine.ops.packed_weights import PanelLinear, Panels
 from pdcluster.engine.ops.select import CpuOps, Ops, TorchOps, select_ops
 from pdcluster.kv.layout import DType
 from pdcluster.kv.pool import TORCH_DTYPE
+from pdcluster.processes.kernel_cache import filling
 
 TOLERANCE: dict[DType, float] = {"float32": 1e-5, "bfloat16": 2e-2}
 ROUNDED: dict[DType, float] = {"float32": 1e-5, "bfloat16": 2**-8}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdcluster.engine.sampling.philox import philox4x32, uniforms
+from pdcluster.engine.sampling.sampler import philox4x32, uniforms
 
 ONES = 0xFFFFFFFF
 

@@ -14,7 +14,7 @@ from checkpoints import KERNEL_CACHE
 from numpy.typing import NDArray
 
 from pdcluster.engine.kernels import loader
-from pdcluster.engine.kernels.cache import filling
+from pdcluster.processes.kernel_cache import filling
 
 Words = NDArray[np.uint16]
 NO_NUMBER = 0x7FC0
@@ -26,9 +26,9 @@ def attend(request: pytest.FixtureRequest) -> Any:
     assert loader.load_kernels(KERNEL_CACHE, "bfloat16") is not None
     with filling(Path(numba.config.CACHE_DIR), "row attention"):  # type: ignore[attr-defined]
         if request.param == "wide_rows":
-            from pdcluster.engine.kernels import attention_rows as module
+            from pdcluster.engine.kernels import attention_rows_avx2 as module
         else:
-            from pdcluster.engine.kernels import gemm_pairs as module  # type: ignore[no-redef]
+            from pdcluster.engine.kernels import attention_rows as module  # type: ignore[no-redef]
         attend_all(module.attend_rows, scene([1], 1, 1, 32, 8))
         return module.attend_rows
 

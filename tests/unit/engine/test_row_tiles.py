@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from pdcluster.engine.kernels.attention_rows_avx2 import HALF, TOKENS, score_tile_of, share_scores, weigh_tile_of
 from pdcluster.engine.kernels.intrinsics import address
-from pdcluster.engine.kernels.row_tiles import HALF, TOKENS, score_tile_of, share_scores, weigh_tile_of
 
 RNG = np.random.default_rng
 BEHIND = 7.0

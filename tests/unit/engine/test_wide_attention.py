@@ -12,8 +12,8 @@ from checkpoints import KERNEL_CACHE
 from numpy.typing import NDArray
 
 from pdcluster.engine.kernels import loader
-from pdcluster.engine.kernels.cache import filling
 from pdcluster.engine.kernels.layer_arrays import BLOCK
+from pdcluster.processes.kernel_cache import filling
 
 RNG = np.random.default_rng
 
@@ -35,9 +35,9 @@ def pairs_of_rows(dense: NDArray[np.uint16]) -> NDArray[np.uint32]:
 def blocks() -> Any:
     assert loader.load_kernels(KERNEL_CACHE, "bfloat16") is not None
     with filling(Path(numba.config.CACHE_DIR), "wide attention"):  # type: ignore[attr-defined]
-        from pdcluster.engine.kernels import wide_attention
+        from pdcluster.engine.kernels import attention_chunks
 
-        return wide_attention
+        return attention_chunks
 
 
 @pytest.mark.parametrize("rows", [1, 6, 20])

@@ -15,9 +15,9 @@ from checkpoints import KERNEL_CACHE
 from numpy.typing import NDArray
 
 from pdcluster.engine.kernels import loader
-from pdcluster.engine.kernels.cache import filling
 from pdcluster.engine.kernels.f32_tiles import wide_tile_of
 from pdcluster.engine.kernels.intrinsics import address
+from pdcluster.processes.kernel_cache import filling
 
 Words = NDArray[np.uint16]
 FILL = 7
@@ -27,12 +27,12 @@ FILL = 7
 def kernels(request: pytest.FixtureRequest) -> Any:
     assert loader.load_kernels(KERNEL_CACHE, "bfloat16") is not None
     with filling(Path(numba.config.CACHE_DIR), f"{request.param} panels"):  # type: ignore[attr-defined]
-        from pdcluster.engine.kernels import gemm_floats, panel_kernels, wide_panels
+        from pdcluster.engine.kernels import gemm_f32_avx2, gemm_f32_avx512, gemm_pairs
 
-        found: Any = wide_panels
+        found: Any = gemm_f32_avx2
         if request.param == "broad":
-            sizes = {"PANEL": panel_kernels.PANEL, "WIDE_BYTES": gemm_floats.WIDE_BYTES}
-            found = SimpleNamespace(**sizes, pack_panels=panel_kernels.pack_panels, multiply_panels=gemm_floats.multiply_widened)
+            sizes = {"PANEL": gemm_pairs.PANEL, "WIDE_BYTES": gemm_f32_avx512.WIDE_BYTES}
+            found = SimpleNamespace(**sizes, pack_panels=gemm_pairs.pack_panels, multiply_panels=gemm_f32_avx512.multiply_widened)
         multiplied(found, noise(1, 2), noise(1, 2), np.zeros(1, np.float32))
         return found
 

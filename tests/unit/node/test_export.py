@@ -7,7 +7,7 @@ from pulling_nodes import BLOCK, PullingNodes, prompt_of
 from stepped_nodes import Letter
 
 from pdcluster.core.messages import Declined, Fetch
-from pdcluster.node.export import ExportSide
+from pdcluster.node.kv_fetch import ExportSide
 from pdcluster.transfer.backends.fake import Fault
 
 PROMPT = prompt_of(42)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.node.line import Line
+from pdcluster.node.decode import Line
 
 
 def test_a_refused_request_is_overtaken_only_so_often() -> None:

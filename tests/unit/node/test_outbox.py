@@ -20,8 +20,8 @@ from pdcluster.core.messages import (
     Work,
     pack_tokens,
 )
+from pdcluster.node.legs import SequenceFactory
 from pdcluster.node.outbox import MAX_ROWS_BYTES, Outbox, bytes_of, most_bytes
-from pdcluster.node.sequences import SequenceFactory
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.codec import MAX_FRAME_BYTES, decode, encode
 

@@ -25,8 +25,9 @@ from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.node.tensor_parallel.channel import Media
 from pdcluster.node.tensor_parallel.engine import RankedEngine, RankSettings
 from pdcluster.node.tensor_parallel.messages import Revoke
-from pdcluster.transfer.backends.base import Peer, Permit, Region, Run, Stamp, WriteStatus
+from pdcluster.transfer.backends.base import Peer, Permit, Region, Stamp, WriteStatus
 from pdcluster.transfer.backends.tcp import TcpBackend
+from pdcluster.transfer.layout.spans import Run
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from pdcluster.core.bounds import MAX_SECONDS
 from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost, num_pairs
 from pdcluster.cost.fit import Fit, Step
-from pdcluster_router.cluster.blend import blended_decode, blended_prefill
-from pdcluster_router.cluster.pacing import SURE_SAMPLES, completed
+from pdcluster_router.cluster.pacing import SURE_SAMPLES, blended_decode, blended_prefill, completed
 
 TYPICAL = NodeCost(PrefillCost(5e-3, 5e-5, 4e-9, 512, 5000), DecodeCost(8e-3, 1e-4, 3e-8, 5000))
 

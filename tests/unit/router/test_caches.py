@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from pdcluster.core.messages import CacheDelta
 from pdcluster.kv.hashing import block_hashes
-from pdcluster_router.cluster.index_metrics import IndexCollector
+from pdcluster_router.cluster.metrics import IndexCollector
 from pdcluster_router.prefix_index.index import LEAST_MOVED, MOVED_PER_BLOCK, PrefixIndex
 from pdcluster_router.prefix_index.updates import ASK_AGAIN_S, SLICE_BLOCKS, Caches
 

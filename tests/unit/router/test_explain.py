@@ -23,7 +23,7 @@ from pdcluster.telemetry.metrics import ExplainMetrics
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import ANYBODY, Done, Generation, Standing
 from pdcluster_router.core.job import HashChain
-from pdcluster_router.explain import kept_views
+from pdcluster_router.explain import recorder
 from pdcluster_router.explain.recorder import MAX_ALIKE, MAX_DECISIONS, Explainer, Kept, Record
 from pdcluster_router.explain.records import MAX_CANDIDATES, Explanation
 from pdcluster_router.explain.text import text_of
@@ -262,7 +262,7 @@ def test_a_request_that_waits_shows_what_would_be_done_with_it_and_one_that_neve
 
 def test_those_that_wait_keep_few_views_and_are_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each was scored against a view of its own. Those that were scored last keep theirs."""
-    monkeypatch.setattr(kept_views, "MOST_ROWS", 3 * 40)
+    monkeypatch.setattr(recorder, "MOST_ROWS", 3 * 40)
     explainer, _ = make_explainer()
     records = [explainer.open(f"r{number}", ANYBODY, 0.0) for number in range(8)]
     views: list[weakref.ref[ClusterView]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdcluster_router.cluster.once import once
+from pdcluster_router.cluster.view import once
 
 
 class Rows(msgspec.Struct, frozen=True, dict=True):

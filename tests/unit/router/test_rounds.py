@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import VirtualLoop, run_virtually
 
-from pdcluster_router.request.rounds import OPEN_S, Rounds
-from pdcluster_router.request.timers import TICK_S, Alarms
+from pdcluster_router.request.timers import OPEN_S, TICK_S, Alarms, Rounds
 
 
 class Asked:

@@ -6,7 +6,7 @@ import pytest
 from policy_cases import make_load, make_node
 
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
-from pdcluster_router.policy.sent import SentWork
+from pdcluster_router.policy.selector import SentWork
 
 COST = NodeCost(PrefillCost(0.01, 1e-4, 0.0, 0, 100), DecodeCost(0.01, 0.001, 0.0, 100))
 NODE = make_node("p0", "prefill", make_load(), COST)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from pdcluster.core.messages import HASH_BYTES
-from pdcluster_router.prefix_index import zeroed_memory
-from pdcluster_router.prefix_index.block_table import GONE, BlockTable, Keys
-from pdcluster_router.prefix_index.zeroed_memory import ZeroedMemory
+from pdcluster_router.prefix_index import block_table
+from pdcluster_router.prefix_index.block_table import GONE, BlockTable, Keys, ZeroedMemory
 
 NUM_PAGES = 4
 
@@ -23,7 +22,7 @@ NUM_PAGES = 4
     ("start", "stop"), [(0, 0), (0, 1), (5, 100), (0, mmap.PAGESIZE), (7, 3 * mmap.PAGESIZE + 9), (0, NUM_PAGES * mmap.PAGESIZE)]
 )
 def test_what_is_cleared_is_zero_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch, platform: str, start: int, stop: int) -> None:
-    monkeypatch.setattr(zeroed_memory.sys, "platform", platform)
+    monkeypatch.setattr(block_table.sys, "platform", platform)
     memory = ZeroedMemory(NUM_PAGES * mmap.PAGESIZE)
     assert not memory.octets.any()
     memory.octets[:] = 1

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pdcluster.transfer.backends.base import Handle, Peer, Permit, Region, Run, Stamp, WriteStatus
+from pdcluster.transfer.backends.base import Handle, Peer, Permit, Region, Stamp, WriteStatus
 from pdcluster.transfer.backends.staged import StagedBackend
 from pdcluster.transfer.backends.staging import StagedSettings
+from pdcluster.transfer.layout.spans import Run
 
 WRITER, READER = Peer("w", "w1"), Peer("r", "r1")
 BLOCK, BLOCKS, FLYING = 4096, 4, 3

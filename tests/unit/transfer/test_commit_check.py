@@ -10,8 +10,9 @@ import pytest
 from transfer_harness import PAGE_BYTES, PAGE_TOKENS, QUICK, READER, WRITER, Pair, take_digests
 
 from pdcluster.core.messages import ChunkEntry, Commit, Leg
-from pdcluster.transfer.backends.base import Fence, Run, Stamp
+from pdcluster.transfer.backends.base import Fence, Stamp
 from pdcluster.transfer.backends.fake import Fault
+from pdcluster.transfer.layout.spans import Run
 from pdcluster.transfer.protocol import reader
 
 PAGES, SOURCE, TOKENS = [10, 11, 30, 31], [3, 4, 5, 20], 16

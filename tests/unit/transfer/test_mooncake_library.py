@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from pdcluster.core.errors import ConfigError
 from pdcluster.transfer.backends.base import WriteStatus
 from pdcluster.transfer.backends.mooncake import ALTERING, QUEUE_LIMIT, MooncakeEngine, check_release, environment
-from pdcluster.transfer.backends.staged_frames import MAX_BLOCKS
-from pdcluster.transfer.backends.staging import Fabric, StagedSettings
+from pdcluster.transfer.backends.staging import MAX_BLOCKS, Fabric, StagedSettings
 
 LANE_QUEUE = 1024
 """Entries that a lane of the library takes before it fails all of them, by default."""

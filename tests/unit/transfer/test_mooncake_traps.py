@@ -17,8 +17,9 @@ import pytest
 from staged_ends import BLOCK, BLOCKS, FLYING, READER, Breaking, Ends, Slow, SlowStraight, Straight, Ungiving, Unreliable, eventually
 
 from pdcluster.core.errors import PeerUnreachable
-from pdcluster.transfer.backends import staged, staged_pieces
-from pdcluster.transfer.backends.base import Run, Stamp, WriteStatus
+from pdcluster.transfer.backends import staged, staging
+from pdcluster.transfer.backends.base import Stamp, WriteStatus
+from pdcluster.transfer.layout.spans import Run
 
 
 @pytest.fixture
@@ -179,7 +180,7 @@ def test_an_error_of_the_library_in_the_middle_of_a_piece_frees_no_page_that_it_
 ) -> None:
     """The second piece has two entries, of which the library took one. is_last: of the write's pieces, so that nothing of it waits any more."""
     half = BLOCK // 2
-    monkeypatch.setattr(staged_pieces, "ENTRY_BYTES", half)
+    monkeypatch.setattr(staging, "ENTRY_BYTES", half)
     engine = Breaking()
     ends = make_ends(engine)
     runs = [Run(0, 0, BLOCK), Run(2 * BLOCK, BLOCK, half), Run(4 * BLOCK, BLOCK + half, half)]

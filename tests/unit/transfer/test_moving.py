@@ -8,10 +8,10 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdcluster.transfer.backends.base import Run
 from pdcluster.transfer.copying import copy
 from pdcluster.transfer.copying.copy import GilWaits, Payload, copies, copies_inside, packed, packing, reads, table_of
 from pdcluster.transfer.layout.runs import RunTable, run_table
+from pdcluster.transfer.layout.spans import Run
 
 SIZE = 1 << 16
 

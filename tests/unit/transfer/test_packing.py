@@ -8,10 +8,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.transfer.backends.base import Run
-from pdcluster.transfer.backends.packing import BLOCK_BYTES, SCATTERED_BYTES, Block, Packer, Unpacker, straight
+from pdcluster.transfer.backends.tcp import BLOCK_BYTES, SCATTERED_BYTES, Block, Packer, Unpacker, straight
 from pdcluster.transfer.copying.copy import Payload, table_of
 from pdcluster.transfer.layout.runs import RunTable, SpanTable, run_table, span_table
+from pdcluster.transfer.layout.spans import Run
 
 SIZE = 4 * BLOCK_BYTES
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdcluster.transfer.backends.base import Peer
-from pdcluster.transfer.backends.pidfd import Processes, has_exited, pidfd_of
+from pdcluster.transfer.backends.shm_memory import Processes, has_exited, pidfd_of
 
 CALLER = "import socket,sys; s=socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.stdin.read()"
 

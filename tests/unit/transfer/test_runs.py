@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pdcluster.transfer.backends.base import Run
 from pdcluster.transfer.layout.runs import MOST_BYTES, RunTable, SpanTable, chained, cover, merged, run_table, span_table
+from pdcluster.transfer.layout.spans import Run
 
 WORDS = st.one_of(st.integers(-3, 200), st.sampled_from([-(1 << 63), (1 << 63) - 1, 1 << 62, MOST_BYTES, MOST_BYTES + 1]))
 WILD = st.lists(st.tuples(WORDS, WORDS), max_size=8)

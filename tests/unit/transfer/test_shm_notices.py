@@ -7,8 +7,7 @@ import xxhash
 from pdcluster.core.errors import ProtocolError
 from pdcluster.transfer.backends.base import Peer, Permit, Region, Stamp
 from pdcluster.transfer.backends.ledger import Arrivals, Counts, Doorbell, Permits
-from pdcluster.transfer.backends.shm_frames import MAX_NOTICE_SPANS, Notice, decode_notice, pack_notice, pack_progress
-from pdcluster.transfer.backends.shm_notices import Notices
+from pdcluster.transfer.backends.shm_frames import MAX_NOTICE_SPANS, Notice, Notices, decode_notice, pack_notice, pack_progress
 from pdcluster.transfer.layout.runs import span_table
 
 WRITER, OTHER = Peer("w", "w1"), Peer("o", "o1")

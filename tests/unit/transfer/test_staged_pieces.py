@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.transfer.backends import staged_pieces
-from pdcluster.transfer.backends.base import Run
-from pdcluster.transfer.backends.staged_pieces import ENTRY_BYTES, Piece, cut
-from pdcluster.transfer.backends.waiting import LEAST_S, MOST_S, Pace
+from pdcluster.transfer.backends import staging
+from pdcluster.transfer.backends.staged_pump import LEAST_S, MOST_S, Pace
+from pdcluster.transfer.backends.staging import ENTRY_BYTES, Piece, cut
 from pdcluster.transfer.layout.runs import SpanTable, run_table
+from pdcluster.transfer.layout.spans import Run
 
 ADDRESS = 1 << 30
 RUNS = st.lists(st.builds(Run, st.integers(0, 300), st.integers(0, 1000), st.integers(1, 50)), min_size=1, max_size=20)
@@ -33,7 +33,7 @@ def sent(piece: Piece) -> list[int]:
 @given(RUNS, st.integers(1, 70), st.booleans(), st.sampled_from([1, 8, 40]))
 def test_pieces_hold_all_bytes_in_order_and_say_where_they_go(runs: list[Run], block_bytes: int, may_be_straight: bool, entry_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staged_pieces, "ENTRY_BYTES", entry_bytes)
+        patch.setattr(staging, "ENTRY_BYTES", entry_bytes)
         pieces = cut(run_table(runs), ADDRESS, block_bytes, may_be_straight=may_be_straight)
     walk = [(ADDRESS + run.source + step, run.target + step) for run in runs for step in range(run.nbytes)]
     assert [address for piece in pieces for address in sent(piece)] == [address for address, _ in walk]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdcluster.transfer.backends.base import Handle, WriteStatus
 from pdcluster.transfer.backends.ledger import FINAL, Doorbell, Writes
-from pdcluster.transfer.backends.staged_reads import ENDED, SourceReads
+from pdcluster.transfer.backends.staged_pump import ENDED, SourceReads
 
 UNKNOWN_S = 10.0
 SAYS = st.sampled_from([WriteStatus.PENDING, WriteStatus.UNKNOWN, WriteStatus.LOST, WriteStatus.DONE, None])

@@ -9,9 +9,10 @@ import numpy as np
 import xxhash
 
 from pdcluster.core.messages import Endpoint, Message, Ticket, TokenLogprobs
-from pdcluster.transfer.backends.base import Arrival, Handle, Peer, Region, Runs, Spans, Stamp
+from pdcluster.transfer.backends.base import Arrival, Handle, Peer, Region, Stamp
 from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork, Fault
 from pdcluster.transfer.layout.geometry import PageShape
+from pdcluster.transfer.layout.spans import Runs, Spans
 from pdcluster.transfer.protocol.reader import Reader
 from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed, Send, Settings
 from pdcluster.transfer.protocol.writer import Writer

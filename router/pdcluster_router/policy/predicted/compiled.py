@@ -224,7 +224,7 @@ def use(functions: Weighing) -> None:
 def load(cache_dir: Path) -> bool:
     """Use compiled functions from now on; the first time on a machine they are compiled, which takes seconds. False, and a line in the log, where
     that does not work: choices are the same without, only slower."""
-    from pdcluster.engine.kernels.cache import filling
+    from pdcluster.processes.kernel_cache import filling
 
     folder = cache_dir
     try:
@@ -255,7 +255,7 @@ def is_kept(cache_dir: Path) -> bool:
 
 def _folder(cache_dir: Path) -> Path:
     """One for these sources: numba itself looks at the file of the function that is called only."""
-    from pdcluster.engine.kernels.cache import open_place  # nothing of an engine is loaded before this
+    from pdcluster.processes.kernel_cache import open_place  # nothing of an engine is loaded before this
 
     digest = hashlib.blake2b(b"".join(Path(str(module.__file__)).read_bytes() for module in SOURCES), digest_size=8)
     return open_place(cache_dir) / f"{KEPT}-{digest.hexdigest()}"

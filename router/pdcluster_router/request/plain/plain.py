@@ -23,8 +23,8 @@ from pdcluster_router.http.exchange import Exchange
 from pdcluster_router.request.plain.plain_kind import Asked, Kind, key_of, kind_of, packed, sampling_of
 from pdcluster_router.request.plain.plain_run import PlainRun
 from pdcluster_router.request.plain.plain_stream import PlainStream, stream_of
-from pdcluster_router.request.rounds import Rounds
 from pdcluster_router.request.run import Shared, job_of
+from pdcluster_router.request.timers import Rounds
 
 MAX_KINDS = 256
 

@@ -36,8 +36,8 @@ from pdcluster_router.request.open_requests import OpenRequest
 from pdcluster_router.request.plain import general
 from pdcluster_router.request.plain.plain_kind import Asked
 from pdcluster_router.request.plain.plain_stream import PlainStream
-from pdcluster_router.request.rounds import Round, Rounds
 from pdcluster_router.request.run import Run, Shared
+from pdcluster_router.request.timers import Round, Rounds
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from replay_cases import COST
 
 from pdcluster.cost.cost import num_pairs
-from pdcluster_router.replay.steps import Segment, segment
+from pdcluster_router.replay.node import Segment, segment
 
 
 def _step_s(rows: int, context: int, chunk: int, done: int) -> float:

@@ -33,23 +33,8 @@ FRESH_S = 86400.0
 PLACE = re.compile(r"[0-9a-f]{16}|(engine|transfer)_[0-9a-f]{40}")
 """Names of places; the longer ones are numba's own, from versions that had only one place."""
 GONE = "gone-"
-SOURCES = (
-    "kernels",
-    "pair_kernels",
-    "chunk_kernels",
-    "panel_kernels",
-    "broad_panels",
-    "wide_panels",
-    "wide_attention",
-    "wide_rows",
-    "layer_arrays",
-    "layer_kernels",
-    "invariant_kernels",
-    "int8_kernels",
-    "vectors",
-    "wide_tiles",
-    "row_tiles",
-)
+SOURCES = Path(__file__).parents[1] / "engine" / "kernels"
+"""The folder of the kernels' source files."""
 
 
 def place_of(cache_dir: Path) -> Path:
@@ -59,9 +44,9 @@ def place_of(cache_dir: Path) -> Path:
     import numba
     from numba.core.registry import cpu_target
 
-    digest = hashlib.blake2b(repr((os.path.abspath(Path(__file__).parent), numba.__version__)).encode(), digest_size=8)
-    for name in SOURCES:
-        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    digest = hashlib.blake2b(repr((os.path.abspath(SOURCES), numba.__version__)).encode(), digest_size=8)
+    for source in sorted(SOURCES.glob("*.py")):
+        digest.update(source.read_bytes())
     digest.update(repr(cpu_target.target_context.codegen().magic_tuple()).encode())
     return cache_dir / digest.hexdigest()
 

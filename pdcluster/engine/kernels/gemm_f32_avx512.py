@@ -16,8 +16,8 @@ import numpy as np
 
 from pdcluster.engine.kernels.elementwise import narrow
 from pdcluster.engine.kernels.f32_tiles import broad_runs_of, broad_tile_of
+from pdcluster.engine.kernels.gemm_f32_avx2 import widen_rows
 from pdcluster.engine.kernels.intrinsics import address
-from pdcluster.engine.kernels.wide_panels import widen_rows
 
 PANEL, HALF = 64, 32
 TILE = 12

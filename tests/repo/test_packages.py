@@ -1,0 +1,165 @@
+"""Packages form layers: a module imports its own package or one of a lower level. A new package must find its place in the table."""
+
+import subprocess
+import sys
+
+import pytest
+from tree import Module, imports, modules, written
+
+LEVELS: dict[str, int] = {
+    # words and plain services that every process uses
+    "pdcluster.core": 0,
+    "pdcluster.settings": 1,
+    "pdcluster.cost": 1,
+    "pdcluster.kv": 1,
+    "pdcluster.api": 1,
+    "pdcluster.processes": 2,
+    "pdcluster.telemetry": 2,
+    "pdcluster.checkpoint": 2,
+    "pdcluster.scheduler": 2,
+    # requests and replies as text
+    "pdcluster.api.structured.regex": 2,
+    "pdcluster.api.structured.grammar_rules": 3,
+    "pdcluster.api.structured.json_grammar": 4,
+    "pdcluster.api.structured": 5,
+    "pdcluster.api.tools": 6,
+    "pdcluster.api.text": 7,
+    "pdcluster.api.openai": 8,
+    # KV between nodes
+    "pdcluster.transfer.layout": 2,
+    "pdcluster.transfer.copying": 3,
+    "pdcluster.transfer.backends": 4,
+    "pdcluster.transfer.paths": 5,
+    "pdcluster.transfer.protocol": 6,
+    # messages between processes
+    "pdcluster.wire": 6,
+    "pdcluster.rpc": 9,
+    "pdcluster.bootstrap": 10,
+    # models
+    "pdcluster.engine.kernels": 3,
+    "pdcluster.engine.model": 3,
+    "pdcluster.engine.ops": 4,
+    "pdcluster.engine.sampling": 8,
+    "pdcluster.engine": 9,
+    # the node
+    "pdcluster.node.tensor_parallel": 10,
+    "pdcluster.node": 11,
+    # the router
+    "pdcluster_router.prefix_index": 2,
+    "pdcluster_router.core": 9,
+    "pdcluster_router.policy.predicted": 9,
+    "pdcluster_router.http": 10,
+    "pdcluster_router.cluster": 11,
+    "pdcluster_router.policy": 12,
+    "pdcluster_router.queueing": 13,
+    "pdcluster_router.explain": 14,
+    "pdcluster_router.replay": 14,
+    "pdcluster_router.request": 15,
+    "pdcluster_router.request.plain": 16,
+    "pdcluster_router.frontend": 17,
+    "pdcluster_router.admin": 18,
+    "pdcluster_router.workers": 19,
+    "pdcluster_router.process": 20,
+    "pdcluster_router.pdctl": 20,
+    "pdcluster_router.cli": 21,
+    "pdcluster_router.spare": 22,
+    # commands
+    "pdcluster.client": 10,
+    "pdcluster.launch": 20,
+    "pdcluster.cli": 21,
+}
+ALLOWED_CIRCLE = ("pdcluster_router.frontend", "pdcluster_router.request.plain")
+"""A plain request answers its client itself. One life per request ends this."""
+NO_IO = {"zmq", "grpc", "google", "httptools", "socket", "asyncio", "subprocess", "mooncake", "nixl_cu12", "nixl_cu13", "ray"}
+MODEL_LIBRARIES = {"torch", "transformers", "numba", "safetensors", "xgrammar"}
+PURE = (
+    "pdcluster.core", "pdcluster.cost", "pdcluster.settings", "pdcluster.scheduler", "pdcluster.api", "pdcluster.transfer.layout",
+    "pdcluster.transfer.paths", "pdcluster.transfer.protocol", "pdcluster_router.core", "pdcluster_router.policy",
+    "pdcluster_router.prefix_index", "pdcluster_router.explain", "pdcluster_router.replay",
+)  # fmt: skip
+"""Packages whose rules are tested without a clock, a socket or a model: who uses them passes these in."""
+PURE_MODULES = (
+    "pdcluster.kv.hashing", "pdcluster.kv.layout", "pdcluster.kv.pages", "pdcluster.bootstrap.card", "pdcluster.bootstrap.store",
+    "pdcluster.wire.address", "pdcluster_router.queueing.gate", "pdcluster_router.queueing.headroom", "pdcluster_router.queueing.admission",
+    "pdcluster_router.queueing.hold_queue", "pdcluster_router.queueing.fairness",
+)  # fmt: skip
+ROOTS = ("pdcluster", "pdcluster_router")
+PACKAGES = {module.name for module in modules() if module.file.name == "__init__.py"}
+
+
+def room(name: str) -> str:
+    """The package of a module; a module of a root package is a room of its own."""
+    package = name if name in PACKAGES else name.rsplit(".", 1)[0]
+    return name if package in ROOTS else package
+
+
+def is_ours(name: str) -> bool:
+    return name.split(".")[0] in ROOTS and name not in ROOTS
+
+
+def is_pure(module: Module) -> bool:
+    return module.name in PURE_MODULES or any(module.name.startswith(f"{package}.") for package in PURE)
+
+
+@pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
+def test_a_module_imports_its_own_package_or_a_lower_one(module: Module) -> None:
+    own = room(module.name)
+    assert own in LEVELS, f"{own} has no level; add it to the table"
+    wrong = [
+        f"{module.file}:{line}: {own} (level {LEVELS[own]}) imports {name} (level {LEVELS.get(room(name))})"
+        for name, line in imports(module)
+        if is_ours(name) and room(name) not in (own, *(ALLOWED_CIRCLE if own in ALLOWED_CIRCLE else ()))
+        if LEVELS.get(room(name), LEVELS[own]) >= LEVELS[own]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_modules_of_a_package_do_not_import_each_other_in_a_circle() -> None:
+    graph = {module.name: {name for name, _ in imports(module) if room(name) == room(module.name)} for module in written()}
+    plain = {name for name in graph if room(name) == "pdcluster_router.request.plain"}
+    left = {name: others - {name} for name, others in graph.items() if name not in plain}
+    while leaves := {name for name, others in left.items() if not others & left.keys()}:
+        left = {name: others for name, others in left.items() if name not in leaves}
+    assert not left, f"circles among {sorted(left)}"
+
+
+@pytest.mark.parametrize("module", [m for m in written() if is_pure(m)], ids=lambda module: module.name)
+def test_pure_modules_do_no_io_and_know_no_model_library(module: Module) -> None:
+    found = [f"{module.file}:{line}: {name}" for name, line in imports(module) if name.split(".")[0] in NO_IO | MODEL_LIBRARIES]
+    assert not found, "pass what it needs in:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("module", [m for m in written() if room(m.name) == "pdcluster.core"], ids=lambda module: module.name)
+def test_core_needs_the_standard_library_msgspec_and_numpy_only(module: Module) -> None:
+    allowed = set(sys.stdlib_module_names) | {"msgspec", "numpy", "pdcluster"}
+    assert {name.split(".")[0] for name, _ in imports(module)} <= allowed
+
+
+@pytest.mark.parametrize("module", [m for m in written() if m.name.startswith(("pdcluster.api.", "pdcluster_router."))], ids=lambda module: module.name)
+def test_router_and_api_name_no_model_library(module: Module) -> None:
+    assert not {name.split(".")[0] for name, _ in imports(module)} & MODEL_LIBRARIES
+
+
+def test_every_package_of_the_tables_exists() -> None:
+    names = {module.name for module in modules()}
+    assert {*LEVELS, *PURE, *PURE_MODULES} <= names, "the tables name packages that are not there"
+
+
+def test_the_router_and_the_cli_never_load_torch() -> None:
+    wanted = [module.name for module in written() if module.name.startswith("pdcluster_router")] + ["pdcluster.cli", "pdcluster.bootstrap.server"]
+    code = f"""
+import importlib, sys
+for name in {wanted!r}:
+    importlib.import_module(name)
+loaded = {{name.split(".")[0] for name in sys.modules}} & {MODEL_LIBRARIES!r}
+ours = {{name for name in sys.modules if name.startswith(("pdcluster.engine", "pdcluster.node"))}}
+sys.exit(f"loaded {{loaded | ours}}" if loaded or ours else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_is_instant_because_nothing_heavy_is_imported_for_it() -> None:
+    code = "import sys, pdcluster.cli; print(*{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not set(done.stdout.split()) & {"zmq", "grpc", "torch", "numpy", "httptools", "transformers"}
